@@ -31,8 +31,9 @@ WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel
 	checkpoints/test_transformers_format.py checkpoints/test_save_pretrained.py planning/test_model_config.py)
 
 DOCS := .venv-docs
+TRACKERS := .venv-trackers
 
-.PHONY: dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
+.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-trackers test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
@@ -40,10 +41,12 @@ help:
 	@echo "make test-full    the tests, with the big matrices whole"
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
 	@echo "make test-v3      ModelTrainer of SDK v3: the notebook side, and jobs as processes of this machine"
+	@echo "make test-trackers TensorBoard, MLflow and wandb: what their own readers find of a job"
 	@echo "make test-clients client libraries with Transformers 4 and 5, as a sample; test-clients-full: all, for docs/compatibility.md"
 	@echo "make test-matrix  Python 3.10 to 3.13 and PyTorch from the floor to the newest, for docs/compatibility.md; MATRIX=\"3.12 2.4.0\": some"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
+	@echo "make bench        the figures of docs/performance.md, peers in turns, into benchmarks/results.json; bench-quick: under five minutes"
 	@echo "make docs         the documentation as a site in site/; make docs-serve shows it while it is written"
 	@echo "make dist         wheel and sdist into dist/"
 	@echo "make lint type    ruff and mypy"
@@ -58,6 +61,14 @@ $(VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-cpu.txt
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart.py --steps $(STEPS)
+
+# ONLY="pipeline starting": some suites. `python benchmarks/bench.py list` names them.
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench.py run $(addprefix --only ,$(ONLY))
+	$(BIN)/python benchmarks/bench.py write
+
+bench-quick: $(VENV)/.installed
+	$(BIN)/python benchmarks/bench.py run --quick $(addprefix --only ,$(ONLY))
 
 test: test-sdk-floor test-newest
 
@@ -88,6 +99,15 @@ $(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
 test-v3: $(SDK3)/.installed
 	SMP_TEST_SDK_PYTHONS=$(wildcard $(CURDIR)/$(BIN)/python) $(SDK3)/bin/python -m pytest tests/model_trainer tests/migration \
 		-m "not full" $(SHARED_OUT)
+
+# Trackers, which want packages that nothing else here needs.
+$(TRACKERS)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-trackers.txt
+	$(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -c constraints-trackers.txt -e ".[local,test,trackers]"
+	@touch $@
+
+test-trackers: $(TRACKERS)/.installed
+	$(TRACKERS)/bin/python -m pytest tests/trackers tests/tracking
 
 # The index has no CPU build of other versions: several GB are fetched the first time. Some PyTorchs want their own sympy.
 $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
@@ -174,6 +194,6 @@ dist: $(DOCS)/.installed
 	$(DOCS)/bin/python -m build --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(DOCS) site $(FLOOR) $(SDK3) .venv-torch-* .venv-clients-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
+	rm -rf $(VENV) $(DOCS) $(TRACKERS) site $(FLOOR) $(SDK3) .venv-torch-* .venv-clients-* build dist *.egg-info container/*.egg-info quickstart-data quickstart-output
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

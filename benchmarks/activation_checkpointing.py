@@ -129,8 +129,8 @@ def checkpointing(args: argparse.Namespace, device: torch.device) -> None:
             a, b = timed(step, device), timed(plain_step, device)
             if index >= 2:
                 ratios.append(a / b)
-        answer = {"strategy": strategy, "time_ratio": round(statistics.median(ratios), 3)}
-        answer["quartiles"] = [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]
+        answer = {"case": strategy, "peer": "none", "time_ratio": round(statistics.median(ratios), 3)}
+        answer["ratio_quartiles"] = [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]
         if device.type == "cpu" and strategy != PEER:
             found, none = counted(model, step), counted(plain, plain_step)
             answer["bytes_over_none"] = round(found / none, 4)
@@ -160,7 +160,11 @@ def offloading(args: argparse.Namespace, device: torch.device) -> None:
         offloader.figures.left = offloader.figures.came = offloader.figures.late = 0
         times = [timed(step, device) for _ in range(args.rounds)]
         moved = (offloader.figures.left + offloader.figures.came) / args.rounds
-        answer = {"horizon": horizon, "peak_regions": round(offloader.figures.peak / unit, 2)}
+        answer = {
+            "case": f"each, horizon {horizon}",
+            "horizon": horizon,
+            "peak_regions": round(offloader.figures.peak / unit, 2),
+        }
         answer |= {"late": offloader.figures.late, "moved_MB": round(moved / 1e6, 1)}
         if device.type == "cuda":
             copies = moved / 2 / speed(device, "out") + moved / 2 / speed(device, "in")

@@ -1,13 +1,14 @@
-"""Checkpoints: how long a save stalls training, at once and asynchronously; time and memory of loading.
+"""Checkpoints: how long a save stalls training, at once and asynchronously; time and memory of loading; beside PyTorch's DCP.
 
     python benchmarks/checkpoints.py                 # 32 million parameters, two ranks, this machine's disk
     python benchmarks/checkpoints.py --ranks 1 --hidden 512 --folder /mnt/slow
 
-Each round saves once at once and once with ``async_save``, in turns; the *stall* is the time that the call takes away
-from training. Bounds: a save writes each byte of the state once, so its least time is bytes ÷ the rate at which the
-same folder takes one plain file with fsync and a sha256, measured here too; a load holds its shard and the largest
-tensor. Nothing is claimed about networks, or about how much slower steps are while the thread writes: on a machine
-with fewer cores than ranks both share them.
+Each round saves once at once and once with ``async_save``, and so does torch.distributed.checkpoint (DCP) with the same model
+under FSDP2, all in turns; the *stall* is the time that the call takes away from training. ``reshard``: the checkpoint of all
+ranks is loaded by ranks that hold whole tensors, weights and state. Bounds: a save writes each byte of the state once, so its
+least time is bytes ÷ the rate at which the same folder takes one plain file with fsync and a sha256, measured here too; a load
+holds its shard and the largest tensor. Nothing is claimed about networks, or about how much slower steps are while the thread
+writes: on a machine with fewer cores than ranks both share them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from launching import print_machine, run_ranks
+from torch import nn
 
 
 def plain_rate(folder: Path, size: int) -> float:
@@ -41,13 +49,12 @@ def plain_rate(folder: Path, size: int) -> float:
 
 def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
     """One rank: saves in turns, then one load under PyTorch's memory profiler."""
-    import torch
-    from torch import nn
     from torch.profiler import ProfilerActivity, profile
 
     import smdistributed.modelparallel.torch as smp
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
     ranks = int(os.environ["WORLD_SIZE"])
     smp.init({"ddp": True, "sharded_data_parallel_degree": ranks} if ranks > 1 else {})
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(hidden, hidden) for _ in range(layers))))
@@ -63,17 +70,24 @@ def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
         step(torch.ones(4, hidden))
         optimizer.step()
 
-    train()
-    times: dict[str, list[float]] = {"sync": [], "async": []}
+    peer = Peer(nn.Sequential(*(nn.Linear(hidden, hidden) for _ in range(layers))), hidden, folder / "dcp")
+
+    def save_ours(kind: str) -> None:
+        smp.save_checkpoint(str(folder), tag=kind, async_save=kind == "async", num_kept_partial_checkpoints=2)
+
+    train(), peer.train()
+    sides = {"ours": (save_ours, train, smp.wait_for_checkpoint), "peer": (peer.save, peer.train, peer.wait)}
+    times: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds + 1):
-        for kind in times:
-            smp.barrier()
-            start = time.perf_counter()
-            smp.save_checkpoint(str(folder), tag=kind, async_save=kind == "async", num_kept_partial_checkpoints=2)
-            if number:  # the first allocates the buffers
-                times[kind].append(time.perf_counter() - start)
-            train()
-            smp.wait_for_checkpoint()
+        for kind in ("sync", "async"):
+            for name, (save, step_once, wait) in sides.items():
+                smp.barrier()
+                start = time.perf_counter()
+                save(kind)
+                if number:  # the first allocates the buffers
+                    times.setdefault((name, kind), []).append(time.perf_counter() - start)
+                step_once()
+                wait()
     elements = sum(p.numel() for p in model.parameters())
     shard = 3 * 4 * elements / ranks
     # What is there already is reused: weights and moments are allocated before.
@@ -89,23 +103,112 @@ def run_rank(folder: Path, layers: int, hidden: int, rounds: int) -> None:
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
+    smp.shutdown()
+    whole: dict[str, list[float]] = {"ours": [], "peer": []}
+    smp.init({"ddp": True} if ranks > 1 else {})
+    model = smp.DistributedModel(nn.Sequential(*(nn.Linear(hidden, hidden) for _ in range(layers))))
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    train()
+    for _ in range(rounds):
+        for name, resume in (
+            ("ours", lambda: smp.resume_from_checkpoint(str(folder), tag="sync")),
+            ("peer", peer.load_whole),
+        ):
+            smp.barrier()
+            start = time.perf_counter()
+            resume()
+            whole[name].append(time.perf_counter() - start)
     if smp.rank() == 0:
         saved = sum(file.stat().st_size for file in (folder / "sync_partial").iterdir())
-        rate = plain_rate(folder, saved)
-        stalls = {kind: statistics.median(found) for kind, found in times.items()}
-        figures = {
-            "ranks": ranks,
-            "parameters": elements,
-            "checkpoint_MB": round(saved / 1e6, 1),
-            "save_s": round(stalls["sync"], 3),
-            "save_over_plain_file": round(stalls["sync"] / (saved / rate), 2),
-            "async_stall_s": round(stalls["async"], 4),
-            "async_over_sync": round(stalls["async"] / stalls["sync"], 3),
-            "load_s": round(load, 3),
-            "load_peak_over_bound": round((shard + peak) / (shard + 4 * hidden * hidden), 3),
+        plain = saved / plain_rate(folder, saved)
+        common = {"ranks": ranks, "parameters": elements, "checkpoint_MB": round(saved / 1e6, 1), "peer": "torch DCP"}
+        synchronous = statistics.median(times["ours", "sync"])
+        save = compared(times["ours", "sync"], times["peer", "sync"]) | {
+            "over_plain_file": round(synchronous / plain, 2)
         }
-        print(json.dumps(figures), flush=True)
+        stall = compared(times["ours", "async"], times["peer", "async"])
+        stall["over_sync"] = round(statistics.median(times["ours", "async"]) / synchronous, 3)
+        stall["peers_over_its_sync"] = round(
+            statistics.median(times["peer", "async"]) / statistics.median(times["peer", "sync"]), 3
+        )
+        peak_over_bound = round((shard + peak) / (shard + 4 * hidden * hidden), 3)
+        found = {"save": save, "async stall": stall, "reshard": compared(whole["ours"], whole["peer"])}
+        found["load"] = {"ours_s": round(load, 3), "peak_over_bound": peak_over_bound, "peer": None}
+        for case, figures in found.items():
+            print(json.dumps({"case": case, **common, **figures}), flush=True)
     smp.shutdown()
+
+
+def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Seconds of both sides, and the ratio of neighbours."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "ours_s": round(statistics.median(ours), 4),
+        "peer_s": round(statistics.median(theirs), 4),
+        "time_ratio": round(statistics.median(ratios), 3),
+        "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+    }
+
+
+class Peer:
+    """The same model under FSDP2 (DDP-like on one rank), saved and loaded by torch.distributed.checkpoint."""
+
+    def __init__(self, model: nn.Module, hidden: int, folder: Path) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.hidden, self.folder = hidden, folder
+        if dist.get_world_size() > 1:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            model = fully_shard(model, mesh=mesh)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.running: Any = None
+        # Its thread talks while the next step does.
+        self.of_saves = dist.new_group(backend="gloo")
+        self.number = 0
+        self.newest: Path | None = None
+
+    def train(self) -> None:
+        """A step."""
+        self.optimizer.zero_grad()
+        self.model(torch.ones(4, self.hidden)).square().mean().backward()
+        self.optimizer.step()
+
+    def save(self, kind: str) -> None:
+        """Into a new folder; those before the last two are removed, as this library does."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        weights, state = get_state_dict(self.model, self.optimizer)
+        self.number += 1
+        target = self.folder / f"{kind}-{self.number}"
+        content = {"model": weights, "optimizer": state}
+        if kind == "async":
+            self.running = dcp.async_save(content, checkpoint_id=target, process_group=self.of_saves)
+        else:
+            dcp.save(content, checkpoint_id=target)
+            self.newest = target
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / f"{kind}-{self.number - 4}", ignore_errors=True)
+
+    def wait(self) -> None:
+        """Until an asynchronous save is written."""
+        if self.running is not None:
+            self.running.result()
+            self.running = None
+
+    def load_whole(self) -> None:
+        """The newest checkpoint into a model that every rank holds whole."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        model = nn.Sequential(*(nn.Linear(self.hidden, self.hidden) for _ in self.model))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        weights, state = get_state_dict(model, optimizer)
+        content = {"model": weights, "optimizer": state}
+        dcp.load(content, checkpoint_id=self.newest)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
 def main() -> None:

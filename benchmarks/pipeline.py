@@ -3,15 +3,17 @@
     python benchmarks/pipeline.py                    # all cases, on this machine's processors
     python benchmarks/pipeline.py --case torch --rounds 20
 
-``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷
-(m + p − 1)(f + b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core``
-does. ``sleep-zero``: the same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed
-form. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B. ``torch``: a GPT (8 layers, hidden
-256, split equally by both) on 2 ranks with 4 microbatches, in turns with Schedule1F1B. ``alone``: the same GPT with its
-tied output layer, partitioned automatically, in turns with one process with one thread. ``gpt2``: the same against one
-process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted
-at the transport and divided by what must cross the boundary. All ranks are on this machine and read one clock: a step
-lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing about GPUs.
+``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷ (m + p − 1)(f +
+b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core`` does. ``sleep-zero``: the
+same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed form. ``sleep-waiting``: ``sleep``
+with ``"fast_mode": false``. ``sleep-torch``: the same
+chain in torch.distributed.pipelining's Schedule1F1B; ``sleep-torch-interleaved`` and ``sleep-torch-zbv``: the same work as eight
+links, two on each rank, in its ScheduleInterleaved1F1B and ScheduleZBVZeroBubble. ``torch``: a GPT (8 layers, hidden 256, split
+equally by both) on 2 ranks with 4 microbatches, in turns with Schedule1F1B. ``alone``: the same GPT with its tied output layer,
+partitioned automatically, in turns with one process with one thread. ``gpt2``: the same against one process with Transformers'
+GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted at the transport and divided by what
+must cross the boundary. All ranks are on this machine and read one clock: a step lasts from when the first rank begins it until
+the last has ended it. A result on CPU says nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ from launching import print_machine, run_ranks
 FORWARD, BACKWARD = 0.020, 0.040
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sleep": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0}),
+    "sleep-waiting": (
+        4,
+        {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0, "fast_mode": False},
+    ),
     "sleep-zero": (
         4,
         {
@@ -63,6 +69,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "sleep-torch": (4, {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0}),
+    **{
+        f"sleep-torch-{kind}": (
+            4,
+            {"partitions": 4, "microbatches": 8, "auto_partition": False, "default_partition": 0},
+        )
+        for kind in ("interleaved", "zbv")
+    },
     "torch": (2, {"partitions": 2, "microbatches": 4}),
     "alone": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
     "gpt2": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
@@ -132,7 +145,7 @@ def sleepers(smp: Any, stages: int) -> Any:
             super().__init__()
             self.links = nn.ModuleList()
             for stage in range(stages):
-                with smp.partition(stage):
+                with smp.partition(min(stage, smp.pp_size() - 1)):
                     self.links.append(Sleeper())
 
         def forward(self, x):
@@ -153,6 +166,8 @@ def run_sleep(smp: Any, rounds: int, case: str) -> dict[str, Any]:
     chain, inputs, found = sleepers(smp, stages), torch.ones(count, 4), {}
     if case == "sleep-torch":
         run = _torch_chain(smp, chain.links[smp.pp_rank()], inputs)
+    elif case.startswith("sleep-torch"):
+        run = _torch_two_links(smp, case.rpartition("-")[2], inputs)
     else:
         model = smp.DistributedModel(chain)
 
@@ -174,7 +189,7 @@ def run_sleep(smp: Any, rounds: int, case: str) -> dict[str, Any]:
         idle.append(spans[-1] - statistics.mean(smp.allgather(_slept - before, smp.PP_GROUP)))
     closed = (count + stages - 1) * (FORWARD + BACKWARD)
     ratios = [span / closed for span in spans]
-    if case != "sleep-torch":
+    if not case.startswith("sleep-torch"):
         found["most_in_flight"] = smp.allgather(model.pipeline.server.most_in_flight, smp.PP_GROUP)
         found["active_microbatches"] = smp.state.cfg.active_microbatches
     return {
@@ -235,6 +250,7 @@ def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
     # Activations forward and their gradients back, twice, since the embedding lies with the output layer.
     bound = 2 * 2 * batch * 128 * 256 * 4
     return {
+        "peer": "torch Schedule1F1B" if case == "torch" else "one process, one thread",
         "ours_ms": round(1e3 * statistics.median(times["ours"]), 1),
         "peer_ms": round(1e3 * statistics.median(times["peer"]), 1),
         "time_ratio": round(statistics.median(ratios), 3),
@@ -258,6 +274,46 @@ def _torch_chain(smp: Any, link: Any, inputs: Any) -> Callable[[], None]:
             schedule.step(target=inputs, losses=[])
         else:
             schedule.step()
+
+    return run
+
+
+def _torch_two_links(smp: Any, kind: str, inputs: Any) -> Callable[[], None]:
+    """The chain's work as two links per rank, in operations whose halves of backward torch tells apart."""
+    import torch
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+    class SleepBack(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            _sleep(BACKWARD / 4)
+            return gradient
+
+    class Link(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            _sleep(FORWARD / 2)
+            return SleepBack.apply(x) * SleepBack.apply(self.weight)
+
+    rank, ranks = smp.pp_rank(), smp.pp_size()
+    second = 2 * ranks - 1 - rank if kind == "zbv" else ranks + rank
+    group, device = smp.get_pp_process_group(), torch.device("cpu")
+    stages: Any = [PipelineStage(Link(), index, 2 * ranks, device, group=group) for index in (rank, second)]
+    make: Any = ScheduleZBVZeroBubble if kind == "zbv" else ScheduleInterleaved1F1B
+    schedule = make(stages, len(inputs), loss_fn=lambda output, _: output.sum())
+    last = any(stage.is_last for stage in stages)
+
+    def run() -> None:
+        words = {"target": inputs, "losses": []} if last else {}
+        schedule.step(*((inputs,) if rank == 0 else ()), **words)
 
     return run
 

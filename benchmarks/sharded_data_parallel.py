@@ -124,10 +124,11 @@ def run_rank(case: str, rounds: int, batch: int) -> None:
         result = {
             "case": case,
             "ranks": ranks,
-            "sharding degree": degree,
+            "peer": "FSDP2" if ranks == degree else "FSDP2, hybrid (HSDP)",
+            "sharding_degree": degree,
             "parameters": elements,
             "ours_ms": round(1e3 * statistics.median(times["ours"]), 1),
-            "fsdp2_ms": round(1e3 * statistics.median(times["peer"]), 1),
+            "peer_ms": round(1e3 * statistics.median(times["peer"]), 1),
             "time_ratio": round(statistics.median(ratios), 3),
             "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
             "bytes_over_bound": round(collectives.sent / rounds / bound, 4),

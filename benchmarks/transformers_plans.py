@@ -100,14 +100,16 @@ def run_rank(family: str, args: argparse.Namespace) -> None:
     if smp.rank() == 0:
         ratios = [a / b for a, b in zip(times["ours"], times["transformers"], strict=True)]
         record = {
-            "family": family,
+            "case": family,
+            "peer": 'tp_plan="auto"',
             "ranks": RANKS,
             "shape": [args.layers, args.batch, args.seq, args.hidden],
             "loss_off": {name: float(f"{value:.2g}") for name, value in off.items()},
             "kib_sent": {name: round(value / 1024, 1) for name, value in sent.items()},
             "bytes_ratio": round(sent["ours"] / sent["transformers"], 3),
             "collectives": calls,
-            "ms": {name: round(1e3 * statistics.median(values), 2) for name, values in times.items()},
+            "ours_ms": round(1e3 * statistics.median(times["ours"]), 2),
+            "peer_ms": round(1e3 * statistics.median(times["transformers"]), 2),
             "time_ratio": round(statistics.median(ratios), 3),
             "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
         }

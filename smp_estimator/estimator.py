@@ -38,6 +38,10 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         max_restarts: how often the ranks are started again after a failure, 0 to 10,000 (``SMP_MAX_RESTARTS``).
         record_numerics: whether ranks record what ``smp-estimator diff`` compares (``SMP_RECORD_NUMERICS``): True each ten
             updates, ``{"every": n}`` each ``n``; ``"guards": "finite"`` in it also stops the job before a bad update.
+        loggers: trackers that get loss, throughput and the like: some of ``"tensorboard"``, ``"mlflow"`` and ``"wandb"``
+            (``SMP_LOGGERS``).
+        profile: which steps PyTorch's profiler records on each rank, as ``{"steps": (10, 12), "memory": True}``
+            (``SMP_PROFILE``).
 
     Example:
         >>> estimator = SMPEstimator(
@@ -73,6 +77,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         memory_checkpoint: bool | dict[str, int] | None = None,
         max_restarts: int | None = None,
         record_numerics: bool | dict[str, Any] | None = None,
+        loggers: str | list[str] | None = None,
+        profile: str | dict[str, Any] | None = None,
         **kwargs: Unpack[SDKArguments],
     ) -> None:
         super().__init__(
@@ -90,6 +96,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
             memory_checkpoint=memory_checkpoint,
             max_restarts=max_restarts,
             record_numerics=record_numerics,
+            loggers=loggers,
+            profile=profile,
             **kwargs,
         )
 
@@ -139,6 +147,8 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         memory_checkpoint: bool | dict[str, int] | None = None,
         max_restarts: int | None = None,
         record_numerics: bool | dict[str, Any] | None = None,
+        loggers: str | list[str] | None = None,
+        profile: str | dict[str, Any] | None = None,
         **kwargs: Unpack[SDKArguments],
     ) -> None:
         if tensorflow_version is not None and is_model_parallel(distribution):
@@ -161,6 +171,8 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
             memory_checkpoint=memory_checkpoint,
             max_restarts=max_restarts,
             record_numerics=record_numerics,
+            loggers=loggers,
+            profile=profile,
             **kwargs,
         )
 

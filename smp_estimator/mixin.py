@@ -16,6 +16,7 @@ from smp_estimator.local.containers import failing_rank_told
 from smp_estimator.local.process_mode import (
     LOCAL_TYPES,
     PROCESS_IMAGE,
+    NoContainers,
     ProcessTrainingJob,
     fill_in_here,
     wants_processes,
@@ -39,6 +40,7 @@ from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.distribution import SettingsReader
 from smp_estimator.settings.numerics import with_numerics
 from smp_estimator.settings.recovery import with_recovery
+from smp_estimator.settings.tracking import with_tracking
 from smp_estimator.stock_image import InStockImage
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
     source_dir: Any
     _current_job_name: Any
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is an argument of the estimators
         self,
         *,
         entry_point: Any = None,
@@ -76,13 +78,15 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         memory_checkpoint: bool | dict[str, int] | None = None,
         max_restarts: int | None = None,
         record_numerics: bool | dict[str, Any] | None = None,
+        loggers: str | list[str] | None = None,
+        profile: str | dict[str, Any] | None = None,
         **sdk: Any,
     ) -> None:
         self._reader = SettingsReader()
-        if memory_checkpoint is not None or max_restarts is not None:
-            sdk["environment"] = with_recovery(sdk.get("environment"), memory_checkpoint, max_restarts)
-        if record_numerics is not None:
-            sdk["environment"] = with_numerics(sdk.get("environment"), record_numerics)
+        environment = with_recovery(sdk.get("environment"), memory_checkpoint, max_restarts)
+        environment = with_tracking(with_numerics(environment, record_numerics), loggers, profile)
+        if environment is not None:
+            sdk["environment"] = environment
         image_uri = self._read_arguments(image_uri, sdk)
         entry_point = checks.require_text(entry_point, "entry_point", "train.py")
         checks.refuse_remote_script(entry_point)
@@ -192,6 +196,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         plain.check_hyperparameters(self._hyperparameters)
         checks.check_environment(self.environment)
         if self._process_mode:
+            checks.check_trackers(self.environment)
             checks.check_output_path(self.output_path)
         else:
             service.check_request(self, self._hyperparameters, self._reader.say)
@@ -416,7 +421,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
     def deploy(self, *args: Any, **kwargs: Any) -> Any:
         """Deploy the model, as in the SDK; not available for jobs that ran as processes of this machine."""
         if self._process_mode:
-            raise RuntimeError(
+            raise NoContainers(
                 "deploy() starts a serving container, and this estimator's session runs processes without Docker; the "
                 f"model is {self.model_data if self.latest_training_job else 'made by fit()'}: load it in Python, or make "
                 "a sagemaker.pytorch.PyTorchModel of it with a Docker or cloud session"

@@ -10,9 +10,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from typing import Any, TextIO
 
-from smp_config.records import ProgressRecord, UsageRecord, parse_progress, parse_usage
+from smp_config.records import PaceRecord, ProgressRecord, UsageRecord, parse_pace, parse_progress, parse_usage
+from smp_estimator.watching import glance
+from smp_estimator.watching.stragglers import Stragglers
 
 #: Without a terminal: seconds between two progress lines.
 PLAIN_INTERVAL_SECONDS = 10.0
@@ -24,7 +27,7 @@ _WINDOW = 50
 #: The usage of so many ranks is listed one by one; of more, the most and the least are told.
 _LISTED_RANKS = 8
 
-Event = str | ProgressRecord | UsageRecord | None
+Event = str | ProgressRecord | UsageRecord | PaceRecord | None
 
 
 class View:
@@ -40,6 +43,11 @@ class View:
     def update(self, record: ProgressRecord) -> None:
         """A new progress record."""
         self._tracker.update(record)
+        self.tick()
+
+    def rank(self, record: PaceRecord) -> None:
+        """What a rank has spent its time on."""
+        self._tracker.rank(record)
         self.tick()
 
     def tick(self) -> None:
@@ -63,9 +71,13 @@ def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: 
     used: dict[int, UsageRecord] = {}
     with view or open_view() as shown:
         for event in events:
-            record = (parse_progress(event) or parse_usage(event)) if isinstance(event, str) else event
+            record = (
+                (parse_progress(event) or parse_usage(event) or parse_pace(event)) if isinstance(event, str) else event
+            )
             if isinstance(record, UsageRecord):
                 used[record.rank] = record
+            elif isinstance(record, PaceRecord):
+                shown.rank(record)
             elif record is not None:
                 shown.update(record)
             elif isinstance(event, str):
@@ -120,6 +132,23 @@ class Tracker:
         self.record: ProgressRecord | None = None
         self._started = time.monotonic()
         self._window: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self._ranks: dict[int, PaceRecord] = {}
+        self._stragglers = Stragglers()
+
+    def rank(self, record: PaceRecord) -> None:
+        """Take what a rank has told of its time."""
+        self._ranks[record.rank] = record
+        self._stragglers.add([record])
+
+    @property
+    def rows(self) -> list[glance.Row]:
+        """Of the ranks that have told of their time."""
+        return glance.most_worth_showing(glance.rows_of(self._ranks.values()))
+
+    @property
+    def stragglers(self) -> list[str]:
+        """Who holds the others up, in sentences."""
+        return [str(one) for one in self._stragglers.found()]
 
     def update(self, record: ProgressRecord) -> None:
         """Take the newest record."""
@@ -208,6 +237,8 @@ class PlainView(View):
     def _print(self) -> None:
         self._printed, self._printed_at = self._tracker.record, time.monotonic()
         self.line(self._tracker.compact())
+        for sentence in self._tracker.stragglers:
+            self.line(sentence)
 
 
 class LiveView(View):
@@ -290,6 +321,10 @@ def render(tracker: Tracker) -> Any:
     rows = Table.grid(expand=True)
     rows.add_row(bar)
     rows.add_row(numbers)
+    if ranks := tracker.rows:
+        rows.add_row(glance.table_of(ranks))
+        for sentence in tracker.stragglers:
+            rows.add_row(Text(sentence, style="yellow"))
     return rows
 
 
@@ -309,6 +344,10 @@ def _html(tracker: Tracker) -> Iterator[str]:
     for name, value in tracker.fields():
         yield f'<span style="opacity:.6">{name}</span> <b>{value}</b>&ensp;'
     yield "</div>"
+    if ranks := tracker.rows:
+        yield glance.html_of(ranks)
+        for sentence in tracker.stragglers:
+            yield f"<div>{escape(sentence)}</div>"
 
 
 def _in_notebook() -> bool:

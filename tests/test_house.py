@@ -57,7 +57,7 @@ FLOORS = [
     {"replacement"},
     {"model"},
     {"checkpoint", "generation"},
-    {"numerics", "preemption"},
+    {"numerics", "preemption", "tracking"},
     {"reshape"},
     {"libraries"},
     {"rehearsal"},
@@ -82,6 +82,7 @@ TOUCHED_BY_SCRIPTS = {
     "replacement/huggingface/translation.py",
     "replacement/placing.py",
     "step/step.py",
+    "tracking/start.py",
 }
 #: Files of a folder of smp_runtime, at most: more than a newcomer can take in at a glance are two rooms.
 MOST_FILES = 15
@@ -234,7 +235,7 @@ def test_the_public_surface_is_frozen():
         dp_barrier
         dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
-        get_world_process_group hvd_average_grads init is_initialized is_tracing load local_rank local_size memory_checkpoint
+        get_world_process_group hvd_average_grads init is_initialized is_tracing load local_rank local_size log memory_checkpoint
         model model_creation mp_barrier mp_rank mp_size newest_memory_checkpoint nn optimizer optimizers partition patches
         pp_rank pp_size rank rdp_rank rdp_size
         record_numerics recv_from register_parameter reshape

@@ -37,9 +37,13 @@ def in_flight_counts(schedule: str, stages: int, microbatches: int, active: int)
     return tuple(_RULES[schedule](stage, stages, most) for stage in range(stages))
 
 
-def default_active(stages: int) -> int:
-    """``active_microbatches`` where it is not given."""
-    return stages + 2
+def default_active(stages: int, pieces: int = 1) -> int:
+    """``active_microbatches`` where it is not given; ``pieces``: of each stage (``virtual_stages``).
+
+    A microbatch that comes through every stage several times lets others begin in between, twice as many as there are stages
+    (Narayanan et al. 2021, section 2.2, begins fewer than that before the first backward pass).
+    """
+    return stages + 2 if pieces == 1 else max(stages + 2, 2 * stages)
 
 
 def effective_bucket_bytes(total_bytes: int, cap_bytes: int = BUCKET_CAP_BYTES) -> int:

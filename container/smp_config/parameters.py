@@ -110,7 +110,12 @@ class ModelParallelParameters(BaseModel):
     )
     microbatches: Whole = Field(1, ge=1, description="Slices of a batch that run through the pipeline; 1 means none.")
     active_microbatches: Whole | None = Field(
-        None, ge=1, description="Most microbatches in flight at once; default: stages + 2."
+        None,
+        ge=1,
+        description="Most microbatches in flight at once; default: stages + 2, twice the stages with virtual_stages.",
+    )
+    virtual_stages: Whole = Field(
+        1, ge=1, description="Pieces of the model that each pipeline stage owns: more idle less and send more."
     )
     pipeline: Schedule = Field(
         "interleaved",
@@ -313,7 +318,8 @@ class ModelParallelParameters(BaseModel):
     def _resolved_defaults(self) -> ModelParallelParameters:
         # Written past pydantic so that a default stays out of model_fields_set, hence out of mp_parameters.
         resolved = {
-            "active_microbatches": self.active_microbatches or default_active(self.pipeline_parallel_degree),
+            "active_microbatches": self.active_microbatches
+            or default_active(self.pipeline_parallel_degree, self.virtual_stages),
             "memory_weight": (0.2 if self.optimize == "speed" else 0.8)
             if self.memory_weight is None
             else self.memory_weight,
@@ -362,6 +368,7 @@ class ModelParallelParameters(BaseModel):
                 said.append(f"{', '.join(ignored)} ignored: sharded_data_parallel_degree is 1, so nothing is sharded")
         if self.auto_partition and "default_partition" in self.model_fields_set and self.default_partition:
             said.append(f"default_partition={self.default_partition} ignored: auto_partition is true")
+        said += self._of_pieces()
         if self.offload_activations and self.microbatches == 1 and self.sharded_data_parallel_degree == 1:
             said.append("offload_activations hides its transfers only behind other microbatches, but microbatches is 1")
         if "activation_loading_horizon" in self.model_fields_set and not self.offload_activations:
@@ -375,13 +382,25 @@ class ModelParallelParameters(BaseModel):
             said.append("prescaled_batch ignored: tensor_parallel_degree is 1")
         return said + self._of_compiling() + self._without_effect()
 
+    def _of_pieces(self) -> list[str]:
+        """Settings of stages with several pieces that change nothing."""
+        if self.virtual_stages == 1:
+            return []
+        if self.pipeline_parallel_degree == 1 or not self.auto_partition:
+            why = "auto_partition is false" if self.pipeline_parallel_degree > 1 else "pipeline_parallel_degree is 1"
+            return [f"virtual_stages={self.virtual_stages} ignored: {why}"]
+        if self.pipeline == "zero_bubble":
+            return [
+                "stages wait no less with zero_bubble and virtual_stages than with virtual_stages alone: use one of them"
+            ]
+        return []
+
     def _of_compiling(self) -> list[str]:
         """Settings of the compiler that change nothing."""
         said = []
-        if self.compile and (self.sharded_data_parallel_degree > 1 or self.tensor_parallel_degree > 1):
+        if self.compile and self.tensor_parallel_degree > 1:
             said.append(
-                "compile ignored: with sharded data parallelism or tensor parallelism collectives run inside blocks, which would "
-                "break every graph"
+                "compile ignored: with tensor parallelism collectives run inside blocks, which would break every graph"
             )
         elif self.compile and self.pipeline == "zero_bubble":
             said.append(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -324,13 +324,24 @@ class RateCard(BaseModel):
                 f"{place} cannot be read: {error.strerror or error}; measured durations come from the timeline of a rank: name a "
                 f"{FILE_PREFIX}0{FILE_SUFFIX}, or the folder that holds it"
             ) from None
+        return self.with_timelines(ranks, str(place))
+
+    def with_timelines(self, ranks: Sequence[RankTimeline], where: str) -> RateCard:
+        """The same with timelines that have been read.
+
+        Args:
+            where: their name, for messages and ``sources``.
+
+        Raises:
+            ConfigError: they hold no training step.
+        """
         found = measured_durations(ranks)
         if not found:
             raise ConfigError(
-                f"{place} holds no training step that ended ({len(ranks)} files of ranks); measured durations are those of steps "
+                f"{where} holds no training step that ended ({len(ranks)} files of ranks); measured durations are those of steps "
                 f"with a backward pass: record some with {TIMELINE_VARIABLE}=10, and name the job's timelines"
             )
-        return self.model_copy(update={"measured": found, "sources": (*self.sources, f"durations: {place.name}")})
+        return self.model_copy(update={"measured": found, "sources": (*self.sources, f"durations: {Path(where).name}")})
 
     def _latency(self, kind: str, on_host: int, hosts: int) -> float:
         """Of all steps one after the other: a ring's, or for a sum over all also a tree's, whichever is less."""

@@ -18,6 +18,9 @@ from smp_config.error_codes import code_of
 #: A log line of this prefix is a progress record, which rank 0 prints and ``fit()`` reads, wherever the job runs.
 PROGRESS_PREFIX = "smp-progress "
 
+#: The same for a pace record, which every rank prints now and then where it is asked to.
+PACE_PREFIX = "smp-pace "
+
 #: The same for a usage record, which every rank prints when it leaves the job.
 USAGE_PREFIX = "smp-usage "
 
@@ -36,6 +39,7 @@ _Record = TypeVar("_Record", bound=BaseModel)
 #: A count that others compute with; whatever a script prints behind the prefix, no larger one is taken for a record.
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _parsed(kind: type[_Record], line: str, prefix: str) -> _Record | None:
@@ -63,6 +67,14 @@ class ProgressRecord(BaseModel):
     samples_per_second: _Finite | None = None
     elapsed_seconds: _Finite | None = None
     memory_bytes: _Count | None = None
+    learning_rate: _Finite | None = None
+    gradient_norm: float | None = None
+    loss_scale: _Finite | None = None
+    tokens_per_second: _Finite | None = None
+    mfu: _Finite | None = None
+    idle_share: _Finite | None = None
+    checkpoint_seconds: _Finite | None = None
+    values: dict[str, float] | None = None
 
 
 def format_progress(record: ProgressRecord) -> str:
@@ -97,6 +109,42 @@ def format_usage(record: UsageRecord) -> str:
 def parse_usage(line: str) -> UsageRecord | None:
     """Read a log line; None when it is not a usage record."""
     return _parsed(UsageRecord, line, USAGE_PREFIX)
+
+
+class PaceRecord(BaseModel):
+    """What a rank spent ``seconds`` on, in which it began ``steps`` steps.
+
+    ``collectives`` are seconds in which it waited for the end of collectives, which is sending and waiting for others together;
+    ``waiting`` those without work in its pipeline and those of other waits. ``compute`` is what it did itself in steps and updates,
+    ``data`` what the script did between them, ``saving`` is checkpoints.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    rank: _Count
+    stage: _Count = 0
+    host: str = ""
+    step: _Count
+    steps: _Count
+    seconds: _Seconds
+    compute: _Seconds
+    collectives: _Seconds
+    waiting: _Seconds
+    data: _Seconds
+    saving: _Seconds
+    memory_bytes: _Count | None = None
+    cpu_cores: _Finite | None = None
+    gpu_share: _Finite | None = None
+
+
+def format_pace(record: PaceRecord) -> str:
+    """One line of text, without the line break."""
+    return PACE_PREFIX + record.model_dump_json(exclude_none=True)
+
+
+def parse_pace(line: str) -> PaceRecord | None:
+    """Read a log line; None when it is not a pace record."""
+    return _parsed(PaceRecord, line, PACE_PREFIX)
 
 
 class FailureRecord(BaseModel):

@@ -18,9 +18,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from smp_config import pace
+from smp_config.positions import COLLECTIVE, PUBLIC, Call, Glance, Line, Waiting, Whereabouts
 from smp_config.rank_lists import ranks_of, ranks_text
 from smp_config.recovery import restart_count
 from smp_config.script_lines import script_line
@@ -43,10 +44,18 @@ START, BETWEEN, FORWARD, BACKWARD, REDUCTION, OPTIMIZER, SAVE = (
     "save",
 )
 
-#: Kinds of calls: the script's own call of this library, or a collective over a group.
-PUBLIC, COLLECTIVE = 0, 1
+#: What the time of a phase is counted as.
+_KIND_OF = {
+    START: pace.START,
+    BETWEEN: pace.BETWEEN,
+    FORWARD: pace.STEP,
+    BACKWARD: pace.STEP,
+    REDUCTION: pace.REDUCTION,
+    OPTIMIZER: pace.UPDATE,
+    SAVE: pace.SAVE,
+}
 
-_MAGIC = b"smp-at-3"
+_MAGIC = b"smp-at-4"
 _HEAD = struct.Struct("<8sIIQ")  # magic, process, rank, identifier of the main thread
 # When, steps begun, microbatch, phase, how it has left, long phase and its end.
 _STATE = struct.Struct("<dQqIIId")
@@ -57,106 +66,11 @@ _TIMES = struct.Struct("<dd")  # how waits and calls begin
 _WHEN = struct.Struct("<d")  # how all three begin
 _CELL = struct.Struct("<H")
 
-_STATE_AT, _WAITS_AT = 64, 256
+_STATE_AT, _PACE_AT, _WAITS_AT = 64, 128, 512
 _WAITS, _CALLS, _CELLS, _CELL_BYTES = 32, 128, 480, 256
 _CALLS_AT = _WAITS_AT + _WAITS * _WAIT.size
 _CELLS_AT = (_CALLS_AT + _CALLS * _CALL.size + 255) // 256 * 256
 _BYTES = _CELLS_AT + _CELLS * _CELL_BYTES
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of the script."""
-
-    file: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.number}"
-
-    def __bool__(self) -> bool:
-        return bool(self.file)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that other ranks must make too.
-
-    Attributes:
-        position: how many such calls the rank had made with it.
-        when: it began, in seconds of the monotonic clock.
-        kind: :data:`PUBLIC` or :data:`COLLECTIVE`.
-        members: ranks of its group; empty for a public call.
-        number: how many collectives the rank had begun in that group with it; how many public calls, for one of these.
-        size: elements of its tensor.
-    """
-
-    position: int
-    when: float
-    kind: int
-    name: str
-    line: Line
-    members: tuple[int, ...] = ()
-    number: int = 0
-    size: int = 0
-    dtype: str = ""
-
-    @property
-    def content(self) -> str:
-        """What must be the same on all members: ``all_reduce of 1024 float32``."""
-        return f"{self.name} of {self.size} {self.dtype}".rstrip() if self.kind == COLLECTIVE else self.name
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """An open wait.
-
-    Attributes:
-        whom: the ranks without which it does not end.
-        line: none for a collective's.
-        number: of the collective in its group; 0 for other waits.
-    """
-
-    since: float
-    what: str
-    whom: tuple[int, ...]
-    line: Line
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class Whereabouts:
-    """A record, as it was read.
-
-    Attributes:
-        main_thread: the identifier of its main thread.
-        when: the last change, in seconds of the monotonic clock.
-        step: steps that the rank has begun.
-        microbatch: the one that was begun last; negative outside a step.
-        left: how the rank has left the job; empty while it is in it.
-        long: what the script has said will take long, until ``long_until``.
-        calls: the last ones, in their order.
-        waits: those that are open, longest first.
-    """
-
-    pid: int
-    rank: int
-    main_thread: int
-    when: float
-    step: int
-    microbatch: int
-    phase: str
-    left: str
-    long: str
-    long_until: float
-    calls: tuple[Call, ...]
-    waits: tuple[Waiting, ...]
-
-    @property
-    def line(self) -> Line:
-        """The script's line that was noted last."""
-        noted = [call.line for call in self.calls if call.line] + [w.line for w in self.waits if w.line]
-        return noted[-1] if noted else Line("", 0)
 
 
 class Notes:
@@ -166,6 +80,7 @@ class Notes:
         on_phase: called with each phase that the rank enters, and the number of its step.
         explain: says of an error what it means, as an error of this library; None where it knows no better.
         on_step: called when a step begins.
+        pace: what its time is spent on.
     """
 
     def __init__(self, path: Path | None = None, rank: int = 0) -> None:
@@ -173,6 +88,8 @@ class Notes:
         self.step = 0
         self.explain: Callable[[BaseException], BaseException | None] | None = None
         self.on_step: Callable[[], None] | None = None
+        self.pace = pace.Pace()
+        self._began: dict[int, float] = {}  # of open waits; those of collectives by position, others below 0
         self._map: mmap.mmap | None = None
         self._has_steps = False
         self._long = ""
@@ -192,6 +109,7 @@ class Notes:
                 self._map = mmap.mmap(file.fileno(), _BYTES)
             _HEAD.pack_into(self._map, 0, _MAGIC, os.getpid(), rank, threading.main_thread().ident or 0)
             self._write_state()
+            self.pace.keep_in(self._map, _PACE_AT)
 
     @property
     def are_kept(self) -> bool:
@@ -210,6 +128,7 @@ class Notes:
         self._has_steps = True
         if self.on_step is not None:
             self.on_step()
+        self.pace.begin_step()
         self.enter(FORWARD)
 
     def go_on(self, step: int) -> None:
@@ -221,10 +140,14 @@ class Notes:
         """An optimizer updates; in a script without step functions, that is what its steps are counted by."""
         if not self._has_steps:
             self.step += 1
+            self.pace.begin_step()
+            self.pace.enter(pace.UPDATE)
+        self.pace.updated()
 
     def enter(self, phase: str, microbatch: int = -1) -> None:
         """The rank enters a phase of its step."""
         self._phase, self._microbatch = phase, microbatch
+        self.pace.enter(_KIND_OF[phase])
         self._write_state()
         if self.on_phase is not None:
             self.on_phase(phase, self.step)
@@ -238,6 +161,8 @@ class Notes:
             yield
         finally:
             self._phase, self._microbatch = before, -1
+            # In a script without steps the next one begins with a call of the model.
+            self.pace.enter(pace.BETWEEN if phase == OPTIMIZER else _KIND_OF[before])
             self._write_state()
 
     def leave(self, how: str) -> None:
@@ -291,14 +216,17 @@ class Notes:
 
     def begin_wait(self, position: int) -> None:
         """The rank waits for the end of a collective."""
+        self._began[position] = time.monotonic()
         if self._map is not None and position > self._last - _CALLS:
             now = time.monotonic()
             _TIMES.pack_into(self._map, _CALLS_AT + position % _CALLS * _CALL.size, now, now)
 
     def end_wait(self, position: int) -> None:
         """The collective has ended."""
+        now = time.monotonic()
+        self.pace.add_collective(now - self._began.pop(position, now))
         if self._map is not None and position > self._last - _CALLS:
-            _TIMES.pack_into(self._map, _CALLS_AT + position % _CALLS * _CALL.size, time.monotonic(), 0.0)
+            _TIMES.pack_into(self._map, _CALLS_AT + position % _CALLS * _CALL.size, now, 0.0)
 
     def open_wait(self, what: str, whom: tuple[int, ...]) -> int:
         """A wait for other ranks begins that is for no collective; gives what :meth:`close_wait` takes."""
@@ -306,7 +234,7 @@ class Notes:
             return -1
         slot = self._free.pop()
         file, line = script_line(2)
-        now = time.monotonic()
+        self._began[-1 - slot] = now = time.monotonic()
         values = self.text(what), self.ranks(whom), self.text(file), line
         _WAIT.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, now, now, *values)
         return slot
@@ -314,7 +242,9 @@ class Notes:
     def close_wait(self, slot: int) -> None:
         """A wait is over."""
         if self._map is not None and slot >= 0:
-            _TIMES.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, time.monotonic(), 0.0)
+            now = time.monotonic()
+            self.pace.add_wait(now - self._began.pop(-1 - slot, now))
+            _TIMES.pack_into(self._map, _WAITS_AT + slot * _WAIT.size, now, 0.0)
             self._free.append(slot)
 
     @contextlib.contextmanager
@@ -454,16 +384,6 @@ def read(path: Path) -> Whereabouts | None:
     )
 
 
-@dataclass(frozen=True)
-class Glance:
-    """The part of a record that says whether a rank goes on."""
-
-    pid: int
-    when: float
-    step: int
-    has_left: bool
-
-
 def glance(path: Path) -> Glance | None:
     """Read only that; None where there is no record."""
     try:
@@ -473,8 +393,9 @@ def glance(path: Path) -> Glance | None:
         return None
     if len(raw) != _CELLS_AT or not raw.startswith(_MAGIC):
         return None
-    state = _STATE.unpack_from(raw, _STATE_AT)
-    return Glance(_HEAD.unpack_from(raw)[1], _last_change(raw), step=state[1], has_left=bool(state[4]))
+    state, now = _STATE.unpack_from(raw, _STATE_AT), time.monotonic()
+    counted = pace.reading(raw, _PACE_AT, now)
+    return Glance(_HEAD.unpack_from(raw)[1], _last_change(raw), state[1], bool(state[4]), counted)
 
 
 def _last_change(raw: bytes) -> float:

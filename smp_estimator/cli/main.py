@@ -24,9 +24,11 @@ from smp_estimator.cli.migrate import migrate
 from smp_estimator.cli.models import models
 from smp_estimator.cli.numerics import add_commands as add_numerics
 from smp_estimator.cli.planning import plan, suggest
+from smp_estimator.cli.profile import profile
 from smp_estimator.cli.rehearse import rehearse
 from smp_estimator.cli.reshape import reshape
 from smp_estimator.cli.run import run
+from smp_estimator.cli.top import top
 from smp_estimator.cli.where import where
 from smp_estimator.sdk_found import SDKMissing
 
@@ -40,7 +42,7 @@ _CLOCK_TOLERANCE = 0.01
 GROUPS = {
     "Begin": ("init", "doctor", "run", "migrate"),
     "Before a job": ("validate", "plan", "rehearse", "suggest", "topology", "models", "images"),
-    "A job that runs or has run": ("where", "reshape", "timeline", "checkpoint"),
+    "A job that runs or has run": ("where", "top", "reshape", "timeline", "profile", "checkpoint"),
     "Whether numbers agree": ("verify", "diff"),
     "Help": ("explain", "completion"),
 }
@@ -80,9 +82,11 @@ main.add_command(migrate)
 main.add_command(models)
 main.add_command(plan)
 main.add_command(suggest)
+main.add_command(profile)
 main.add_command(rehearse)
 main.add_command(run)
 main.add_command(where)
+main.add_command(top)
 main.add_command(reshape)
 add_numerics(main)
 
@@ -92,8 +96,8 @@ add_numerics(main)
 
 @main.command()
 @click.argument("file", type=click.File("r", encoding="utf-8"))
-@click.option("--instance-type", help="Default: what FILE says, else ml.p4d.24xlarge.")
-@click.option("--instance-count", type=click.IntRange(1), help="Default: what FILE says, else 1.")
+@click.option("--instance-type", "--instance", help="Default: what FILE says, else ml.p4d.24xlarge.")
+@click.option("--instance-count", "--count", type=click.IntRange(1), help="Default: what FILE says, else 1.")
 def validate(file: Any, instance_type: str | None, instance_count: int | None) -> None:
     """Check a distribution. FILE holds JSON or a Python literal.
 

@@ -116,8 +116,8 @@ def _price(text: str) -> tuple[str, float]:
 
 @click.command(cls=_Planning)
 @_job_options
-@click.option("--instance-type", default="ml.p4d.24xlarge", show_default=True)
-@click.option("--instance-count", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--instance-type", "--instance", default="ml.p4d.24xlarge", show_default=True)
+@click.option("--instance-count", "--count", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
     "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
 )
@@ -138,8 +138,10 @@ def plan(parameters: str, as_json: bool, **given: Any) -> None:
 
 @click.command(cls=_Planning)
 @_job_options
-@click.option("--instance-type", help="Default: the one that makes the smallest cluster, or as --prefer says.")
-@click.option("--instance-count", type=click.IntRange(1), help="Default: the fewest on which MODEL fits.")
+@click.option(
+    "--instance-type", "--instance", help="Default: the one that makes the smallest cluster, or as --prefer says."
+)
+@click.option("--instance-count", "--count", type=click.IntRange(1), help="Default: the fewest on which MODEL fits.")
 @click.option(
     "--prefer",
     type=click.Choice(["smallest", "cheapest", "fastest"]),

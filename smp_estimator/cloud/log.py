@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from smp_config.records import parse_progress, parse_usage
+from smp_config.records import parse_pace, parse_progress, parse_usage
 from smp_estimator.sdk_functions import secondary_training_status_changed, secondary_training_status_message
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class CloudLog:
             host = found[1] if found else stream.rpartition("/")[2]
             for message in self._messages(stream):
                 # A record moves the display and is not shown: it needs no host.
-                is_record = parse_progress(message) or parse_usage(message)
+                is_record = parse_progress(message) or parse_usage(message) or parse_pace(message)
                 yield message if is_record else f"[{host}] {message}"
 
     def _streams(self) -> list[str]:

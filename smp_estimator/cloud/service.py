@@ -24,7 +24,19 @@ _VARIABLE_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 #: Fields of a progress record that the service records as metrics of the same name.
-METRICS = ("loss", "eval_loss", "samples_per_second", "step")
+METRICS = (
+    "loss",
+    "eval_loss",
+    "samples_per_second",
+    "step",
+    "learning_rate",
+    "gradient_norm",
+    "loss_scale",
+    "tokens_per_second",
+    "mfu",
+    "idle_share",
+    "checkpoint_seconds",
+)
 
 _NUMBER = r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)"
 

@@ -81,6 +81,8 @@ _WITHOUT_PLACE = {
     "max_restarts": "set SMP_MAX_RESTARTS in environment",
     "memory_checkpoint": "set SMP_MEMORY_CHECKPOINT in environment",
     "record_numerics": "set SMP_RECORD_NUMERICS in environment",
+    "loggers": "set SMP_LOGGERS in environment",
+    "profile": "set SMP_PROFILE in environment",
 }
 
 #: Where these are left out or off, nothing is lost.

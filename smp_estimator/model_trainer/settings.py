@@ -120,6 +120,8 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
         hyperparameters = _hyperparameters(trainer)
         plain.check_hyperparameters(hyperparameters)
         checks.check_environment(trainer.environment)
+        if where.process_mode:
+            checks.check_trackers(trainer.environment)
         if not isinstance(config, ModelParallel):
             if config is not None:
                 raise ConfigError(

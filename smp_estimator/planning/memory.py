@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from smp_config import Group, ModelParallelParameters, Topology
 from smp_config.in_flight import effective_bucket_bytes
 from smp_estimator.planning.activations import LayerCost, StageActivations, stage_activations
-from smp_estimator.planning.batches import Batches, in_flight, layers_of_stage
+from smp_estimator.planning.batches import Batches, in_flight, layers_of_stages
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
 from smp_estimator.planning.smddp import buffer_bytes
 
@@ -87,7 +87,7 @@ def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMe
     """
     shape, stages = request.shape, request.parameters.pipeline_parallel_degree
     held = weights_of_stages(request)
-    ranges = [layers_of_stage(shape.layers, stages, stage) for stage in range(stages)]
+    ranges = layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)
     # Modules that share a parameter live in one stage, so the loss of a tied model is computed beside its embedding.
     loss_stage = 0 if shape.tied_embeddings else stages - 1
     found = []
@@ -101,7 +101,7 @@ def weights_of_stages(request: Request) -> list[list[Weight]]:
     """The model's tensors by pipeline stage; raises ConfigError for more stages than layers."""
     shape, stages = request.shape, request.parameters.pipeline_parallel_degree
     held: list[list[Weight]] = [[] for _ in range(stages)]
-    ranges = [layers_of_stage(shape.layers, stages, stage) for stage in range(stages)]
+    ranges = layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)
     owner = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
     for weight in shape.tensors():
         held[stages - 1 if weight.layer is None else owner.get(weight.layer, 0)].append(weight)
@@ -127,7 +127,9 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
         sliced=parameters.optimize == "memory",
     )
     microbatches = batch.microbatches if stages > 1 else 1
-    flying = in_flight(parameters.pipeline, stage, stages, microbatches, parameters.active_microbatches)
+    # Of several pieces each stage may hold those of all microbatches in flight, as where all forward passes come first.
+    schedule = "simple" if parameters.virtual_stages > 1 else parameters.pipeline
+    flying = in_flight(schedule, stage, stages, microbatches, parameters.active_microbatches)
     return stage_activations(
         request.shape,
         cost,

@@ -88,9 +88,10 @@ def tensor_parallel_bytes(tensor: int, layers: int, hidden_bytes: float, *, reco
     return layers * (6 if recompute else 4) * reduce_bytes(tensor, hidden_bytes)
 
 
-def pipeline_bytes(stages: int, stage: int, hidden_bytes: float) -> float:
-    """Activations forward to the next stage and gradients back to the one before, of a whole batch."""
-    return ((stage < stages - 1) + (stage > 0)) * hidden_bytes
+def pipeline_bytes(stages: int, stage: int, hidden_bytes: float, pieces: int = 1) -> float:
+    """Activations forward to the next stage and gradients back to the one before, of a whole batch; of each of the pieces."""
+    ends = (stage == stages - 1) + (stage == 0)
+    return (2 * pieces - ends) * hidden_bytes if stages > 1 else 0.0
 
 
 def gathered_shards(request: Request) -> list[int]:
@@ -142,10 +143,11 @@ def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMe
         data = data_parallel_bytes(ranks, stage.elements, b, summed=summed, shares_state=shares)
         late = gather_bytes(ranks, stage.elements * b) if shares else 0.0
     hidden = batch.group_batch * batch.sequence * shape.hidden * b if shape.has_layers else 0
+    passed = hidden / (tensor if parameters.optimize == "memory" else 1)
     recompute = workload.activation_checkpointing is not None
     return Traffic(
         data=data,
         tensor=k * tensor_parallel_bytes(tensor, stage.layers, hidden, recompute=recompute),
-        pipeline=k * pipeline_bytes(stages, stage.stage, hidden / (tensor if parameters.optimize == "memory" else 1)),
+        pipeline=k * pipeline_bytes(stages, stage.stage, passed, parameters.virtual_stages),
         data_late=late,
     )

@@ -1,31 +1,28 @@
 """The fastest way to train a script on a cluster, among all degrees: every configuration that may be it is rehearsed.
 
-The bounds that spare rehearsals come from one of a single GPU: operations of a sample, parameters, bytes of state.
+The bounds that spare rehearsals come from two of a single GPU: time of a microbatch, bytes of state and activations.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.instances import instance, require_usable
 from smp_config.rate_card import RateCard
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
-from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Region, Search
 from smp_estimator.planning.search.improvement import change_line, change_words, search_dict, search_line
-from smp_estimator.planning.search.planned import configuration_of_settings
-from smp_estimator.planning.search.space import Configuration, Space
+from smp_estimator.planning.search.planned import configuration_of_settings, refuse_pieces
+from smp_estimator.planning.search.space import SCHEDULES, Configuration, Space
+from smp_estimator.rehearsal.least_work import Alone
 from smp_estimator.rehearsal.rehearse import rehearse
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of, on_gpu
-
-if TYPE_CHECKING:
-    from smp_config.rehearsal import ModuleWork
 
 #: Stands in the script's arguments for the batch size, which follows from the degrees.
 BATCH = "{batch}"
@@ -33,17 +30,17 @@ BATCH = "{batch}"
 #: Seconds that a search may take, unless told otherwise.
 BUDGET_SECONDS = 600.0
 
+#: Part of the budget after which single changes of what was given are looked at, and then again the best.
+_OF_THE_BEST = 0.6
+
 #: What is faster by less is not worth a rehearsal.
 _GAP = 0.02
 
 #: Settings of ``mp_parameters`` that the search chooses.
 _CHOSEN = frozenset(
     "partitions pipeline_parallel_degree tensor_parallel_degree prescaled_batch sharded_data_parallel_degree "
-    "shard_optimizer_state microbatches active_microbatches offload_activations placement_strategy".split()
+    "shard_optimizer_state microbatches pipeline active_microbatches offload_activations placement_strategy".split()
 )
-
-#: Modules of a list, which stages are made of.
-_OF_A_LIST = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
 
 _GB = 1e9
 
@@ -178,8 +175,8 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
 ) -> ScriptSuggestion:
     """Look for the degrees with which a script trains fastest on a cluster, by rehearsing it.
 
-    Pipeline, tensor and sharding degrees, sharded optimizer state, microbatches, active microbatches and placement are searched.
-    Whether activations are checkpointed or offloaded is the script's own.
+    Pipeline, tensor and sharding degrees, sharded optimizer state, microbatches, active microbatches, the schedule of the pipeline
+    and placement are searched, and offloading for a script that checkpoints activations, which is its own choice.
 
     Args:
         script: as a job runs it; it takes its degrees from ``mp_parameters``.
@@ -211,30 +208,39 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     per_host, memory = card.gpus_per_host, gpu_memory_bytes or gpu_memory_of(instance_type)
     given = {"ddp": True, **(parameters or {})}
     settings = ModelParallelParameters.from_mp_parameters(given)
+    refuse_pieces(settings)
     kept = {name: value for name, value in given.items() if name not in _CHOSEN}
+    schedules: tuple[str, ...] = SCHEDULES
+    if settings.pipeline == "_only_forward":  # says what the job is for
+        kept["pipeline"], schedules = settings.pipeline, (settings.pipeline,)
     rehearsal = _Rehearsals(
         script, tuple(arguments), instance_type, instance_count, per_host, memory, kept, tell, run or rehearse
     )
-    needs, layers = rehearsal.needs(card, max(1, global_batch // (per_host * instance_count)))
+    alone = rehearsal.alone(max(1, global_batch // (per_host * instance_count)))
     space = Space(
         world=per_host * instance_count,
         per_host=per_host,
         samples=global_batch,
-        layers=layers,
+        layers=alone.layers,
         heads=per_host if tensor_parallelism else 0,
-        can_recompute=False,
+        memories=("again",) if alone.checkpoints else ("kept",),
+        schedules=schedules,
     )
     region = Region(
         space=space,
-        needs=needs,
+        needs=alone.needs(card),
         card=card,
         evaluate=lambda at: rehearsal.judge(at, space),
         device_bytes=None if memory is None else TIGHT_ABOVE * memory,
         name=f"{instance_count} × {instance_type}",
     )
     search = Search([region], budget=budget, gap=_GAP)
-    start = configuration_of_settings(settings, "kept") if _CHOSEN & given.keys() else None
-    found = search.run([start] if start is not None else [])
+    start = configuration_of_settings(settings, space.memories[0]) if _CHOSEN & given.keys() else None
+    found = search.run([start] if start is not None else [], _OF_THE_BEST if start is not None else 1.0)
+    if found.best is None and found.is_proven and alone.checkpoints:  # nothing fits on the GPUs by itself
+        space = dataclasses.replace(space, memories=("again", "offloaded"))
+        search = Search([dataclasses.replace(region, space=space)], budget=budget, gap=_GAP)
+        found = search.run([one.configuration for one in found.judged], _OF_THE_BEST if start is not None else 1.0)
     changes: tuple[tuple[str, Judged], ...] = ()
     if start is not None:
         changes = tuple((change_words(name, start, one.configuration), one) for name, one in search.changes(start))
@@ -251,24 +257,6 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     )
 
 
-def needs_of_work(work: Iterable[ModuleWork], card: RateCard, batch: int) -> tuple[float, float, int]:
-    """Seconds of a sample forward and backward by operations alone, and modules of the longest list; of one GPU's step.
-
-    Memory and launches are left out: larger batches spread them over more samples.
-    """
-    forward = backward = 0.0
-    numbers: dict[str, set[str]] = {}
-    for row in work:
-        name = row.dtype or "float32"
-        peak = card.flops_per_second.get(name) or max(card.flops_per_second.values())
-        seconds = row.flops / (card.matrix_part * peak) / batch
-        forward += seconds if row.phase == "forward" else 0.0
-        backward += seconds if row.phase == "backward" else 0.0
-        if (match := _OF_A_LIST.match(row.module)) is not None:
-            numbers.setdefault(match[1], set()).add(match[2])
-    return forward, backward, max((len(found) for found in numbers.values()), default=1)
-
-
 @dataclass(frozen=True)
 class _Rehearsals:
     """A script's rehearsals on one cluster."""
@@ -282,31 +270,26 @@ class _Rehearsals:
     kept: Mapping[str, Any]
     tell: Callable[[str], None] = field(repr=False)
     run: Callable[..., Rehearsed] = field(repr=False)
+    known: dict[Configuration, Evaluated] = field(default_factory=dict, repr=False)
 
-    def needs(self, card: RateCard, batch: int) -> tuple[Needs, int]:
-        """What a sample and a parameter need, from the step of one GPU; and the modules of its longest list."""
-        found = self._rehearse(1, 1, {}, batch)
-        (kind, *_) = found.rehearsal.kinds
-        forward, backward, layers = needs_of_work(kind.work, card, batch)
-        elements = max(1, kind.parameters)
-        each = kind.classes.get("parameter", 0) / elements
-        self.tell(f"one GPU: {kind.parameters:,} parameters, {on_gpu(kind) / _GB:.1f} GB with a batch of {batch}")
-        return Needs(
-            forward=forward,
-            backward=backward,
-            launches=card.launch_seconds * sum(row.calls for row in kind.work if row.phase in ("forward", "backward")),
-            elements=kind.parameters,
-            kept_bytes=each,
-            updated_bytes=kind.classes.get("optimizer state", 0) / elements,
-            layers=0,
-            layer_elements=kind.parameters,
-            summed_bytes=each,
-            element_bytes=each,
-            gathers=1.0,  # what autograd keeps nothing of is not gathered again
-        ), layers
+    def alone(self, batch: int) -> Alone:
+        """The steps of one GPU, with this batch and with twice as much."""
+        sizes = batch, 2 * batch
+        one, other = (self._rehearse(1, 1, {}, size).rehearsal.kinds[0] for size in sizes)
+        peaks = (
+            f"{on_gpu(kind) / _GB:.1f} GB with a batch of {size}"
+            for kind, size in zip((one, other), sizes, strict=True)
+        )
+        self.tell(f"one GPU: {one.parameters:,} parameters, {' and '.join(peaks)}")
+        return Alone(sizes, (one, other))
 
     def judge(self, at: Configuration, space: Space) -> Evaluated:
-        """Rehearse a configuration; one that fails does not fit, and says why."""
+        """Rehearse a configuration, once; one that fails does not fit, and says why."""
+        if at not in self.known:
+            self.known[at] = self._judged(at, space)
+        return self.known[at]
+
+    def _judged(self, at: Configuration, space: Space) -> Evaluated:
         try:
             space.check(at)
             found = self._rehearse(self.instance_count, self.per_host, at.settings(), space.batch(at))
@@ -318,7 +301,8 @@ class _Rehearsals:
         fits = found.verdict in (Verdict.FITS, Verdict.UNKNOWN)
         self.tell(f"{at}: {seconds:.3g} s, {peak / _GB:.1f} GB, {found.verdict.value}")
         why = "" if fits else f"{found.verdict.value}: {peak / _GB:.1f} GB on stage {found.fullest.stage}"
-        return Evaluated(seconds, peak, fits, why)
+        passing = next((kind.pipeline_seconds for kind in found.rehearsal.kinds if kind.pipeline_seconds), None)
+        return Evaluated(seconds, peak, fits, why, passing)
 
     def _rehearse(self, hosts: int, per_host: int, settings: Mapping[str, Any], batch: int) -> Rehearsed:
         return self.run(
@@ -329,4 +313,5 @@ class _Rehearsals:
             processes_per_host=per_host,
             parameters={**self.kept, **settings},
             gpu_memory_bytes=self.memory,
+            other_ranks=False,  # of the same script, the degrees change nothing
         )

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError, strict_json
+from smp_config import ConfigError, strict_json, tracking
 from smp_config.errors import shown, suggest
 from smp_config.instances import instance, instances
 from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.limits import MOST_RANKS
 from smp_config.numerics import EVERY_VARIABLE, GUARDS_VARIABLE, Guards, every_steps
+from smp_config.profiling import Profile
 from smp_config.secrets import shown_value
 from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
 from smp_estimator.local.channels import require_existing
@@ -154,6 +155,19 @@ def check_environment(environment: Mapping[str, Any] | None) -> None:
         every_steps(environment)
     if environment and not is_variable(guards := environment.get(GUARDS_VARIABLE, "")):
         Guards.of(guards)
+    if environment:
+        tracking.check(_settled(environment))
+        Profile.of(_settled(environment))
+
+
+def check_trackers(environment: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for a tracker whose package the processes of this machine would not find."""
+    tracking.require_packages(tracking.loggers_of(_settled(environment or {})))
+
+
+def _settled(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Without variables of a pipeline, which nobody knows yet."""
+    return {name: str(value) for name, value in environment.items() if not is_variable(value)}
 
 
 def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *, own_launcher: bool = False) -> None:

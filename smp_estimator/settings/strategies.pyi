@@ -12,6 +12,7 @@ class ModelParallel(dict[str, Any]):
         sharded_data_parallel_degree: int = 1,
         microbatches: int = 1,
         active_microbatches: int | None = None,
+        virtual_stages: int = 1,
         pipeline: Literal["interleaved", "zero_bubble", "simple", "_only_forward"] = "interleaved",
         compile: bool = False,
         compile_backend: str = "inductor",
@@ -60,7 +61,8 @@ class ModelParallel(dict[str, Any]):
                 splits each expert.
             sharded_data_parallel_degree: Processes that share parameters, gradients and optimizer state; 1 turns sharding off.
             microbatches: Slices of a batch that run through the pipeline; 1 means none.
-            active_microbatches: Most microbatches in flight at once; default: stages + 2.
+            active_microbatches: Most microbatches in flight at once; default: stages + 2, twice the stages with virtual_stages.
+            virtual_stages: Pieces of the model that each pipeline stage owns: more idle less and send more.
             pipeline: interleaved: backward first; zero_bubble: likewise, gradients of weights where a stage would idle; simple:
                 all forwards, then all backwards.
             compile: Compile the repeated blocks of each rank with torch.compile.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from smp_config import ConfigError
 from smp_config.errors import shown
@@ -12,6 +12,9 @@ from smp_config.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, par
 from smp_estimator.local.archives import read_archive
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of
 from smp_estimator.timeline.steps import JobTimeline
+
+if TYPE_CHECKING:
+    from smp_config.timeline import RankTimeline
 
 _PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
 _ARCHIVES = ("*.tar.gz", "*.tgz")
@@ -33,9 +36,30 @@ def read_timeline(job_output: str) -> JobTimeline:
     Raises:
         ConfigError: there are no files, broken ones, or files of different jobs.
     """
+    return JobTimeline.of(read_ranks(job_output))
+
+
+def read_ranks(job_output: str) -> list[tuple[str, RankTimeline]]:
+    """The same, rank by rank: the names of the files and what they hold."""
+    place = place_of(job_output)
+    files = [(name, parse_timeline(text, name)) for name, text in contents(place, _PATTERN)]
+    if not files:
+        raise ConfigError(
+            f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks write them when recording is "
+            f'on: give the estimator environment={{"{TIMELINE_VARIABLE}": "10"}} for the newest 10 steps and run the job again'
+        )
+    return files
+
+
+def place_of(job_output: str) -> Path:
+    """The folder or file that a job has left.
+
+    Raises:
+        ConfigError: there is none on this machine.
+    """
     if is_s3_uri(job_output):
         raise ConfigError(
-            f"{job_output} is in S3; timelines are read from this machine: fetch the archive first, for example with "
+            f"{job_output} is in S3; files of ranks are read from this machine: fetch the archive first, for example with "
             f"aws s3 cp {job_output.rstrip('/')} . --recursive --exclude '*' --include '*output.tar.gz', and name the folder"
         )
     place = path_of(job_output) if is_file_uri(job_output) else Path(job_output)
@@ -44,26 +68,24 @@ def read_timeline(job_output: str) -> JobTimeline:
             f"{job_output} does not exist ({place.absolute()}); the command reads the output of a job: name its output "
             "path, its folder or its output.tar.gz"
         )
-    files = [(name, parse_timeline(text, name)) for name, text in _texts(place)]
-    if not files:
-        raise ConfigError(
-            f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks of a pipeline write them when recording is "
-            f'on: give the estimator environment={{"{TIMELINE_VARIABLE}": "10"}} for the newest 10 steps and run the job again'
-        )
-    return JobTimeline.of(files)
+    return place
 
 
-def _texts(place: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of every rank's file; archives are opened only where there are no plain files."""
+def contents(place: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of the file of every rank, whose names fit a pattern; archives are opened only where no file is plain.
+
+    Raises:
+        ConfigError: one cannot be read, or is larger than any that a rank writes.
+    """
     if place.is_file():
-        yield from _read(place) if place.match(_PATTERN) else _in_archive(place)
+        yield from _read(place) if place.match(pattern) else _in_archive(place, pattern)
         return
-    plain = sorted(place.rglob(_PATTERN))
+    plain = sorted(place.rglob(pattern))
     for path in plain:
         yield from _read(path)
     if not plain:
-        for archive in sorted({path for pattern in _ARCHIVES for path in place.rglob(pattern)}):
-            yield from _in_archive(archive)
+        for archive in sorted({path for suffix in _ARCHIVES for path in place.rglob(suffix)}):
+            yield from _in_archive(archive, pattern)
 
 
 def _read(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -81,17 +103,17 @@ def _read(path: Path) -> Iterator[tuple[str, bytes]]:
         ) from None
 
 
-def _in_archive(path: Path) -> Iterator[tuple[str, bytes]]:
+def _in_archive(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
     found = 0
     with read_archive(path) as archive:
         for member in archive:
-            if not (member.isreg() and PurePosixPath(member.name).match(_PATTERN)):
+            if not (member.isreg() and PurePosixPath(member.name).match(pattern)):
                 continue
             found += member.size
             if member.size > _LARGEST or found > _LARGEST_ARCHIVE:
                 raise ConfigError(
                     f"{path} holds {shown(member.name)} of {member.size:,} bytes, and {found:,} with those before it; a rank's "
-                    f"timeline has at most {_LARGEST:,}, and those of a job {_LARGEST_ARCHIVE:,}: record fewer steps"
+                    f"file has at most {_LARGEST:,}, and those of a job {_LARGEST_ARCHIVE:,}: record fewer steps"
                 )
             if (content := archive.extractfile(member)) is not None:
                 yield f"{path}:{member.name}", _all_of(content, member.size)

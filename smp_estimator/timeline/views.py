@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
 
     Raises:
         ConfigError: too many ranks, or a format that matplotlib does not know.
-        RuntimeError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     if len(step.ranks) > _MOST_RANKS:
         raise ConfigError(
@@ -162,10 +162,19 @@ def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, 
         yield begin, end, before
 
 
-def chrome_trace(timeline: JobTimeline, only: Step | None = None) -> dict[str, Any]:
-    """A trace of all steps, or ``only`` one, in the JSON object format; times in microseconds from the first block."""
+def begin_of(steps: Sequence[Step]) -> float:
+    """The first moment of steps, in seconds of the job's clock."""
+    return min(min(step.window[0], *(rank.start for rank in step.ranks)) for step in steps)
+
+
+def chrome_trace(timeline: JobTimeline, only: Step | None = None, origin: float | None = None) -> dict[str, Any]:
+    """A trace of all steps, or ``only`` one, in the JSON object format.
+
+    Args:
+        origin: seconds of the job's clock from which times are counted, in microseconds; default: the first block.
+    """
     steps = [only] if only is not None else list(timeline.steps)
-    origin = min(min(step.window[0], *(rank.start for rank in step.ranks)) for step in steps)
+    origin = begin_of(steps) if origin is None else origin
     events: list[dict[str, Any]] = []
     for rank in steps[-1].ranks:
         events += _names(rank)

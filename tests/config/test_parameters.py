@@ -29,6 +29,7 @@ DOCUMENTED_DEFAULTS = {
     "sharded_data_parallel_degree": 1,
     "microbatches": 1,
     "active_microbatches": 3,
+    "virtual_stages": 1,
     "pipeline": "interleaved",
     "optimize": "memory",
     "memory_weight": 0.8,

@@ -398,3 +398,13 @@ def test_completion_knows_commands_and_options() -> None:
     assert [item.value for item in complete.get_completions([], "pl")] == ["plan"]
     assert [item.value for item in complete.get_completions(["init"], "--str")] == ["--strategy"]
     assert "tensor" in [item.value for item in complete.get_completions(["init", "--strategy"], "te")]
+
+
+def test_the_cluster_has_the_same_short_names_everywhere() -> None:
+    long = call("plan", "gpt2", "--instance-type", "ml.p4de.24xlarge", "--instance-count", "2").output
+    assert call("plan", "gpt2", "--instance", "ml.p4de.24xlarge", "--count", "2").output == long
+    assert "2 × ml.p4de.24xlarge" in long
+    for command in ("plan", "suggest", "rehearse", "validate"):
+        said = call(command, "--help").output
+        assert "--instance-type, --instance" in said, command
+        assert "--instance-count, --count" in said, command

@@ -98,6 +98,13 @@ def _trained(*args):
     return trained(*args)
 
 
+#: Everything is sharded; with a threshold of 10 norms and biases stay whole.
+SHARDED = {
+    "ddp": True,
+    "sharded_data_parallel_degree": 2,
+    "sdp_param_persistence_threshold": 1,
+    "sdp_gradient_clipping": 1e9,
+}
 #: Degrees, and what is compiled with.
 PAIRS = [
     ({"pipeline_parallel_degree": 2, "microbatches": 2}, "aot_eager"),
@@ -105,6 +112,8 @@ PAIRS = [
     ({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": "zero_bubble"}, "aot_eager"),
     ({"pipeline_parallel_degree": 2, "microbatches": 2}, "inductor"),
     ({"ddp": True, "shard_optimizer_state": True}, "inductor"),
+    ({**SHARDED, "microbatches": 2}, "aot_eager"),
+    ({**SHARDED, "sdp_param_persistence_threshold": 10}, "inductor"),
 ]
 
 
@@ -134,6 +143,54 @@ def test_compiled_blocks_train_as_eager_ones(ranks, degrees, backend):
         assert results[0]["losses"] == pytest.approx(losses, rel=1e-5)
     for name, value in state.items():
         close(results[0]["state"][name], value, name, 1e-4)
+
+
+def _sharded(most, register):
+    """Where blocks keep their hooks, what is said, and what a forward pass gathers."""
+    import logging
+
+    import smdistributed.modelparallel.torch as smp
+
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("smp").addHandler(handler)
+    net = network()
+    if register:
+        smp.register_parameter(net.blocks[1].norm, net.table.weight)
+    model = smp.DistributedModel(net)
+    logging.getLogger("smp").removeHandler(handler)
+    blocks = model.module.blocks
+    compiled = [isinstance(vars(block).get("forward"), CompiledForward) for block in blocks]
+    hooked = [[bool(part._forward_pre_hooks) for part in block.modules()] for block in blocks]
+    kinds = {type(part._parameters) for block in blocks for part in block.modules() if part._parameters}
+    with torch.no_grad():
+        for block in blocks:  # by what they do when nothing is compiled
+            vars(block).pop("forward", None)
+        out = model(IDS)
+    gathered = model.shards.live.gathers
+    return compiled, hooked, dict in kinds, [line for line in heard if "eagerly" in line], gathered, out
+
+
+@pytest.mark.parametrize(("most", "register"), [(10**6, False), (10**6, True), (100, False)])
+def test_a_block_that_is_gathered_as_one_has_nothing_inside_that_interrupts_it(ranks, most, register):
+    config = {**SHARDED, "sdp_max_live_parameters": most, "compile": True, "compile_backend": "aot_eager"}
+    whole = [most > 100 and not (register and number == 1) for number in range(4)]
+    with torch.no_grad():
+        expected = network()(IDS)
+    for compiled, hooked, is_plain, heard, gathered, out in ranks(_sharded, 2, most, register, config=config):
+        assert compiled == whole
+        assert is_plain == any(whole)
+        for inside, one in zip(hooked, whole, strict=True):
+            assert inside == ([True] + [False] * (len(inside) - 1) if one else [True] * len(inside))
+        assert gathered >= 5
+        torch.testing.assert_close(out, expected)
+        if all(whole):
+            assert not heard
+        else:
+            (line,) = heard
+            assert ("1 of 4 blocks (blocks.1" in line) == register
+            assert ("smp.register_parameter" if register else "half of sdp_max_live_parameters") in line
 
 
 def test_what_cannot_be_compiled_runs_eagerly_and_says_why(solo, caplog):

@@ -241,6 +241,48 @@ def test_without_fast_mode_shapes_may_depend_on_values(ranks):
         assert losses[7] != losses[6] != losses[0]
 
 
+def _asked(steps, counted):
+    """What a chain over three stages learns, and how often this rank asks for a value in its last steps."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.pipeline.transport.messages import Deliver
+
+    torch.manual_seed(0)
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    for stage, part in enumerate(chain):
+        smp.set_partition(part, stage)
+    model = smp.DistributedModel(chain)
+
+    @smp.step
+    def train(x):
+        loss = model(x).square().sum()
+        model.backward(loss)
+        return loss
+
+    losses = [float(train(torch.ones(4, 4)).reduce_mean()) for _ in range(steps - counted)]
+    values, asked = model.pipeline.server._context.values, []
+    send = values._send
+
+    def counting(stage, message, tensors):
+        if isinstance(message, Deliver):
+            asked.append(message)
+        send(stage, message, tensors)
+
+    values._send = counting
+    losses += [float(train(torch.ones(4, 4)).reduce_mean()) for _ in range(counted)]
+    return asked, losses
+
+
+def test_calls_that_wait_get_values_unasked_too(ranks):
+    settings = {"partitions": 3, "auto_partition": False, "default_partition": 0, "microbatches": 2}
+    waiting = ranks(_asked, 3, 6, 2, config={**settings, "fast_mode": False}, timeout=120)
+    assert [asked for asked, _ in waiting] == [[], [], []]
+    predicting = ranks(_asked, 3, 6, 2, config=settings, timeout=120)
+    assert [losses for _, losses in waiting] == [losses for _, losses in predicting]
+
+
 def _idle_stage():
     import torch
     from torch import nn

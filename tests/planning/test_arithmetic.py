@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
-from smp_estimator.planning import ModelShape, batch_for, batches, batches_of, plan
+from smp_estimator.planning import ModelShape, batch_for, batches, batches_of, plan, suggest
 from smp_estimator.planning import network as net
-from smp_estimator.planning.batches import idle_fraction, in_flight, layers_of_stage
+from smp_estimator.planning.batches import idle_fraction, in_flight, layers_of_stage, layers_of_stages
+from smp_estimator.planning.network import pipeline_bytes
 
 SMALL = ModelShape(2, 64, 2, 100, 16)
 
@@ -241,3 +242,40 @@ def test_a_batch_that_was_not_given() -> None:
     assert "the batch is one sample per microbatch, as none was given" in " ".join(str(made).split())
     assert "the batch is" not in str(plan("gpt2", "ml.p4d.24xlarge", 1, parameters, 4))
     assert plan("gpt2", "ml.p4d.24xlarge").batches.batch == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "pieces", "idle"), [(4, 2, 3 / (2 * 8 + 3)), (4, 1, 3 / 11), (2, 4, 1 / (4 * 8 + 1))]
+)
+def test_stages_of_several_pieces_idle_less(stages: int, pieces: int, idle: float) -> None:
+    """Narayanan et al. 2021, section 2.2; where too few are in flight, as stages of one piece."""
+    assert idle_fraction(stages, 8, active=2 * stages, pieces=pieces) == pytest.approx(idle)
+    assert idle_fraction(4, 8, active=4, pieces=2) == pytest.approx(3 / 11)
+    assert idle_fraction(4, 16, "simple", 8, pieces=2) == pytest.approx(1 - 16 / (16 + 2 * 3 / 2))
+
+
+def test_a_plan_of_several_pieces() -> None:
+    """Layers are dealt out in turn, twice as many microbatches are held, and each boundary of pieces is a message."""
+    settings = {"pipeline_parallel_degree": 4, "microbatches": 8}
+    one, two = (
+        plan("gpt2", "ml.p4d.24xlarge", 1, {"ddp": True, **settings, **more}, batch=8)
+        for more in ({}, {"virtual_stages": 2})
+    )
+    assert two.idle == pytest.approx(3 / 19) != one.idle
+    assert layers_of_stages(12, 4, 2) == [[0, 1, 8], [2, 3, 9], [4, 5, 10], [6, 7, 11]]
+    assert one.time is not None
+    assert two.time is not None
+    assert two.time.idle / one.time.idle == pytest.approx(0.5)
+    assert pipeline_bytes(4, 1, 100.0, 2) == 400.0 == 2 * pipeline_bytes(4, 1, 100.0)
+    assert (pipeline_bytes(4, 0, 100.0, 2), pipeline_bytes(4, 3, 100.0, 2), pipeline_bytes(1, 0, 100.0)) == (
+        300.0,
+        300.0,
+        0.0,
+    )
+    assert two.total_bytes > one.total_bytes
+    with pytest.raises(
+        ConfigError, match=r"4 stages own 16 pieces, but the model has 12 layers; use virtual_stages of at most 3"
+    ):
+        plan("gpt2", "ml.p4d.24xlarge", 1, {"ddp": True, **settings, "virtual_stages": 4}, batch=8)
+    with pytest.raises(ConfigError, match="a search compares stages that own one piece"):
+        suggest("gpt2", "ml.p4d.24xlarge", 1, 8, parameters={**settings, "virtual_stages": 2})

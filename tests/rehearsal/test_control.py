@@ -4,11 +4,12 @@ import threading
 
 import pytest
 
-from smp_config import Group, Topology
+from smp_config import Coordinates, Group, Topology
 from smp_runtime.comm.authentication import Seal
 from smp_runtime.comm.control import Arrival
 from smp_runtime.errors import SMPUserError
 from smp_runtime.rehearsal.control import Kinds, RehearsedControl
+from smp_runtime.rehearsal.said import Said
 
 
 class Wire:
@@ -118,3 +119,38 @@ def test_messages_inside_a_stage_come_back_and_others_go_over():
     with pytest.raises(SMPUserError, match=r"rank 0 receives from rank \d.* use smp.broadcast"):
         first.receive(neighbour)
     assert kinds.kind_of(neighbour) == 0
+
+
+def test_the_last_ranks_hear_what_the_first_have_said(tmp_path):
+    topology = Topology(8, pipeline=2, tensor=2)
+    wires = {"changed": threading.Condition()}
+    first, last = Kinds(topology, 8), Kinds(topology, 8, last=True)
+    assert first.others == last.representatives == [topology.rank_at(Coordinates(stage, 1, 1)) for stage in range(2)]
+    everyone, heard = list(range(8)), [Said(), Said()]
+    earlier = [RehearsedControl(Wire(stage, 2, wires), first, 8, heard=heard[stage]) for stage in range(2)]
+    together(lambda: earlier[0].allgather("a", everyone), lambda: earlier[1].allgather("b", everyone))
+    earlier[0].send("only you", last.representatives[1])
+    for stage in range(2):
+        heard[stage].leave(first.representatives[stage], tmp_path)
+    later = [RehearsedControl(Wire(stage, 2, wires), last, 8, said=Said(last.others, tmp_path)) for stage in range(2)]
+    found = together(lambda: later[0].allgather("c", everyone), lambda: later[1].allgather("d", everyone))
+    expected = ["cd"[topology.coordinates(rank).pp] for rank in everyone]
+    for rank, said in zip(first.representatives, "ab", strict=True):
+        expected[rank] = said
+    assert found == [expected, expected]
+    assert later[1].receive(first.representatives[0]) == "only you"
+    later[0].send("too late", first.representatives[1])  # nobody waits for it
+
+
+def test_a_broadcast_to_all_reaches_each_process_once():
+    topology = Topology(64, pipeline=2)
+    (first, second), kinds = controls(topology, 8)
+
+    def sends():
+        with first.doing("smp.broadcast"):
+            for rank in range(1, 64):
+                first.send(rank, rank)
+
+    assert together(sends, lambda: second.receive(0)) == [None, kinds.representatives[1]]
+    sent = [len(box) for key, box in first._carrier._inner._boxes.items() if key != "changed"]
+    assert sent == [0]

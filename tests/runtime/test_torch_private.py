@@ -7,6 +7,7 @@ in another way.
 from __future__ import annotations
 
 import ast
+import inspect
 import pickle
 import subprocess
 import sys
@@ -169,6 +170,14 @@ def _(_):
         assert found.item() == overflows
 
 
+@of("norms_of")
+def _(_):
+    half = [torch.full((2,), 300.0, dtype=torch.float16), torch.zeros(0, dtype=torch.float16)]
+    assert [norm.dtype for norm in door.norms_of(half, 4.0, dtype=torch.float32)] == [torch.float32] * 2
+    assert door.norms_of(half, 4.0, dtype=torch.float32)[0].item() == pytest.approx(300 * 2**0.25)
+    assert door.norms_of(half[:1], float("inf"), dtype=torch.float32)[0].item() == 300
+
+
 @of("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "TreeSpec")
 def _(_):
     tree = {"a": [1, (2, None)], "b": 3}
@@ -221,14 +230,11 @@ def _(_):
     assert torch.ops.aten.mm in map(door.packet_of, seen)
 
 
-@of("running_node", "next_node_number", "number_of_node")
+@of("running_node")
 def _(_):
     seen = []
     leaf = torch.ones(1, requires_grad=True)
-    number = door.next_node_number()
     out = leaf * 2
-    assert door.number_of_node(out.grad_fn) == number
-    assert door.next_node_number() > number
     out.register_hook(lambda gradient: seen.append(door.running_node()))
     out.backward()
     assert len(seen) == 1
@@ -414,6 +420,38 @@ def _(request):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+# -- the profiler, and what holds a GPU's memory ---------------------------------------------------------------------
+
+
+@of("of_all_threads")
+def _(_):
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=door.of_all_threads()
+    ) as seen:
+        thread = threading.Thread(target=lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+        thread.start()
+        thread.join()
+    assert "aten::mm" in {event.name for event in seen.events()}
+
+
+@of("record_memory_history", "write_memory_history")
+def _(request):
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    called = []
+    # Without a GPU they can only be asked for their arguments.
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        taken = inspect.signature(getattr(torch.cuda.memory, name))
+
+        def noted(*args, taken=taken, name=name, **kwargs):
+            taken.bind(*args, **kwargs)
+            called.append(name)
+
+        monkeypatch.setattr(torch.cuda.memory, name, noted)
+    door.record_memory_history()
+    door.write_memory_history("file")
+    assert called == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
 
 
 @pytest.mark.parametrize("name", CANARIES.checks)

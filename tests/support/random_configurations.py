@@ -136,6 +136,7 @@ def _divisors(number: int) -> list[int]:
 _OPTIONS: dict[str, list[Any]] = {
     "microbatches": [1, 2, 4, 4.0],
     "active_microbatches": [1, 2, 8],
+    "virtual_stages": [1, 2],
     "pipeline": ["interleaved", "simple", "_only_forward"],
     "optimize": ["memory", "speed"],
     "memory_weight": [0, 0.5, 1.0],

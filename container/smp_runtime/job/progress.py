@@ -11,7 +11,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,20 @@ from smp_runtime.comm.devices import peak_memory_bytes
 TOTAL_STEPS_NAMES = "max_steps steps num_steps total_steps train_steps num_train_steps max_train_steps".split()
 
 _SECONDS_BETWEEN_LINES = 1.0
+
+
+class Update(NamedTuple):
+    """An update of an optimizer.
+
+    Attributes:
+        step: how many there were, with it.
+        samples: of the global batch, since the one before.
+        losses: of the microbatches of the newest training step, without their graph; nobody has read them yet.
+    """
+
+    step: int
+    samples: int
+    losses: list[torch.Tensor]
 
 
 class ProgressReporter:
@@ -35,6 +50,10 @@ class ProgressReporter:
         total_steps: optimizer steps of the whole job, None when unknown.
         device: whose memory is reported.
         rank: whose usage is told at the end; None tells nothing.
+
+    Attributes:
+        heard: told of each update, before its line.
+        more: further fields of the lines.
     """
 
     def __init__(
@@ -48,9 +67,11 @@ class ProgressReporter:
         self.enabled = enabled
         self.total_steps = total_steps
         self.step = 0
+        self.heard: list[Callable[[Update], None]] = []
+        self.more: Callable[[], Mapping[str, object]] = dict
         self._device = device or torch.device("cpu")
         self._rank = rank
-        self._joined = time.monotonic(), _processor_seconds()
+        self._joined = time.monotonic(), processor_seconds()
         self._printed_step = 0
         self._stepped_at = 0.0
         self._losses: list[torch.Tensor] = []
@@ -88,12 +109,12 @@ class ProgressReporter:
 
     def note_samples(self, samples: int) -> None:
         """Samples, over all data parallel ranks, that the next optimizer step consumed."""
-        if self.enabled:
+        if self.enabled or self.heard:
             self._pending_samples += samples
 
     def note_loss(self, outputs: list[torch.Tensor]) -> None:
         """The microbatches' losses of a training step; not read until a line is due."""
-        if self.enabled:
+        if self.enabled or self.heard:
             self._losses = [output.detach() for output in outputs]
 
     def note_eval_loss(self, loss: float) -> None:
@@ -103,10 +124,13 @@ class ProgressReporter:
     def optimizer_stepped(self) -> None:
         """Count a step; print a line when a second has passed, and always for the first and the last step."""
         self.step += 1
+        update = Update(self.step, self._pending_samples, self._losses)
+        self._pending_samples = 0
+        for heard in self.heard:
+            heard(update)
         if not self.enabled:
             return
-        self._samples += self._pending_samples
-        self._pending_samples = 0
+        self._samples += update.samples
         self._stepped_at = now = time.monotonic()
         last = self.total_steps is not None and self.step == self.total_steps
         if now - self._printed_at >= _SECONDS_BETWEEN_LINES or last:
@@ -130,7 +154,7 @@ class ProgressReporter:
     def _usage(self, rank: int) -> UsageRecord:
         since, before = self._joined
         elapsed = time.monotonic() - since
-        cores = (_processor_seconds() - before) / elapsed if elapsed > 0 else None
+        cores = (processor_seconds() - before) / elapsed if elapsed > 0 else None
         return UsageRecord(rank=rank, memory_bytes=peak_memory_bytes(self._device), cpu_cores=cores)
 
     def _print(self, now: float) -> None:
@@ -145,7 +169,7 @@ class ProgressReporter:
             samples_per_second=rate or None,
             elapsed_seconds=now - (self._started or now),
             memory_bytes=peak_memory_bytes(self._device),
-        )
+        ).model_copy(update=dict(self.more()))
         self._window = (self._samples, now)
         self._printed_at, self._printed_step = now, self.step
         self._print_line(format_progress(record))
@@ -177,7 +201,7 @@ def _named(words: Sequence[str]) -> dict[str, object]:
     return found
 
 
-def _processor_seconds() -> float:
+def processor_seconds() -> float:
     """Of this process with all its threads, and of its children that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)

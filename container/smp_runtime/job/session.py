@@ -27,6 +27,7 @@ from smp_runtime.job.faults import Injector
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
+from smp_runtime.parameters.arriving import Arrivals
 from smp_runtime.tensors.determinism import Determinism, TracedFirstStep
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class Session:
         self.progress.close(failed=self.has_failed)
         here().leave(FAILED if self.has_failed else ENDED)
         failure: Exception | None = None
-        for finish in self.at_close:
+        for finish in (self._settle, *self.at_close):
             try:
                 finish()
             except Exception as error:  # the rest is released all the same
@@ -172,6 +173,11 @@ class Session:
         self.ranks.forget()
         if failure is not None:
             raise failure
+
+    def _settle(self) -> None:
+        """Other ranks may have what this one is still sending to come."""
+        if not self.has_failed and (arrivals := self.ranks.kept(Arrivals)) is not None:
+            arrivals.settle()
 
 
 _session: Session | None = None
@@ -239,6 +245,9 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     _note_failure_of(session)
     for begin in at_init:
         begin(session)
+    # What these have registered is called after it, so that libraries are still there when the session closes.
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
     return session
 
 

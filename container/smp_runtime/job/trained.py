@@ -36,7 +36,10 @@ class SharedState(Protocol):
         """Forget gradients that were reduced to their owner."""
 
     def gather_parameters(self) -> None:
-        """After an update: every rank gets the parameters that the others have updated."""
+        """After an update: every rank gets the parameters that the others have updated, at the latest when it reads them."""
+
+    def settle(self) -> None:
+        """Wait for what is under way to this rank."""
 
     def gather_whole(
         self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
@@ -128,6 +131,14 @@ class TrainedOptimizer(Protocol):
         """What losses are multiplied with; 1 without fp16."""
 
     @property
+    def gradient_norm(self) -> float | None:
+        """Of the whole gradient, as the last clipping has measured it; None where nothing was clipped."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters with their settings."""
+
+    @property
     def defaults(self) -> dict[str, Any]:
         """The settings of parameters that have none of their own."""
 
@@ -141,6 +152,11 @@ class TrainedOptimizer(Protocol):
         self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None
     ) -> float:
         """Clip gradients by their norm over all ranks, which it returns."""
+
+    def clip_on_device(
+        self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None
+    ) -> torch.Tensor:
+        """The same; the host does not wait for the norm."""
 
     def drop_gradients_of(self, model: TrainedModel) -> None:
         """Forget the gradients of a model's parameters."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from smp_runtime.module_state.compiled_blocks import compile_blocks
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.replacement.placing import place
+from smp_runtime.sharding.sharded_state import ShardedState
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
-    from smp_runtime.sharding.sharded_state import ShardedState
 
 
 class LocalPart:
@@ -45,10 +45,11 @@ class LocalPart:
         """Whether a module is on this rank."""
         return self.stage_of is None or self.stage_of(path) == self.stage
 
-    def compile(self, cfg: ModelParallelParameters) -> None:
+    def compile(self, cfg: ModelParallelParameters, placed: Placed) -> None:
         """Have repeated blocks of this rank compiled, where the configuration says so and no collectives run inside."""
-        if cfg.compile and cfg.sharded_data_parallel_degree == 1 and cfg.tensor_parallel_degree == 1:
-            compile_blocks(self.module, self.has, cfg.compile_backend)
+        if cfg.compile and cfg.tensor_parallel_degree == 1:
+            shards = placed.shards
+            compile_blocks(self.module, self.has, cfg.compile_backend, shards.uses.leave_inside if shards else None)
 
     def has_tensor(self, name: str) -> bool:
         """Whether a parameter or buffer is on this rank, by its name."""
@@ -99,6 +100,11 @@ class Placed:
         for shard in (self.optimizer_shards or {}).values():
             if shard is not None:
                 shard.refresh()
+
+    def follow_calls(self, part: LocalPart) -> None:
+        """Modules are as they will run: those whose parameters come late wait for them."""
+        if isinstance(self.sharded_state, ShardedState):
+            self.sharded_state.follow_calls(part.module)
 
     def updated(self, part: LocalPart) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""

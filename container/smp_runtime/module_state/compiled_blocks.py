@@ -69,16 +69,30 @@ def _plain(leaf: Any) -> Any:
     return leaf.plain() if isinstance(leaf, LaterTensor) else leaf
 
 
-def compile_blocks(module: nn.Module, has: Callable[[str], bool], backend: str) -> list[str]:
+def compile_blocks(
+    module: nn.Module,
+    has: Callable[[str], bool],
+    backend: str,
+    make_one: Callable[[nn.Module], str | None] | None = None,
+) -> list[str]:
     """Have the blocks of a model that are on this rank compiled when they are called; returns their paths.
 
     Args:
         has: whether the module at a path is here.
         backend: of ``torch.compile``.
+        make_one: sees to it that nothing interrupts a block's forward; or says why something must.
     """
     compiled: dict[type, Callable[..., Any]] = {}
     found = list(_blocks(module, "", has))
+    reasons = {path: reason for path, block in found if make_one is not None and (reason := make_one(block))}
+    for reason in dict.fromkeys(reasons.values()):
+        paths = [path for path, said in reasons.items() if said == reason]
+        logger.warning(
+            "%d of %d blocks (%s …) are not compiled and run eagerly: %s", len(paths), len(found), paths[0], reason
+        )
     for path, block in found:
+        if path in reasons:
+            continue
         kind = type(block)
         if kind not in compiled:
             compiled[kind] = torch.compile(kind.forward, dynamic=False, backend=backend)
@@ -88,7 +102,7 @@ def compile_blocks(module: nn.Module, has: Callable[[str], bool], backend: str) 
             "compile has no effect on this rank: it has no repeated blocks, which are elements of nn.ModuleList or nn.Sequential "
             "of one class; compile modules yourself with module.compile()"
         )
-    return [path for path, _ in found]
+    return [path for path, _ in found if path not in reasons]
 
 
 def _blocks(module: nn.Module, path: str, has: Callable[[str], bool]) -> Iterator[tuple[str, nn.Module]]:

@@ -203,7 +203,7 @@ class UpdateGuard:
                     "value": value,
                     "median": usual,
                     "update": step + 1,
-                    "gradients": [dict(zip(_Norm._fields, one, strict=True)) for one in greatest],
+                    "gradients": [one._asdict() for one in greatest],
                 },
             )
         seen.append(value)
@@ -211,8 +211,8 @@ class UpdateGuard:
     def _greatest(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> list[_Norm]:
         """The greatest of all ranks' gradients; every rank calls it, behind the decision that is the same on all."""
         control = self._session.ranks.control
-        norms = [torch.linalg.vector_norm(gradient).double() for _, gradient in gradients]
-        mine = [_Norm(float(norm), name, control.rank) for (name, _), norm in zip(gradients, norms, strict=True)]
+        norms = [float(torch.linalg.vector_norm(gradient).double()) for _, gradient in gradients]
+        mine = [_Norm(norm, name, control.rank) for (name, _), norm in zip(gradients, norms, strict=True)]
         said = control.allgather(
             [tuple(one) for one in sorted(mine, reverse=True)[:_MOST_NAMES]], list(range(control.size))
         )

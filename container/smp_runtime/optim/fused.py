@@ -10,8 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.optim.fused_kernels import are_fusible
+
+#: Steps after which averages of any decay count as they are.
+_MANY = 1e12
 
 #: Pairs of a parameter and a tensor of its shape.
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -133,22 +139,34 @@ class FusedAdam(_ApexOptimizer):
         self.adam_w_mode = adam_w_mode
 
     def _update(self) -> None:
+        update = adamw if self.adam_w_mode else adam
         for group in self.param_groups:
-            beta_1, beta_2 = group["betas"]
-            for parameter, gradient in self._trained(group):
+            trained = self._trained(group)
+            if not trained:
+                continue
+            for parameter, _ in trained:
                 state = self.state[parameter]
                 if not state:
                     state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            states = [self.state[parameter] for parameter, _ in trained]
+            parameters, gradients = (list(each) for each in zip(*trained, strict=True))
+            averages, squared = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            # PyTorch's function counts them up itself. After so many steps there is nothing to correct.
+            before = [float(state["step"] if group["bias_correction"] else _MANY) for state in states]
+            update(
+                *(parameters, gradients, averages, squared, []),
+                list(torch.tensor(before, dtype=torch.float32, device="cpu").unbind()),
+                fused=True if are_fusible([*parameters, *gradients, *averages, *squared]) else None,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for state in states:
                 state["step"] += 1
-                if self.adam_w_mode:
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                else:
-                    gradient = gradient.add(parameter, alpha=group["weight_decay"])
-                state["exp_avg"].lerp_(gradient, 1 - beta_1)
-                state["exp_avg_sq"].mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
-                first, second = bias_corrections(group, state["step"], beta_1, beta_2)
-                denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
-                parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / first)
 
 
 class FusedLAMB(NormedOptimizer):

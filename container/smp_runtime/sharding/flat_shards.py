@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp_runtime.parameters.arriving import Arrivals
 from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.sharding.flat_unit import FlatUnit
 
@@ -88,6 +89,12 @@ class FlatShards(Generic[Unit]):
             fragment = unit.fragments[index]
             found[parameter] = (fragment.start, fragment.stop) if fragment else (0, 0)
         return found
+
+    def settle(self) -> None:
+        """Wait for what is under way to this rank, before shards change that others may still be reading."""
+        arrivals = self._ranks.kept(Arrivals)
+        if arrivals is not None:
+            arrivals.settle()
 
     # -- gradients -------------------------------------------------------------------------------------------------
 

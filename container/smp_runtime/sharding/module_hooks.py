@@ -23,6 +23,8 @@ from smp_runtime.tensors.torch_private import (
 )
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from smp_runtime.sharding.live_parameters import LiveParameters
     from smp_runtime.sharding.sharded_gradients import ShardedGradients
 
@@ -88,6 +90,7 @@ class ModuleUses:
         #: Called when a backward pass has reached its first use, before anything is gathered for it.
         self.backward_begins: Callable[[], None] = lambda: None
         self._registered: dict[int, list[ShardedUnit]] = {}
+        self._hooks: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
         whole: dict[int, list[ShardedUnit]] = {}
         for unit in units:
             if unit.module is not None:
@@ -97,9 +100,11 @@ class ModuleUses:
             if not any(True for _ in part.children()):
                 own = own + [u for u in self.units_held_by(part) if u not in own and not u.by_tokens]
             self._registered[id(part)] = own
-            part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-            # Also after an error: checkpointing ends a recomputation with one, as soon as it has what it wants.
-            part.register_forward_hook(self._after, always_call=True)
+            self._hooks[id(part)] = (
+                part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+                # Also after an error: checkpointing ends a recomputation with one, as soon as it has what it wants.
+                part.register_forward_hook(self._after, always_call=True),
+            )
             if self.units_held_by(part) and not isinstance(part._parameters, _WatchedParameters):
                 part._parameters = _WatchedParameters(part._parameters, self)
             for parameter in part.__dict__.get(_REGISTERED, ()):
@@ -115,6 +120,29 @@ class ModuleUses:
         """Forget calls that an error has ended."""
         self._calls.running.clear()
         self._passes.clear()
+
+    def leave_inside(self, block: nn.Module) -> str | None:
+        """From now on the call of a block counts and no call inside it, so that nothing interrupts it.
+
+        Returns:
+            None, or why that cannot be: what the block's own call does not gather.
+        """
+        inside = [part for part in block.modules() if part is not block]
+        for parameter in block.parameters():
+            unit = self._unit_of.get(id(parameter))
+            if unit is not None and unit.by_tokens:
+                return "experts are fetched as tokens want them"
+            if unit is not None and unit.module is not block:
+                return "parameters are fetched in parts, of what is larger than half of sdp_max_live_parameters or shares some"
+        if any(_REGISTERED in part.__dict__ for part in inside):
+            return "a module inside uses parameters of another, by smp.register_parameter"
+        for part in inside:
+            for handle in self._hooks.pop(id(part), ()):
+                handle.remove()
+        for part in block.modules():
+            if isinstance(part._parameters, _WatchedParameters):
+                part._parameters = dict(part._parameters.items())
+        return None
 
     def units_held_by(self, module: nn.Module) -> list[ShardedUnit]:
         """The units of the parameters that a module has itself."""

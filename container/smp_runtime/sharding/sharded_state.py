@@ -11,6 +11,8 @@ from torch import nn
 from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.comm.buckets import Bucket, Reducing, Travel, make_buckets
+from smp_runtime.module_state.compiled_blocks import CompiledForward
+from smp_runtime.parameters.arriving import Arrivals, wait_before_calls
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
 
@@ -41,7 +43,7 @@ class ShardedState(FlatShards[WholeUnit]):
     """Shares out optimizer state and master weights over replicas; parameters stay whole on every rank.
 
     Is the transport of the gradient reducer: buckets are reduce-scattered, so this rank gets the averaged gradients
-    of its own shard only. After the update, the shards of parameters are gathered again.
+    of its own shard only. After the update, the shards of parameters are gathered again, while the script goes on.
 
     Args:
         sharing: the kind of the group of replicas.
@@ -92,6 +94,7 @@ class ShardedState(FlatShards[WholeUnit]):
             if shard is not None and parameter in masters:
                 shard.take(masters[parameter])
         self._shard_gradients: list[torch.Tensor | None] = [None] * len(units)
+        self._arrives_late = False
 
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
         """Reduce-scatter one unit's gradients."""
@@ -119,9 +122,23 @@ class ShardedState(FlatShards[WholeUnit]):
         super().clear_gradients()
         self._shard_gradients = [None] * len(self.units)
 
+    def follow_calls(self, module: nn.Module) -> None:
+        """From now on the others' shards may come while ``module``, whose parameters these are, is running.
+
+        Each part waits for its own. What TorchScript has compiled reads its parameters where nobody can be asked.
+        """
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+            return
+        self._arrives_late = True
+        ours = set(self._where)
+        wait_before_calls(module, ours, lambda part: isinstance(vars(part).get("forward"), CompiledForward))
+
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """After an update, hand out this rank's shards and take the others'."""
-        works = [self._ranks.collectives.all_gather(unit.data, unit.shard, self._group) for unit in self.units]
-        for work in works:
-            work.wait()
+        """After an update, hand out this rank's shards; the others' come until somebody reads the parameters."""
+        arrivals = self._ranks.keep(Arrivals, Arrivals)
+        for unit in reversed(self.units):  # what forward needs first goes first
+            work = self._ranks.collectives.all_gather(unit.data, unit.shard, self._group)
+            arrivals.expect(work, unit.parameters, unit.data)
+        if not self._arrives_late:
+            arrivals.settle()

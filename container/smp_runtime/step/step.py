@@ -13,7 +13,7 @@ import torch
 from smp_config import Group
 from smp_config.whereabouts import BETWEEN, REDUCTION, here
 from smp_runtime.comm.devices import in_order_with_script, keep_for_script
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPTypeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport.messages import StepKind
 from smp_runtime.step.first_stage_inputs import Arguments, FirstStageInputs, probe
@@ -199,7 +199,7 @@ class StepFunction:
             elif parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
                 names.append(parameter.name)
         if count > len(names):
-            raise TypeError(
+            raise SMPTypeError(
                 f"{self._function.__name__}() takes {len(names)} positional arguments but {count} were given"
             )
         return names[:count]

@@ -20,30 +20,30 @@ _DEPTH = 6
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a structure, each once: containers, dataclasses and plain objects are looked into."""
     found: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-
-    def look(item: Any, depth: int) -> None:
-        if isinstance(item, torch.Tensor):
-            found[id(item)] = item
-            return
-        if item is None or isinstance(item, str | bytes | int | float | complex | bool | torch.dtype | torch.device):
-            return
-        if depth == 0 or id(item) in seen or isinstance(item, type | nn.Module) or callable(item):
-            return
-        seen.add(id(item))
-        if isinstance(item, Mapping):
-            inside = list(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            inside = list(item)
-        elif dataclasses.is_dataclass(item):
-            inside = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
-        else:
-            inside = list(getattr(item, "__dict__", {}).values())
-        for part in inside:
-            look(part, depth - 1)
-
-    look(value, _DEPTH)
+    _look(value, _DEPTH, found, set())
     return list(found.values())
+
+
+def _look(item: Any, depth: int, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    # Not inside of the function above: one that calls itself there would keep what was found until garbage is collected.
+    if isinstance(item, torch.Tensor):
+        found[id(item)] = item
+        return
+    if item is None or isinstance(item, str | bytes | int | float | complex | bool | torch.dtype | torch.device):
+        return
+    if depth == 0 or id(item) in seen or isinstance(item, type | nn.Module) or callable(item):
+        return
+    seen.add(id(item))
+    if isinstance(item, Mapping):
+        inside = list(item.values())
+    elif isinstance(item, list | tuple | set | frozenset):
+        inside = list(item)
+    elif dataclasses.is_dataclass(item):
+        inside = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
+    else:
+        inside = list(getattr(item, "__dict__", {}).values())
+    for part in inside:
+        _look(part, depth - 1, found, seen)
 
 
 def argument_tensors(value: Any) -> list[torch.Tensor]:

@@ -13,9 +13,10 @@ knows, for which a function would only hide what happens. The same tests try the
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +49,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     # How often a tensor was changed in place, and what hangs on it.
     "torch.Tensor": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
     # One kernel for many tensors; torch.optim is written with these.
-    "torch": ("_foreach_mul_",),
+    "torch": ("_foreach_mul_", "_foreach_copy_"),
     # Operators, whose names are part of the format of exported programs.
     "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag"),
     # Overridden, and asked whether it has begun.
@@ -169,6 +170,10 @@ def storage_key(tensor: torch.Tensor) -> int:
     """
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+#: ``(tensors, p, dtype=…)``: the p-norms of tensors of one type and device, computed in ``dtype``.
+norms_of: Callable[..., Sequence[torch.Tensor]] = _private("measures gradients", "_foreach_norm")
 
 
 def unscale(gradients: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
@@ -344,16 +349,6 @@ def running_node() -> torch.autograd.graph.Node | None:
     return torch._C._current_autograd_node()
 
 
-def next_node_number() -> int:
-    """The number that the next node of the calling thread will have; nodes are numbered as they are made."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def number_of_node(node: torch.autograd.graph.Node) -> int:
-    """The number of a node, see :func:`next_node_number`."""
-    return node._sequence_nr()
-
-
 def key_of_storage(storage: torch.UntypedStorage) -> int:
     """Tells storages that are alive from one another, whichever object of Python stands for them."""
     return storage._cdata
@@ -386,3 +381,35 @@ SHARING = frozenset({torch.ops.aten._unsafe_view.default})
 
 #: The operation behind ``tensor.item()``.
 ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+# -- the profiler --------------------------------------------------------------------------------------------------
+
+
+def of_all_threads() -> Any:
+    """What makes PyTorch's profiler record all threads, but no allocations; None where a release has no such thing."""
+    profiler = getattr(torch._C, "_profiler", None)
+    try:
+        return profiler._ExperimentalConfig(profile_all_threads=True)  # type: ignore[union-attr]  # a release without it
+    except (AttributeError, TypeError):
+        return None
+
+
+# -- what holds a GPU's memory -------------------------------------------------------------------------------------
+
+#: Allocations that are remembered, the newest ones.
+_REMEMBERED_ALLOCATIONS = 100_000
+
+
+def record_memory_history() -> None:
+    """From now on the allocator remembers which lines of code hold the GPU's memory, where this release can."""
+    if (record := getattr(torch.cuda.memory, "_record_memory_history", None)) is not None:
+        record(max_entries=_REMEMBERED_ALLOCATIONS)
+
+
+def write_memory_history(path: str | os.PathLike[str]) -> None:
+    """Write what it has remembered, for pytorch.org/memory_viz, and remember no more; nothing where this release cannot."""
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if dump is not None:
+        dump(os.fspath(path))
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -6,6 +6,7 @@ nothing, gradients take their time on the links, and state has its bytes. Whoeve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,25 +23,32 @@ class Needs:
 
     Attributes:
         forward, backward: seconds of one sample through the whole model on one GPU, at the rates that are assumed.
-        again: of these, what checkpointing adds in backward.
+        again: what checkpointing adds in backward.
+        of_microbatch: seconds of forward and backward of a microbatch of so many samples through the whole model on one GPU,
+            where more is known of it than of a sample; not of what tensor parallelism divides.
+        update: seconds in which one GPU updates all parameters.
+        sums_last: gradients are summed over replicas in the last microbatch's backward pass, not before.
         launches: seconds of each microbatch through the whole model that no degree divides: starting its kernels.
         elements: parameters.
         kept_bytes: per element, of parameters and their gradients.
         updated_bytes: per element, of master copies and optimizer state.
         layers: that are alike, of which stages hold whole ones; 0: the time is that of the slowest stage, which has no less than
             an even share.
-        layer_elements: of all of them, at least.
+        layer_elements: of all of them that are trained, at least.
         summed_bytes: per element, of a gradient on its way to other ranks.
         element_bytes: of a parameter on its way.
         gathers: of sharded parameters in a backward pass and the forward pass before it, at least.
         tensor_bytes: of one sample, of all tensors that tensor parallelism sums up in forward and backward.
         tensor_bytes_again: of these, what checkpointing adds.
-        activation_bytes: of one sample, that a model without checkpointing keeps for backward, at least.
+        activation_bytes: of one sample, that the first of a space's ways to hold activations keeps for backward, at least.
     """
 
     forward: float
     backward: float
     again: float = 0.0
+    of_microbatch: Callable[[int], tuple[float, float]] | None = None
+    update: float = 0.0
+    sums_last: bool = False
     launches: float = 0.0
     elements: int = 0
     kept_bytes: float = 8.0
@@ -68,11 +76,11 @@ def least_state(needs: Needs, at: Configuration, replicas: int) -> float:
 
 
 def least_bytes(needs: Needs, space: Space, at: Configuration) -> float:
-    """Bytes that the fullest rank holds at least: state, and the activations of one microbatch where they are kept."""
+    """Bytes that the fullest rank holds at least: state, and the activations of one microbatch as far as they are known."""
     if at.tensor is None:
         return 0.0
     held = least_state(needs, at, space.replicas(at))
-    if at.memory == "kept" and at.microbatches is not None:
+    if at.memory == space.memories[0] and at.microbatches is not None:
         model_parallel = (at.pipeline or 1) * (at.tensor or 1)
         held += needs.activation_bytes * space.batch(at) / at.microbatches / model_parallel
     return held
@@ -83,20 +91,40 @@ def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
     if at.tensor is None:  # what a replica reads at a time is open, too
         return space.samples * (needs.forward + needs.backward) / space.world
     stages, tensor = at.pipeline or 1, at.tensor
-    samples = space.batch(at)
+    samples, count = space.batch(at), at.microbatches or 1
     again = at.recomputes
-    seconds = samples * (needs.forward + needs.backward + (needs.again if again else 0.0)) / tensor
+    forward, backward = needs.forward, needs.backward + (needs.again if again else 0.0)
+    each = samples / count / tensor  # as one microbatch where that is open: more of them take longer
+    if needs.of_microbatch is not None and tensor == 1:
+        (forward, backward), each = needs.of_microbatch(samples // count), 1.0
+    seconds = count * each * (forward + backward)
     if tensor > 1 and needs.tensor_bytes:
         size = samples * (needs.tensor_bytes + (needs.tensor_bytes_again if again else 0.0)) * _whole(needs, stages)
         seconds += card.seconds_of_traffic(sent_bytes("all_reduce", tensor, size), *space.ring(at, Group.TP))
-    seconds += needs.launches * (at.microbatches or 1)
+    seconds += needs.launches * count
     microbatches = at.microbatches or samples
     active = min(at.active or microbatches, microbatches)
     # Gradients of weights may be computed in any moment: before a stage can begin stand forward passes alone.
-    whole = needs.forward + needs.backward + needs.again
-    waiting = needs.forward / whole if space.schedule == "zero_bubble" and needs.forward else 1.0
-    passes = _pipelined(seconds, stages, microbatches, active, waiting)
-    return max(space.accumulation * passes, _data_seconds(needs, space, card, at))
+    splits = "zero_bubble" in (space.schedules if at.schedule is None else (at.schedule,))
+    waiting = forward / (forward + backward) if splits and forward else 1.0
+    passes = space.accumulation * _pipelined(seconds, stages, microbatches, active, waiting)
+    if needs.sums_last and stages == 1 and at.state is not None and at.sharded == 1:
+        passes = max(passes, passes - each * backward + _summing_seconds(needs, space, card, at))
+    return max(passes, _data_seconds(needs, space, card, at)) + _update_seconds(needs, space, at)
+
+
+def _summing_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration) -> float:
+    """Seconds in which gradients go over their links until every rank has the sum of what it updates."""
+    elements = needs.layer_elements * _whole(needs, at.pipeline or 1) / ((at.pipeline or 1) * (at.tensor or 1))
+    kind = "reduce_scatter" if at.state == "optimizer" else "all_reduce"
+    sent = sent_bytes(kind, space.replicas(at), elements * needs.summed_bytes)
+    return card.seconds_of_traffic(sent, *space.ring(at, Group.RDP))
+
+
+def _update_seconds(needs: Needs, space: Space, at: Configuration) -> float:
+    """Seconds of an even part of the update; as if state were shared over all where nothing is chosen."""
+    shards = at.sharded if at.state not in (None, "optimizer") else space.replicas(at)
+    return needs.update / ((at.pipeline or 1) * (at.tensor or 1) * shards)
 
 
 def _pipelined(seconds: float, stages: int, microbatches: int, active: int, waiting: float) -> float:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
 from smp_estimator.planning.search.bounds import least_bytes, least_seconds
-from smp_estimator.planning.search.space import Configuration
+from smp_estimator.planning.search.space import MEMORIES, Configuration
 
 if TYPE_CHECKING:
     from smp_config.rate_card import RateCard
@@ -36,12 +36,14 @@ class Evaluated:
         peak_bytes: of the fullest rank; None where it is not known.
         fits: whether it can be trained.
         why: not, in words; empty where it can.
+        passing: seconds of these in which its pipeline computes, no less where state is sharded; None where it is not known.
     """
 
     seconds: float | None
     peak_bytes: int | None
     fits: bool
     why: str = ""
+    passing: float | None = None
 
 
 #: Bound, levels that are open, effort, a number that orders what is equal, region, and what is chosen.
@@ -167,14 +169,14 @@ class Search:
         self._judged: dict[tuple[int, Configuration], Judged] = {}
         self._numbers = itertools.count(len(self.regions))
 
-    @property
-    def _is_over(self) -> bool:
-        return self._budget is not None and self._clock() - self._start >= self._budget
+    def _is_over(self, part: float = 1.0) -> bool:
+        return self._budget is not None and self._clock() - self._start >= part * self._budget
 
-    def run(self, first: Iterable[Configuration] = ()) -> Found:
+    def run(self, first: Iterable[Configuration] = (), part: float = 1.0) -> Found:
         """Look for the best.
 
         Args:
+            part: of the budget, after which it ends.
             first: configurations that are evaluated before all others in each region, where they are in it: with a good one
                 known, much less is opened.
         """
@@ -189,7 +191,7 @@ class Search:
         bound = math.inf
         while queue:
             bound, _, _, _, region, at = heapq.heappop(queue)
-            if self._is_over or bound == math.inf or bound > self._limit(best):
+            if self._is_over(part) or bound == math.inf or bound > self._limit(best):
                 break
             if not at.is_complete:
                 self._open(queue, bound, region, at, best)
@@ -232,7 +234,7 @@ class Search:
         )
         for bound, _, name, other in waiting:
             best = min((one.worth for one in found.values()), default=before.worth)
-            if bound == math.inf or (bound > best and best < math.inf) or self._is_over:
+            if bound == math.inf or (bound > best and best < math.inf) or self._is_over():
                 break
             judged = self.judge(other, region)
             helps = judged.worth < math.inf and judged.worth < before.worth * (1.0 - _SAME)
@@ -267,10 +269,14 @@ class Search:
                 return math.inf
             if evaluated.seconds is not None and computes_no_less(at, other):
                 least = max(least, self.regions[region].weight * evaluated.seconds)
+            elif evaluated.passing is not None and other.sharded == 1 and passes_no_less(at, other):
+                least = max(least, self.regions[region].weight * evaluated.passing)
         return least
 
 
-_MEMORY = ("kept", "again", "offloaded")
+#: Schedules by how many microbatches they hold, and by how long stages wait: a higher number is no better.
+_HELD = {"interleaved": 0, "_only_forward": 0, "zero_bubble": 1, "simple": 2}
+_WAITING = {"zero_bubble": 0, "interleaved": 1, "_only_forward": 1, "simple": 2}
 
 
 def keeps_no_less(at: Configuration, other: Configuration) -> bool:
@@ -279,6 +285,8 @@ def keeps_no_less(at: Configuration, other: Configuration) -> bool:
         return False
     if (at.active or 1) * (other.microbatches or 1) < (other.active or 1) * (at.microbatches or 1):
         return False  # fewer samples in flight
+    if _HELD[at.schedule or "interleaved"] < _HELD[other.schedule or "interleaved"]:
+        return False
     # Sharded state has buffers of its own, so that it is compared with other degrees of it only.
     is_more = (at.state, other.state) == ("whole", "optimizer") or 1 < at.sharded < other.sharded
     if at.state != other.state and not is_more:
@@ -288,17 +296,35 @@ def keeps_no_less(at: Configuration, other: Configuration) -> bool:
 
 
 def computes_no_less(at: Configuration, other: Configuration) -> bool:
-    """Whether a configuration differs from another only by recomputing, offloading, or having fewer in flight.
+    """Whether a configuration differs from another only by recomputing, offloading, a worse schedule, or fewer in flight.
 
     Without a pipeline more microbatches are more of the same, too: with one, they fill it.
     """
-    if (at.state, at.placement) != (other.state, other.placement):
+    return at.state == other.state and passes_no_less(at, other)
+
+
+def passes_no_less(at: Configuration, other: Configuration) -> bool:
+    """The same of its forward and backward passes, whoever holds the state."""
+    if at.placement != other.placement:
         return False
     count, others = at.microbatches or 1, other.microbatches or 1
     if count != others and not ((at.pipeline or 1) == 1 and count > others):
         return False
-    is_later = _MEMORY.index(at.memory or "kept") >= _MEMORY.index(other.memory or "kept")
+    first, second = (_WAITING[one.schedule or "interleaved"] for one in (at, other))
+    if first < second or (first > second and (at.active or 1) < min(at.pipeline or 1, count)):
+        return False  # a pipeline that is not filled has no closed form
+    is_later = MEMORIES.index(at.memory or "kept") >= MEMORIES.index(other.memory or "kept")
     return is_later and (at.active or 1) <= (other.active or 1)
 
 
-__all__ = ["Evaluate", "Evaluated", "Found", "Judged", "Region", "Search", "computes_no_less", "keeps_no_less"]
+__all__ = [
+    "Evaluate",
+    "Evaluated",
+    "Found",
+    "Judged",
+    "Region",
+    "Search",
+    "computes_no_less",
+    "keeps_no_less",
+    "passes_no_less",
+]

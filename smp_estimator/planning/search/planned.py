@@ -15,7 +15,7 @@ from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Region, Search
 from smp_estimator.planning.search.ladder import has_room
-from smp_estimator.planning.search.space import Configuration, Space
+from smp_estimator.planning.search.space import MEMORIES, SCHEDULES, Configuration, Space
 from smp_estimator.planning.step_time import operations_of_rank, unknown_because
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def region_of(request: Request, samples: int, *, offloads: bool = True) -> Regio
 
 
 def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
-    """All configurations of a model of transformer layers on a request's cluster."""
-    shape = request.shape
+    """All configurations of a model of transformer layers on a request's cluster; a schedule that it names is not searched."""
+    shape, schedule = request.shape, request.parameters.pipeline
     return Space(
         world=request.world,
         per_host=request.processes_per_host,
@@ -109,9 +109,8 @@ def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
         accumulation=request.workload.accumulation,
         layers=max(1, shape.layers),
         heads=shape.heads,
-        offloads=offloads,
-        can_recompute=shape.has_layers,
-        schedule=request.parameters.pipeline,
+        memories=MEMORIES[: (3 if offloads else 2) if shape.has_layers else 1],
+        schedules=SCHEDULES if schedule == "interleaved" else (schedule,),
     )
 
 
@@ -131,6 +130,7 @@ def configuration_of(request: Request) -> Configuration:
 
 def configuration_of_settings(settings: ModelParallelParameters, memory: str) -> Configuration:
     """The same of ``mp_parameters``; ``memory``: what activations cost where they are not offloaded."""
+    refuse_pieces(settings)
     state: str | int = settings.sharded_data_parallel_degree
     if state == 1:
         state = "optimizer" if settings.shard_optimizer_state else "whole"
@@ -141,9 +141,23 @@ def configuration_of_settings(settings: ModelParallelParameters, memory: str) ->
         state=state,
         memory="offloaded" if settings.offload_activations else memory,
         microbatches=settings.microbatches,
+        schedule=settings.pipeline if stages > 1 else "interleaved",
         active=min(settings.active_microbatches or 1, settings.microbatches) if stages > 1 else 1,
         placement=settings.placement,
     )
+
+
+def refuse_pieces(settings: ModelParallelParameters) -> None:
+    """Refuse what a search does not compare.
+
+    Raises:
+        ConfigError: stages own several pieces.
+    """
+    if settings.virtual_stages > 1:
+        raise ConfigError(
+            f"virtual_stages is {settings.virtual_stages}, and a search compares stages that own one piece; leave it out of the "
+            "parameters, and plan or rehearse what is found with it"
+        )
 
 
 def needs_of(request: Request) -> Needs:
@@ -194,6 +208,7 @@ __all__ = [
     "configuration_of",
     "needs_of",
     "plan_of",
+    "refuse_pieces",
     "region_of",
     "search_plans",
     "space_of",

@@ -84,6 +84,7 @@ from smp_runtime.replacement.registration import tp_register, tp_register_with_m
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
 from smp_runtime.sharding.module_hooks import register_parameter
 from smp_runtime.tensors.weight_gradients import weight_gradient_later
+from smp_runtime.tracking.start import log
 
 __all__ = [
     "DP_GROUP",
@@ -129,6 +130,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "log",
     "memory_checkpoint",
     "model",
     "model_creation",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_config.whereabouts import here
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError
 from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
@@ -242,11 +243,18 @@ class Conductor:
 
     def _end_segment(self, task: Task) -> None:
         now = computing_time.now()
+        here().pace.add_task(now - task.began)
         self.last_progress = time.perf_counter()
         if self.records:
             self.record.append(
                 Segment(
-                    task.action, self._stage, task.spent + now - task.began, task.phase, task.needs, tuple(task.gives)
+                    task.action,
+                    self._stage,
+                    task.spent + now - task.began,
+                    task.phase,
+                    task.needs,
+                    tuple(task.gives),
+                    task.label,
                 )
             )
             task.gives = []
@@ -259,6 +267,7 @@ class Conductor:
     def _pause_segment(self, task: Task) -> None:
         self.last_progress, now = time.perf_counter(), computing_time.now()
         task.spent += now - task.began
+        here().pace.add_task(now - task.began)
         if self._watch is not None:
             self._watch.segment_ended(task, task.began, now)
 

@@ -30,8 +30,8 @@ STEPS_BEFORE_REVIEW = 5
 WORTH_CHANGING = 0.98
 
 
-#: Told of every order that is planned, with its makespan and idle times, on the root stage; a rehearsal listens.
-at_plan: list[Callable[[Plan], None]] = []
+#: Told of every order that is planned, and of the segments that it is made of, on the root stage; a rehearsal listens.
+at_plan: list[Callable[[Plan, Sequence[Segment]], None]] = []
 
 
 @dataclass
@@ -158,6 +158,6 @@ class PlanStore:
             logger.warning("no order could be planned, work runs as it arrives: %s", error)
             return None
         for hear in at_plan:
-            hear(made)
+            hear(made, smoothed)
         logger.debug("planned a step: %.1f ms, idle %s, %s", made.makespan * 1e3, made.idle, made.rule)
         return {stage: tuple(order) for stage, order in made.orders.items()}

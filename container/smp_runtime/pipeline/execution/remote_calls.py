@@ -120,7 +120,7 @@ class RemoteCall:
         waits = not (known.is_known and context.predicts)
         expected = None if waits else known.digest
         context.opens(task, "F", self._path)
-        goes = () if waits else tuple(sorted(known.goes))
+        goes = tuple(sorted(known.goes)) if known.is_known else ()
         message = Call(
             self._microbatch,
             self._path,
@@ -197,9 +197,13 @@ class RemoteCall:
         ]
 
     def _announce(self, results: Sequence[Slot | None], goes: Iterable[tuple[int, int]], kind: str) -> None:
-        """What the called stage makes itself goes where it was needed before, unasked."""
+        """What the called stage makes itself goes where it was needed before, unasked.
+
+        A caller that has waited may have got another result than before, of fewer tensors.
+        """
         for index, stage in goes:
-            if (slot := results[index]) is not None and slot.name[:3] == (kind, self._microbatch, self._path):
+            slot = results[index] if index < len(results) else None
+            if slot is not None and slot.name[:3] == (kind, self._microbatch, self._path):
                 self._context.values.announce(slot.name, stage)
 
     def _direct(self, handle: Handle) -> None:
@@ -256,7 +260,7 @@ class RemoteCall:
         learned = self._prediction.backward.setdefault(course, Learned())
         waits = not (learned.is_known and context.predicts)
         here = {(index, context.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
-        goes = tuple(sorted(here if waits else here | learned.goes))
+        goes = tuple(sorted(here | learned.goes if learned.is_known else here))
         context.opens(task, "B", self._path)
         message = Back(
             self._microbatch,

@@ -186,7 +186,7 @@ def _decided(
     is_settled: bool,
 ) -> tuple[Assignment, str]:
     stages = parameters.pipeline_parallel_degree
-    active = min(parameters.active_microbatches or stages + 2, parameters.microbatches)
+    active = min(parameters.active_microbatches or stages, parameters.microbatches)  # its default is resolved
     settings = CostSettings(
         memory_weight=0.8 if parameters.memory_weight is None else parameters.memory_weight,
         in_flight=in_flight_counts(parameters.pipeline, stages, parameters.microbatches, active),
@@ -211,7 +211,7 @@ def _decided(
                 "smp.partition was used, but auto_partition is true, so the model is partitioned automatically; set "
                 "auto_partition to false to keep the script's partition, or use smp.set_partition to place single modules"
             )
-        assignment = partition(seen, stages, settings, pinned=manual.pins(module))
+        assignment = partition(seen, stages, settings, pinned=manual.pins(module), pieces=parameters.virtual_stages)
     else:
         assignment = manual.resolve(module, seen)
         how = (

@@ -3,7 +3,8 @@
 The modules are put in the order in which they run, every module's own frame after the modules in it: so the own frame
 of a module that is split belongs to the last stage that it reaches, and head and loss are on the last stage of all.
 This sequence is cut into consecutive segments with the least greatest cost, exactly. Modules that share a parameter
-are taken out of the sequence, and all stages are tried for them.
+are taken out of the sequence, and all stages are tried for them. Where each stage owns several pieces, pieces are cut like
+stages, and dealt out to the stages in turn.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +41,7 @@ def partition(
     settings: CostSettings | None = None,
     *,
     pinned: Mapping[str, int] | None = None,
+    pieces: int = 1,
 ) -> Assignment:
     """Assign every module to a stage. The same input gives the same result.
 
@@ -48,19 +50,34 @@ def partition(
             :func:`~smp_runtime.pipeline.partition.module_tree.untraced`.
         pinned: stages that were set by hand, by path; modules in a pinned module go with it unless they are pinned
             themselves.
+        pieces: that each stage owns: piece k of all is on stage k modulo ``stages``.
 
     Raises:
         SMPUserError: pinned modules that must be together but are not, unknown paths, or stages out of range.
     """
     if stages < 1:
         raise SMPUserError(f"the number of stages is {stages}; it must be 1 or more")
-    search = _Search(CostModel(trace, stages, settings or CostSettings()), pinned or {})
-    placement = search.best()
+    settings = settings or CostSettings()
+    if pieces > 1:
+        settings = replace(settings, in_flight=settings.in_flight * pieces)
+    search = _Search(CostModel(trace, stages * pieces, settings), pinned or {})
+    placement = {path: piece % stages for path, piece in search.best().items()}
     for node in trace.root.walk():
         for alias in node.aliases:
             placement[alias] = placement[node.path]
     assignment = Assignment(stages, placement)
-    empty = [stage for stage in range(stages) if stage not in search.used]
+    if pieces > 1 and len(search.used) < stages * pieces:
+        logger.warning(
+            "the model has %d part%s that can be placed, fewer than the %d pieces of %d virtual stages on each of %d stages; lower "
+            "virtual_stages",
+            len(search.parts),
+            "" if len(search.parts) == 1 else "s",
+            stages * pieces,
+            pieces,
+            stages,
+        )
+    used = {piece % stages for piece in search.used}
+    empty = [stage for stage in range(stages) if stage not in used]
     if empty:
         logger.warning(
             "%s: the model has %d part%s that can be placed, and there are %d stages; lower pipeline_parallel_degree%s",

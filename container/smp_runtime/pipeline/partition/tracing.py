@@ -21,7 +21,6 @@ from torch.autograd.function import FunctionCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.attribute_watch import AttributeWatch
@@ -30,6 +29,7 @@ from smp_runtime.module_state.snapshot import Snapshot, restored
 from smp_runtime.pipeline.partition.module_times import median_times, run_repeatedly
 from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
 from smp_runtime.tensors import computing_time
+from smp_runtime.tensors.flop_formulas import flop_registry, sdpa_flop_count
 from smp_runtime.tensors.nested import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
 from smp_runtime.tensors.torch_private import TorchDispatchMode, is_operator
 

@@ -66,6 +66,7 @@ class Segment:
     phase: TaskKind
     needs: tuple[Event, ...] = ()
     gives: tuple[tuple[Event, float], ...] = ()
+    label: str = ""  # the module's path; empty for the step function
 
 
 Orders = Mapping[int, Sequence[Action]]

@@ -1,0 +1,93 @@
+"""What the ranks of this machine spend their time on, out of their records and the system; they are not disturbed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_config.pace import record_between
+from smp_config.processes import memory_of, processor_seconds_of
+from smp_config.whereabouts import glance
+
+if TYPE_CHECKING:
+    from smp_config.pace import Reading
+    from smp_config.records import PaceRecord
+
+#: Seconds for an answer of the driver's program.
+_GPU_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank at one moment.
+
+    Attributes:
+        processor_seconds: of its process.
+        memory_bytes: resident, or on its GPU where it has one.
+    """
+
+    pid: int
+    reading: Reading
+    processor_seconds: float
+    memory_bytes: int
+
+
+def look(folder: Path) -> dict[int, Seen]:
+    """The ranks that keep records in a folder and are in their job, by rank."""
+    found = {}
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        seen = glance(folder / name) if name.isdecimal() else None
+        if seen is not None and seen.pace is not None and not seen.has_left and os.path.isdir(f"/proc/{seen.pid}"):
+            memory = seen.pace.device_bytes or memory_of(seen.pid)
+            found[int(name)] = Seen(seen.pid, seen.pace, processor_seconds_of(seen.pid), memory)
+    return dict(sorted(found.items()))
+
+
+def between(before: dict[int, Seen], after: dict[int, Seen], host: str = "") -> list[PaceRecord]:
+    """What each rank did between two looks; a rank that was started again meanwhile is left out."""
+    gpus = gpu_shares({seen.pid for seen in after.values() if seen.reading.device_bytes})
+    records = []
+    for rank, seen in after.items():
+        former = before.get(rank)
+        if former is None or former.pid != seen.pid:
+            continue
+        record = record_between(former.reading, seen.reading, rank)
+        used = seen.processor_seconds - former.processor_seconds
+        more = {
+            "host": host,
+            "memory_bytes": seen.memory_bytes,
+            "cpu_cores": max(0.0, used) / record.seconds if record.seconds else None,
+            "gpu_share": gpus.get(seen.pid),
+        }
+        records.append(record.model_copy(update=more))
+    return records
+
+
+def gpu_shares(pids: Collection[int]) -> dict[int, float]:
+    """The part of the last moments in which the GPU of each process did something; empty where the driver's program is missing."""
+    if not pids:
+        return {}
+    busy = {uuid: int(share) / 100 for uuid, share in _asked("--query-gpu=uuid,utilization.gpu") if share.isdigit()}
+    using = {int(pid): uuid for pid, uuid in _asked("--query-compute-apps=pid,gpu_uuid") if pid.isdigit()}
+    return {pid: busy[using[pid]] for pid in pids if using.get(pid) in busy}
+
+
+def _asked(query: str) -> Iterator[tuple[str, str]]:
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_GPU_SECONDS,
+            check=False,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    for row in csv.reader(answer.splitlines(), skipinitialspace=True):
+        if len(row) == 2:
+            yield row[0].strip(), row[1].strip()

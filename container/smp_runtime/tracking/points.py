@@ -1,0 +1,101 @@
+"""Points of a training: a step and its values, which may still be on their way from the device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import SupportsFloat
+
+import torch
+
+from smp_runtime.errors import SMPUserError
+
+Number = float | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a tracker gets.
+
+    Attributes:
+        step: updates before it.
+        when: seconds since the epoch.
+        values: by name, finite or not.
+    """
+
+    step: int
+    when: float
+    values: dict[str, float]
+
+
+class LaterPoint:
+    """A point whose tensors are copied from the device beside what is computed there; nothing waits for them here.
+
+    Args:
+        values: numbers, and tensors of one element.
+    """
+
+    def __init__(self, step: int, when: float, values: Mapping[str, Number]) -> None:
+        self._step, self._when = step, when
+        self._numbers = {name: float(value) for name, value in values.items() if not isinstance(value, torch.Tensor)}
+        self._names = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
+        self._order = list(values)
+        self._copies: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                self._take(value.detach())
+
+    def _take(self, value: torch.Tensor) -> None:
+        if value.device.type != "cuda":
+            self._copies.append(value.double().clone())  # the script may write into its own
+            return
+        pinned = torch.empty((), dtype=torch.float64, pin_memory=True)
+        self._copies.append(pinned.copy_(value.double().reshape(()), non_blocking=True))
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(value.device))
+        self._copied.append(event)
+
+    def arrived(self) -> Point:
+        """The point; waits for the device, so that only the thread that writes calls it."""
+        for event in self._copied:
+            event.synchronize()
+        found = {**self._numbers, **{name: float(copy) for name, copy in zip(self._names, self._copies, strict=True)}}
+        return Point(self._step, self._when, {name: found[name] for name in self._order})
+
+
+def checked(values: Mapping[str, object]) -> dict[str, Number]:
+    """What a script logs, as numbers and tensors of one element.
+
+    Raises:
+        SMPUserError: something else.
+    """
+    found: dict[str, Number] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            found[name] = value.detach().reshape(())
+        elif isinstance(value, torch.Tensor):
+            raise SMPUserError(
+                f"smp.log got {name} of shape {tuple(value.shape)}; a tracker draws one number per step: log its "
+                "mean(), or one element"
+            )
+        else:
+            found[name] = _number(name, value)
+    return found
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, SupportsFloat):  # texts are none
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    raise SMPUserError(
+        f"smp.log got {name}={str(value)[:80]!r}, a {type(value).__name__}; a tracker draws numbers: give a number or a tensor of "
+        "one element"
+    )
+
+
+def rounded(value: float) -> float | None:
+    """For lines of the log, which have no numbers that are not finite."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,172 @@
+"""What a script needs at least, whatever its degrees: from rehearsals of one GPU with two sizes of the batch.
+
+Operations, bytes and kernels of a module are a part that is there for each microbatch (its weights) and one that grows with the
+samples. Two sizes tell them apart, so that the time of a microbatch of any size is bounded by the same roofline that a
+rehearsal counts with. A rank of more stages or shards does its part of that, and more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from smp_estimator.planning.search.bounds import Needs
+from smp_estimator.rehearsal.result import on_gpu
+
+if TYPE_CHECKING:
+    from smp_config.rate_card import RateCard
+    from smp_config.rehearsal import KindReport, ModuleWork
+
+#: Modules of a list, which stages are made of.
+_OF_A_LIST = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")
+
+_PHASES = ("forward", "backward")
+
+#: Operations of backward for each of forward, above which a part of them is forward's own.
+_WITH_FORWARD_AGAIN = 2.3
+
+
+@dataclass(frozen=True)
+class Grows:
+    """What has a fixed part and one for each sample."""
+
+    fixed: float
+    each: float
+
+    @classmethod
+    def through(cls, sizes: tuple[int, int], counts: tuple[float, float]) -> Grows:
+        """By two measurements; what does not grow so is counted as less."""
+        each = max(0.0, (counts[1] - counts[0]) / (sizes[1] - sizes[0]))
+        fixed = counts[0] - each * sizes[0]
+        if fixed >= 0:
+            return cls(fixed, each)
+        return cls(0.0, min(count / size for size, count in zip(sizes, counts, strict=True)))
+
+    def at(self, samples: float) -> float:
+        """Of so many samples."""
+        return self.fixed + self.each * samples
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A module's work in one phase, in seconds but for the kernels."""
+
+    phase: str
+    arithmetic: Grows
+    memory: Grows
+    kernels: int
+
+
+@dataclass(frozen=True)
+class LeastWork:
+    """Seconds of microbatches on one GPU that no rehearsal is below.
+
+    Args:
+        rows: of all modules.
+        launch: seconds of a kernel's start.
+    """
+
+    rows: tuple[_Row, ...] = field(repr=False)
+    launch: float
+    _known: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls, card: RateCard, sizes: tuple[int, int], work: tuple[Iterable[ModuleWork], Iterable[ModuleWork]]
+    ) -> LeastWork:
+        """From the same step with batches of two sizes."""
+        found = [
+            {(row.module, row.phase, row.dtype): row for row in rows if row.phase in _PHASES or row.phase == "update"}
+            for rows in work
+        ]
+        memory = card.memory_part * card.memory_bytes_per_second
+        rows = []
+        for key, one in found[0].items():
+            other = found[1].get(key)
+            if other is None:
+                continue
+            peak = card.matrix_part * (card.flops_per_second.get(one.dtype) or max(card.flops_per_second.values()))
+            arithmetic = Grows.through(sizes, (one.flops / peak, other.flops / peak))
+            moved = Grows.through(sizes, (one.bytes / memory, other.bytes / memory))
+            rows.append(_Row(one.phase, arithmetic, moved, min(one.calls, other.calls)))
+        return cls(tuple(rows), card.launch_seconds)
+
+    def microbatch(self, samples: int) -> tuple[float, float]:
+        """Forward and backward of a microbatch."""
+        if samples not in self._known:
+            forward, backward = (
+                sum(
+                    max(row.arithmetic.at(samples), row.memory.at(samples)) + self.launch * row.kernels
+                    for row in self.rows
+                    if row.phase == phase
+                )
+                for phase in _PHASES
+            )
+            self._known[samples] = forward, backward
+        return self._known[samples]
+
+    def arithmetic(self, phase: str) -> float:
+        """Of a sample, by operations alone: however large the microbatch is, and however few its kernels."""
+        return sum(row.arithmetic.each for row in self.rows if row.phase == phase)
+
+    @property
+    def update(self) -> float:
+        """Reading and writing what the optimizer changes, of all parameters."""
+        return sum(row.memory.fixed for row in self.rows if row.phase == "update")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A script's step on one GPU, rehearsed with batches of two sizes.
+
+    Attributes:
+        sizes: samples of the batches, the smaller one first.
+        kinds: what was counted.
+    """
+
+    sizes: tuple[int, int]
+    kinds: tuple[KindReport, KindReport]
+
+    @property
+    def layers(self) -> int:
+        """Modules of the longest list, which stages are made of; 1 where there is none."""
+        numbers: dict[str, set[str]] = {}
+        for row in self.kinds[0].work:
+            if (match := _OF_A_LIST.match(row.module)) is not None:
+                numbers.setdefault(match[1], set()).add(match[2])
+        return max((len(found) for found in numbers.values()), default=1)
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether backward computes much of forward again: it has twice the operations of forward, and more where it does."""
+        forward, backward = (sum(row.flops for row in self.kinds[0].work if row.phase == phase) for phase in _PHASES)
+        return backward > _WITH_FORWARD_AGAIN * forward
+
+    def needs(self, card: RateCard) -> Needs:
+        """The terms that no degree takes away."""
+        one, other = self.kinds
+        least = LeastWork.of(card, self.sizes, (one.work, other.work))
+        elements = max(1, one.parameters)
+        each = one.classes.get("parameter", 0) / elements
+        return Needs(
+            forward=least.arithmetic("forward"),
+            backward=least.arithmetic("backward"),
+            of_microbatch=least.microbatch,
+            update=least.update,
+            sums_last=True,
+            elements=one.parameters,
+            kept_bytes=each,
+            updated_bytes=one.classes.get("optimizer state", 0) / elements,
+            layers=0,
+            layer_elements=one.parameters if one.trained_parameters is None else one.trained_parameters,
+            summed_bytes=each,
+            element_bytes=each,
+            gathers=1.0,  # what autograd keeps nothing of is not gathered again
+            # Whatever is held at the peak of the larger batch is there with the smaller one, too, and holds that much less.
+            activation_bytes=max(0.0, (on_gpu(other) - on_gpu(one)) / (self.sizes[1] - self.sizes[0])),
+        )
+
+
+__all__ = ["Alone", "Grows", "LeastWork"]

@@ -1,0 +1,74 @@
+"""The arguments of an estimator about trackers and profiles, as the variables by which ranks read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smp_config import ConfigError
+from smp_config.errors import shown
+from smp_config.profiling import VARIABLE as PROFILE_VARIABLE
+from smp_config.profiling import Profile
+from smp_config.tracking import LOGGERS_VARIABLE, loggers_of
+from smp_estimator.settings.own_variables import with_variables
+from smp_estimator.settings.variables import is_variable
+
+_FLAGS = ("memory", "shapes", "stacks")
+
+
+def with_tracking(environment: Any, loggers: Any, profile: Any) -> Any:
+    """The environment of a job with what ``loggers`` and ``profile`` say; the same object where neither was given.
+
+    Args:
+        loggers: names of trackers, as a list or as text with commas.
+        profile: which steps PyTorch's profiler records: text as in ``SMP_PROFILE``, or a dictionary such as
+            ``{"steps": (10, 12), "memory": True}``.
+
+    Raises:
+        ConfigError: an argument that says something else, or something else than the environment.
+    """
+    wanted: dict[str, tuple[str, Any]] = {}
+    if loggers is not None:
+        wanted[LOGGERS_VARIABLE] = "loggers", _loggers(loggers)
+    if profile is not None:
+        wanted[PROFILE_VARIABLE] = "profile", _profile(profile)
+    return with_variables(environment, wanted)
+
+
+def _loggers(given: Any) -> Any:
+    if is_variable(given):
+        return given
+    if isinstance(given, str):
+        text = given
+    elif isinstance(given, list | tuple) and all(isinstance(name, str) for name in given):
+        text = ",".join(given)
+    else:
+        raise ConfigError(
+            f'loggers is {shown(given)}; it names the trackers that get the numbers of the training: write ["tensorboard"] or '
+            '"tensorboard,mlflow"'
+        )
+    loggers_of({LOGGERS_VARIABLE: text})
+    return text
+
+
+def _profile(given: Any) -> Any:
+    if is_variable(given):
+        return given
+    text = given if isinstance(given, str) else _words(given)
+    Profile.of({PROFILE_VARIABLE: text})
+    return text
+
+
+def _words(given: Any) -> str:
+    known = {"steps", "ranks", *_FLAGS}
+    if not isinstance(given, Mapping) or not set(given) <= known or "steps" not in given:
+        raise ConfigError(
+            f"profile is {shown(given)}; it says which steps PyTorch's profiler records: write "
+            '{"steps": (10, 12), "memory": True} with any of memory, shapes, stacks and ranks'
+        )
+    steps, ranks = given["steps"], given.get("ranks", ())
+    words = ["steps=" + ("-".join(map(str, steps)) if isinstance(steps, list | tuple) else str(steps))]
+    words += [flag for flag in _FLAGS if given.get(flag)]
+    if ranks:
+        words.append("ranks=" + ("/".join(map(str, ranks)) if isinstance(ranks, list | tuple) else str(ranks)))
+    return ",".join(words)

@@ -1,0 +1,220 @@
+"""What PyTorch's profiler has recorded on all ranks, on one clock and beside the pipeline's timeline, as one trace."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from rich.table import Table
+
+from smp_config import ConfigError
+from smp_config.profiling import ABOUT, CLOCK_MARK, FILE_PREFIX, FILE_SUFFIX, VARIABLE, About
+from smp_estimator.timeline.files import contents, place_of, read_timeline
+from smp_estimator.timeline.views import begin_of, chrome_trace
+
+if TYPE_CHECKING:
+    from smp_estimator.timeline.steps import JobTimeline
+
+_PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
+#: Bytes of a rank's trace when it is unpacked.
+_LARGEST = 1 << 31
+#: Rows of processes that are no rank's own, such as its GPU, begin here in a trace.
+_BESIDE = 1_000_000
+_MOST_BESIDE = 100
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What the profiler recorded on a rank.
+
+    Attributes:
+        about: whose it is.
+        events: of Chrome's format, with times of the profiler's own clock in microseconds.
+        shift: seconds to add to these times to get those of rank 0's clock.
+    """
+
+    about: About
+    events: tuple[Event, ...]
+    shift: float
+
+    @property
+    def begin(self) -> float:
+        """In seconds of rank 0's clock."""
+        return min(event["ts"] for event in self.events if _is_timed(event)) / 1e6 + self.shift
+
+    @property
+    def seconds(self) -> float:
+        """From the first event to the end of the last."""
+        timed = [event for event in self.events if _is_timed(event)]
+        return (max(e["ts"] + e.get("dur", 0) for e in timed) - min(e["ts"] for e in timed)) / 1e6
+
+    def longest(self) -> tuple[str, float]:
+        """The operation on which most time was spent, operations within it counted too, and its seconds."""
+        spent: dict[str, float] = defaultdict(float)
+        for event in self.events:
+            if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "kernel"):
+                spent[str(event.get("name", ""))] += event.get("dur", 0) / 1e6
+        return max(spent.items(), key=lambda item: item[1], default=("–", 0.0))
+
+
+def read_profiles(job_output: str) -> list[RankTrace]:
+    """The traces of all ranks that were profiled, by rank.
+
+    Args:
+        job_output: as for :func:`~smp_estimator.timeline.read_timeline`.
+
+    Raises:
+        ConfigError: there are none, or broken ones, or those of several jobs.
+    """
+    found = sorted(
+        (_parsed(content, name) for name, content in contents(place_of(job_output), _PATTERN)),
+        key=lambda trace: trace.about.rank,
+    )
+    if not found:
+        raise ConfigError(
+            f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks write them when steps are profiled: "
+            f'give the estimator profile={{"steps": (10, 12)}}, or its environment {VARIABLE}=10-12, and run the job again'
+        )
+    jobs, ranks = {trace.about.job for trace in found}, [trace.about.rank for trace in found]
+    if len(jobs) > 1 or len(set(ranks)) < len(ranks):
+        raise ConfigError(
+            f"{job_output} holds profiles of {len(jobs)} runs ({', '.join(sorted(jobs)[:4])}) of ranks {ranks[:16]}; name the "
+            "output of one job"
+        )
+    return found
+
+
+def timeline_beside(job_output: str) -> JobTimeline | None:
+    """The timeline of the same output; None where its ranks have recorded none."""
+    try:
+        return read_timeline(job_output)
+    except ConfigError:
+        return None
+
+
+def merged_trace(traces: Sequence[RankTrace], timeline: JobTimeline | None = None) -> dict[str, Any]:
+    """One trace, for ui.perfetto.dev: a process for each rank, with its threads below the blocks of its pipeline.
+
+    Times are microseconds from the first event of any rank, on rank 0's clock.
+    """
+    begins = [trace.begin for trace in traces]
+    if timeline is not None:
+        begins.append(begin_of(timeline.steps))
+    origin = min(begins)
+    events: list[Event] = chrome_trace(timeline, origin=origin)["traceEvents"] if timeline is not None else []
+    named = {event["pid"] for event in events if event["ph"] == "M"}
+    for trace in traces:
+        if trace.about.rank not in named:
+            events += _names(trace.about)
+        events += _moved(trace, origin)
+    error = max(trace.about.offset_error for trace in traces)
+    other = {"job": traces[0].about.job, "clock_error_seconds": error}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def profile_table(traces: Sequence[RankTrace]) -> Table:
+    """A row for each rank."""
+    table = Table(title=f"profile of {traces[0].about.job}", title_justify="left")
+    for head in ("rank", "stage", "steps", "seconds", "events"):
+        table.add_column(head, justify="right")
+    for head in ("host", "most time in"):
+        table.add_column(head)
+    for trace in traces:
+        about, (name, seconds) = trace.about, trace.longest()
+        cells = about.rank, about.stage, f"{about.first}–{about.last}", f"{trace.seconds:.3f}", f"{len(trace.events):,}"
+        table.add_row(*map(str, cells), about.host, f"{name} ({seconds:.3f} s)")
+    return table
+
+
+def _names(about: About) -> Iterator[Event]:
+    host = f", {about.host}" if about.host else ""
+    name = {"name": f"rank {about.rank} (stage {about.stage}{host})"}
+    yield {"name": "process_name", "ph": "M", "pid": about.rank, "tid": 0, "args": name}
+    yield {"name": "process_sort_index", "ph": "M", "pid": about.rank, "tid": 0, "args": {"sort_index": about.rank}}
+
+
+def _moved(trace: RankTrace, origin: float) -> Iterator[Event]:
+    rank, own = trace.about.rank, _own_process(trace.events)
+    places: dict[Any, int] = {own: rank}
+    for event in trace.events:
+        process = event.get("pid")
+        if process not in places:
+            places[process] = _BESIDE + rank * _MOST_BESIDE + min(len(places), _MOST_BESIDE) - 1
+        moved = {**event, "pid": places[process]}
+        if event.get("ph") == "M":
+            if event.get("name") in ("process_name", "process_labels", "process_sort_index"):
+                if process == own:
+                    continue  # it has its name
+                if event["name"] == "process_name":
+                    moved["args"] = {"name": f"rank {rank}: {(event.get('args') or {}).get('name', process)}"}
+        elif _is_timed(event):
+            moved["ts"] = round((event["ts"] / 1e6 + trace.shift - origin) * 1e6, 3)
+        if "id" in event:
+            moved["id"] = f"{rank}:{event['id']}"
+        yield moved
+
+
+def _own_process(events: Sequence[Event]) -> Any:
+    """The process that computed: the one with the mark of the clock."""
+    return next(event.get("pid") for event in events if _is_mark(event))
+
+
+def _is_timed(event: Event) -> bool:
+    return event.get("ph") != "M" and "ts" in event
+
+
+def _is_mark(event: Event) -> bool:
+    return event.get("ph") == "X" and "ts" in event and str(event.get("name", "")).startswith(CLOCK_MARK)
+
+
+def _parsed(content: bytes, name: str) -> RankTrace:
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise ValueError(f"it has more than {_LARGEST:,} bytes")
+        found = json.loads(text)
+        about = About.model_validate(found[ABOUT])
+        events = tuple(_checked(event) for event in found["traceEvents"])
+        shift, inexact = _shift(events, about)
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError, ValidationError) as error:
+        raise ConfigError(
+            f"{name} is no profile of a rank ({type(error).__name__}: {str(error)[:200]}); it may have been cut when the job was "
+            "killed: remove it to see the others, and profile again"
+        ) from None
+    about = about.model_copy(update={"offset_error": about.offset_error + inexact})
+    return RankTrace(about, events, shift + about.offset)
+
+
+def _shift(events: Sequence[Event], about: About) -> tuple[float, float]:
+    """Seconds from the profiler's clock to the rank's own, by the mark that took least time, and the most they can be wrong by."""
+    begun = {str(event["name"]): event["ts"] / 1e6 for event in events if _is_mark(event)}
+    marks = [(after - before, (before + after) / 2, n) for n, (before, after) in enumerate(about.marks)]
+    known = [(width, middle, begun[f"{CLOCK_MARK}{n}"]) for width, middle, n in marks if f"{CLOCK_MARK}{n}" in begun]
+    if not known:
+        raise ValueError("the marks of the rank's clock are missing")
+    width, middle, seen = min(known)
+    return middle - seen, max(0.0, width / 2)
+
+
+def _checked(event: Any) -> Event:
+    """An event whose times are numbers, which all that follows takes for granted."""
+    if not isinstance(event, dict):
+        raise TypeError(f"an event is a {type(event).__name__}")
+    for name in ("ts", "dur"):
+        if name in event:
+            number = event[name]
+            if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < 1e18:
+                raise ValueError(f"{name} of an event is {str(number)[:40]!r}")
+    if isinstance(event.get("pid"), list | dict) or not isinstance(event.get("args", {}), dict | None):
+        raise TypeError("an event of another form")
+    return event

@@ -1,0 +1,125 @@
+"""Ranks that hold the others up: whose own work of a step takes far longer than that of ranks with the same part of the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smp_config.records import PaceRecord
+
+#: From this robust z on a rank is named (Iglewicz and Hoaglin 1993, "How to detect and handle outliers").
+_LEAST_Z = 3.5
+#: What makes the median of absolute deviations comparable with a standard deviation.
+_OF_NORMAL = 1.4826
+#: Part of the usual work by which ranks always differ, and which no z is measured against less than.
+_USUAL_SPREAD = 0.02
+#: Part of the step below which nobody is named.
+_LEAST_SHARE = 0.05
+#: Samples of a rank before it is judged.
+_LEAST_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that holds the others up.
+
+    Attributes:
+        own: median seconds of its own work in a step: computing, data and saving.
+        usual: the same of the ranks that it is compared with.
+        z: how many robust standard deviations lie between them.
+        share: part of its step by which it is longer than usual.
+        mostly: what of its work is more than that of others: ``computing``, ``data`` or ``saving``.
+    """
+
+    rank: int
+    host: str
+    own: float
+    usual: float
+    z: float
+    share: float
+    mostly: str
+
+    def __str__(self) -> str:
+        where = f" ({self.host})" if self.host else ""
+        return (
+            f"rank {self.rank}{where} holds the others up: {_seconds(self.own)} of its own work in a step where others have "
+            f"{_seconds(self.usual)} (robust z {self.z:.1f}), mostly {self.mostly}; {self.share:.0%} of each step is its own doing"
+        )
+
+
+@dataclass(frozen=True)
+class _Sample:
+    computing: float
+    data: float
+    saving: float
+    step: float
+
+    @property
+    def own(self) -> float:
+        return self.computing + self.data + self.saving
+
+
+class Stragglers:
+    """Remembers the newest samples of each rank.
+
+    Args:
+        window: samples of a rank, each of a step at least.
+    """
+
+    def __init__(self, window: int = 15) -> None:
+        self._samples: dict[int, deque[_Sample]] = defaultdict(lambda: deque(maxlen=window))
+        self._open: dict[int, PaceRecord] = {}
+        self._newest: dict[int, PaceRecord] = {}
+
+    def add(self, records: Iterable[PaceRecord]) -> None:
+        """What ranks did since the last time; shorter than a step, it is added to what comes next."""
+        for record in records:
+            self._newest[record.rank] = record
+            whole = _joined(self._open.pop(record.rank, None), record)
+            if whole.steps == 0:
+                self._open[record.rank] = whole
+                continue
+            n = whole.steps
+            sample = _Sample(whole.compute / n, whole.data / n, whole.saving / n, whole.seconds / n)
+            self._samples[record.rank].append(sample)
+
+    def found(self) -> list[Straggler]:
+        """Those that hold others up, the worst first; only ranks of one stage are compared."""
+        stages: dict[int, list[int]] = defaultdict(list)
+        for rank, record in self._newest.items():
+            if len(self._samples[rank]) >= _LEAST_SAMPLES:
+                stages[record.stage].append(rank)
+        judged = [self._judge(rank, [o for o in ranks if o != rank]) for ranks in stages.values() for rank in ranks]
+        return sorted((one for one in judged if one is not None), key=lambda one: -one.share)
+
+    def _judge(self, rank: int, others: list[int]) -> Straggler | None:
+        theirs = [sample for other in others for sample in self._samples[other]]
+        if not theirs:
+            return None
+        mine = self._samples[rank]
+        own, usual = median(sample.own for sample in mine), median(sample.own for sample in theirs)
+        spread = _OF_NORMAL * median(abs(sample.own - usual) for sample in theirs)
+        z = (own - usual) / max(spread, _USUAL_SPREAD * usual, 1e-9)
+        share = min(1.0, (own - usual) / max(median(sample.step for sample in mine), 1e-9))
+        if z < _LEAST_Z or share < _LEAST_SHARE:
+            return None
+        more = {
+            kind: median(getattr(s, kind) for s in mine) - median(getattr(s, kind) for s in theirs)
+            for kind in ("computing", "data", "saving")
+        }
+        return Straggler(rank, self._newest[rank].host, own, usual, z, share, max(more, key=more.__getitem__))
+
+
+def _joined(before: PaceRecord | None, record: PaceRecord) -> PaceRecord:
+    if before is None:
+        return record
+    names = ("steps", "seconds", "compute", "collectives", "waiting", "data", "saving")
+    return record.model_copy(update={name: getattr(before, name) + getattr(record, name) for name in names})
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

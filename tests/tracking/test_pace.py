@@ -1,0 +1,122 @@
+"""What a rank's time is counted as, and what is made of two readings."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from smp_config import pace, whereabouts
+from smp_config.pace import Pace, record_between
+from smp_config.records import PaceRecord, format_pace, parse_pace
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def counted() -> tuple[Pace, Clock]:
+    clock = Clock()
+    return Pace(clock), clock
+
+
+def test_each_second_counts_once_and_waits_are_taken_out(counted: tuple[Pace, Clock]) -> None:
+    rank, clock = counted
+    before = rank.read()
+    for _ in range(2):
+        clock.now += 0.5  # data
+        rank.begin_step()
+        clock.now += 2.0
+        rank.add_collective(0.25)
+        rank.enter(pace.REDUCTION)
+        clock.now += 1.0
+        rank.add_collective(0.75)
+        rank.enter(pace.UPDATE)
+        rank.updated()
+        clock.now += 0.5
+        rank.enter(pace.SAVE)
+        clock.now += 3.0
+        rank.add_wait(1.0)
+        rank.enter(pace.BETWEEN)
+    found = record_between(before, rank.read(), 7)
+    assert (found.rank, found.step, found.steps, found.seconds) == (7, 2, 2, 14.0)
+    assert (found.compute, found.collectives, found.waiting, found.saving) == (5.0, 2.0, 2.0, 4.0)
+    assert found.data == 0.5  # the first half second was before the first step, which is no data of a step
+    assert rank.read().updates == 2
+
+
+def test_in_a_pipeline_tasks_compute_and_the_rest_of_the_step_is_idle(counted: tuple[Pace, Clock]) -> None:
+    rank, clock = counted
+    before = rank.read()
+    rank.begin_step()
+    clock.now += 4.0
+    rank.add_task(1.0)
+    rank.add_task(0.5)
+    rank.add_collective(0.25)  # of tensor parallelism, in a task
+    rank.add_wait(4.0)  # the main thread's, for the whole step
+    rank.enter(pace.BETWEEN)
+    found = record_between(before, rank.read(), 0)
+    assert (found.compute, found.collectives, found.waiting, found.data) == (1.25, 0.25, 2.5, 0.0)
+
+
+def test_others_read_it_while_it_counts(tmp_path) -> None:
+    notes = whereabouts.Notes(tmp_path / "3", 3)
+    notes.begin_step()
+    position = notes.collective(notes.text("all_reduce"), notes.ranks((0, 3)), 1, 8, 0)
+    notes.begin_wait(position)
+    time.sleep(0.01)
+    notes.end_wait(position)
+    notes.enter(whereabouts.BETWEEN)
+    with notes.within(whereabouts.OPTIMIZER):
+        notes.update()
+        time.sleep(0.01)
+    notes.pace.tell(stage=2, device_bytes=5 << 30)
+    notes.enter(whereabouts.SAVE)
+    seen = whereabouts.glance(tmp_path / "3")
+    assert seen is not None
+    assert seen.pace is not None
+    own = notes.pace.read()
+    assert (seen.pace.steps, seen.pace.stage, seen.pace.device_bytes, seen.pace.updates) == (1, 2, 5 << 30, 1)
+    assert seen.pace.collectives == own.collectives
+    assert own.collectives[pace.STEP] >= 0.01
+    assert own.seconds[pace.UPDATE] >= 0.01
+    later = whereabouts.glance(tmp_path / "3")
+    assert later is not None
+    assert later.pace is not None
+    assert later.pace.seconds[pace.SAVE] > seen.pace.seconds[pace.SAVE]  # it goes on, and nobody has written
+
+
+def test_a_script_without_steps_counts_updates_and_loads_data_behind_them(tmp_path) -> None:
+    notes = whereabouts.Notes(tmp_path / "0", 0)
+    for _ in range(3):
+        notes.enter(whereabouts.FORWARD)
+        notes.enter(whereabouts.BACKWARD)
+        with notes.within(whereabouts.OPTIMIZER):
+            notes.update()
+        time.sleep(0.005)
+    found = notes.pace.read()
+    assert (found.steps, found.updates) == (3, 3)
+    assert found.seconds[pace.BETWEEN] >= 0.015
+
+
+def test_a_line_of_the_log_has_all_of_it() -> None:
+    record = PaceRecord(
+        rank=3,
+        stage=1,
+        host="algo-2",
+        step=9,
+        steps=2,
+        seconds=1,
+        compute=0.5,
+        collectives=0.1,
+        waiting=0.2,
+        data=0,
+        saving=0,
+    )
+    assert parse_pace("[algo-2] " + format_pace(record)) == record
+    for text in ("smp-pace {}", "smp-pace {", format_pace(record).replace("0.5", "-0.5"), format_pace(record)[9:]):
+        assert parse_pace(text) is None
