@@ -5,15 +5,15 @@
 
 ``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷ (m + p − 1)(f +
 b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core`` does. ``sleep-zero``: the
-same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed form. ``sleep-waiting``: ``sleep``
-with ``"fast_mode": false``. ``sleep-torch``: the same
-chain in torch.distributed.pipelining's Schedule1F1B; ``sleep-torch-interleaved`` and ``sleep-torch-zbv``: the same work as eight
-links, two on each rank, in its ScheduleInterleaved1F1B and ScheduleZBVZeroBubble. ``torch``: a GPT (8 layers, hidden 256, split
-equally by both) on 2 ranks with 4 microbatches, in turns with Schedule1F1B. ``alone``: the same GPT with its tied output layer,
-partitioned automatically, in turns with one process with one thread. ``gpt2``: the same against one process with Transformers'
-GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache). Bytes are counted at the transport and divided by what
-must cross the boundary. All ranks are on this machine and read one clock: a step lasts from when the first rank begins it until
-the last has ended it. A result on CPU says nothing about GPUs.
+same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed form. ``sleep-waiting``:
+``sleep`` with ``"fast_mode": false``. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B; ``sleep-
+torch-interleaved`` and ``sleep-torch-zbv``: the same work as eight links, two on each rank, in its ScheduleInterleaved1F1B and
+ScheduleZBVZeroBubble. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on 2 ranks with 4 microbatches, in turns
+with Schedule1F1B. ``alone``: the same GPT with its tied output layer, partitioned automatically, in turns with one process with
+one thread. ``gpt2``: the same against one process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no
+dropout, no cache). Bytes are counted at the transport and divided by what must cross the boundary. All ranks are on this machine
+and read one clock: a step lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing
+about GPUs.
 """
 
 from __future__ import annotations

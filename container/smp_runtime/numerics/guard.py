@@ -211,7 +211,9 @@ class UpdateGuard:
     def _greatest(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> list[_Norm]:
         """The greatest of all ranks' gradients; every rank calls it, behind the decision that is the same on all."""
         control = self._session.ranks.control
-        norms = [float(torch.linalg.vector_norm(gradient).double()) for _, gradient in gradients]
+        norms: list[float] = []
+        if gradients:  # one wait for the device
+            norms = torch.stack([torch.linalg.vector_norm(gradient).double() for _, gradient in gradients]).tolist()
         mine = [_Norm(norm, name, control.rank) for (name, _), norm in zip(gradients, norms, strict=True)]
         said = control.allgather(
             [tuple(one) for one in sorted(mine, reverse=True)[:_MOST_NAMES]], list(range(control.size))
