@@ -203,7 +203,7 @@ class UpdateGuard:
                     "value": value,
                     "median": usual,
                     "update": step + 1,
-                    "gradients": [one._asdict() for one in greatest],
+                    "gradients": [dict(zip(_Norm._fields, one, strict=True)) for one in greatest],
                 },
             )
         seen.append(value)
