@@ -112,7 +112,8 @@ if dist.get_rank() == 0:
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(code)
         file.flush()
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), file.name]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", file.name]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         printed = subprocess.run(command, check=True, env=environ, capture_output=True, text=True).stdout
     least, whole = map(float, printed.split())
