@@ -90,9 +90,28 @@ def run(name: str, ranks: int, parameters: Mapping[str, Any], folder: Path, stag
     subprocess.run(command, check=True, env={**os.environ, **environ}, stdout=subprocess.DEVNULL)
 
 
-def this_machine(ranks: int) -> Any:
-    """A rate card whose links are those of gloo here: the median all-reduce of 4 MiB, and of nothing."""
+def this_machine(ranks: int, reduces: bool) -> Any:
+    """A rate card of this machine; what was not measured, such as an optimizer's update, is no part of a makespan.
+
+    Args:
+        reduces: whether ranks sum gradients, for which the link is measured.
+    """
     from smp_config.rate_card import Link, RateCard
+
+    link = _link(ranks) if reduces else Link(bytes_per_second=1e9)
+    return RateCard(
+        name="this machine",
+        gpus_per_host=ranks,
+        flops_per_second={"float32": 5e10},
+        memory_bytes_per_second=1e10,
+        inside=link,
+        host=link,
+    )
+
+
+def _link(ranks: int) -> Any:
+    """What an all-reduce over gloo shows: the medians for 4 MiB, and for nothing."""
+    from smp_config.rate_card import Link
 
     code = """
 import statistics, time, torch, torch.distributed as dist
@@ -108,25 +127,19 @@ def seconds(tensor):
 found = seconds(torch.zeros(1)), seconds(torch.zeros(2**20))
 if dist.get_rank() == 0:
     print(*found)
+dist.barrier()
+dist.destroy_process_group()
 """
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(code)
         file.flush()
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), file.name]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", file.name]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         printed = subprocess.run(command, check=True, env=environ, capture_output=True, text=True).stdout
     least, whole = map(float, printed.split())
     sent = 2 * (ranks - 1) / ranks * 2**22
-    link = Link(bytes_per_second=sent / max(whole - least, 1e-6), latency=least / (2 * (ranks - 1)))
-    # What was not measured, such as an optimizer's update, is no part of a makespan.
-    return RateCard(
-        name="this machine",
-        gpus_per_host=ranks,
-        flops_per_second={"float32": 5e10},
-        memory_bytes_per_second=1e10,
-        inside=link,
-        host=link,
-    )
+    return Link(bytes_per_second=sent / max(whole - least, 1e-6), latency=least / (2 * (ranks - 1)))
 
 
 def compare(case: str) -> dict[str, float]:
@@ -143,7 +156,7 @@ def compare(case: str) -> dict[str, float]:
         one, all_ranks = Path(folder, "one"), Path(folder, "all")
         run(name, 1, alone, one, stages)
         card = Path(folder, "card.json")
-        card.write_text(this_machine(ranks).to_json())
+        card.write_text(this_machine(ranks, stages == 1).to_json())
         began = time.monotonic()
         found = rehearse(
             __file__,
