@@ -16,6 +16,7 @@ from smp_estimator.local.containers import failing_rank_told
 from smp_estimator.local.process_mode import (
     LOCAL_TYPES,
     PROCESS_IMAGE,
+    NoContainers,
     ProcessTrainingJob,
     fill_in_here,
     wants_processes,
@@ -416,7 +417,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
     def deploy(self, *args: Any, **kwargs: Any) -> Any:
         """Deploy the model, as in the SDK; not available for jobs that ran as processes of this machine."""
         if self._process_mode:
-            raise RuntimeError(
+            raise NoContainers(
                 "deploy() starts a serving container, and this estimator's session runs processes without Docker; the "
                 f"model is {self.model_data if self.latest_training_job else 'made by fit()'}: load it in Python, or make "
                 "a sagemaker.pytorch.PyTorchModel of it with a Docker or cloud session"

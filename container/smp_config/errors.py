@@ -23,6 +23,10 @@ class ConfigError(Coded, ValueError):
     """
 
 
+class PackageMissing(Coded, RuntimeError):
+    """A package that only some calls need is not installed."""
+
+
 def shown(value: Any) -> str:
     """A value as a message shows it: as Python writes it, cut where nobody would read on.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from smp_config.errors import ConfigError, shown
+from smp_config.rate_card import RateCard  # noqa: TC001 - pydantic needs it
 from smp_config.timeline import Kind  # noqa: TC001 - pydantic reads it when the class is made
 
 #: Set to the number of ranks that are rehearsed, in the process of each kind: a script may ask for it.
@@ -82,6 +83,7 @@ class RehearsalRequest(BaseModel):
     ranks_per_host: int
     kinds: int = 1  # processes that stand for all ranks: one for each pipeline stage
     instance_type: str | None = None
+    rates: RateCard | None = None  # None: those of the instance type, where they are known
     steps: int = 3  # after which the script is stopped; the last is reported
     performed_bytes: int | None = (
         None  # of an operation that is really computed, at most; None: the runtime's own limit
@@ -201,8 +203,13 @@ class KindReport(BaseModel):
     links: list[LinkCount]
     work: list[ModuleWork]  # of the last step
     step_seconds: float  # that the rank computes in the last step, and waits for collectives
+    measured_seconds: float = 0.0  # of these, what durations from a timeline say, not rates
     pipeline_seconds: float | None = None  # makespan of the pipeline's planned order; on the stage that plans
     pipeline_idle: dict[int, float] = {}  # by stage, the part of it in which the stage computes nothing
+    microbatch_bytes: int = 0  # that the forward pass of one microbatch made, alive together, at most
+    active_microbatches: int = 1  # that may be in flight
+    in_flight: dict[int, int] = {}  # by stage, the most that are in the planned order; on the stage that plans
+    host_peak_bytes: int = 0  # offloaded activations that lie in main memory, at most
     pipeline_blocks: dict[int, list[TimedBlock]] = {}  # by stage, its part of that order
     blocks: list[TimedBlock] = []  # of the last step, of a job without a pipeline
     epoch_batches: int | None = None  # of the loader that is read; None where there is none, or it does not say
@@ -242,6 +249,16 @@ class Rehearsal(BaseModel):
         makespan = planned.pipeline_seconds
         busy = {kind.stage: makespan * (1 - planned.pipeline_idle.get(kind.stage, 0.0)) for kind in self.kinds}
         return makespan + max(0.0, *(kind.step_seconds - busy[kind.stage] for kind in self.kinds))
+
+    def most_bytes(self, kind: KindReport) -> int:
+        """Bytes that a stage holds at most if its microbatches run in another order than the planned one.
+
+        The order of a job is planned from what its work takes there. However it comes out, no more microbatches are in
+        flight than may be active.
+        """
+        planned = next((one.in_flight for one in self.kinds if one.in_flight), {})
+        more = kind.active_microbatches - planned.get(kind.stage, kind.active_microbatches)
+        return kind.peak_bytes + max(0, more) * kind.microbatch_bytes
 
 
 class Failure(BaseModel):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from smp_emulation.calls import Call, instead, nothing
-from smp_emulation.errors import refusing
+from smp_emulation.errors import CudaCallError, refusing
 
 CPU = torch.device("cpu")
 
@@ -66,12 +66,12 @@ def require(index: int) -> int:
     """The number of a device that is there.
 
     Raises:
-        RuntimeError: there are not so many, as PyTorch raises it on a GPU machine.
+        CudaCallError: there are not so many, as PyTorch raises it on a GPU machine.
     """
     there = count()
     if 0 <= index < there:
         return index
-    raise RuntimeError(
+    raise CudaCallError(
         f"CUDA error: invalid device ordinal: device {index} was asked for, and this process sees {there} emulated CUDA "
         f"device{'s' * (there != 1)} (one for each rank of the host, 0 to {there - 1}); give each rank its own by its local rank, "
         "as in torch.cuda.set_device(smp.local_rank())"

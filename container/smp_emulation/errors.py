@@ -16,6 +16,10 @@ class NeedsGpuError(Coded, RuntimeError):
     """A call that only a GPU can answer."""
 
 
+class CudaCallError(Coded, RuntimeError):
+    """A call that cannot be on a GPU either, or not on several emulated ones."""
+
+
 def refuse(name: str, why: str, instead: str = "") -> NoReturn:
     """Raise NeedsGpuError for a call.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from smp_config.recovery import FOLDER_VARIABLE, PARAMETERS_VARIABLE
 from smp_launch.discovered import make_findable
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
+from smp_launch.errors import LaunchError
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.network import network_defaults, usable_interface
 from smp_launch.script import Place, Program, Wrapper, run_to_end
@@ -95,7 +96,7 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     if layout.simulated:
         tree = tree.of_host(host, here)
     elif here != host:
-        raise RuntimeError(
+        raise LaunchError(
             f"rank {rank} runs on host {here!r}, but belongs to {host!r}: with {layout.processes_per_host} process(es) per host "
             "the ranks are laid over the hosts in blocks, and mpirun was told otherwise; remove options such as --map-by "
             "and --rank-by from custom_mpi_options"
@@ -136,7 +137,7 @@ def _rank_of(layout: Layout, environ: MutableMapping[str, str]) -> int:
     for name in _RANK_VARIABLES:
         if name in environ:
             return int(environ[name])
-    raise RuntimeError(
+    raise LaunchError(
         f"this process does not know its rank: none of {', '.join(_RANK_VARIABLES)} is set, as mpirun of Open MPI does for "
         "every process it starts; start the job with 'python -m smp_launch train'"
     )

@@ -29,6 +29,18 @@ class SMPRuntimeError(SMPError, RuntimeError):
     """The environment, a peer or the order of calls is not as it must be."""
 
 
+class SMPOperationError(SMPError, RuntimeError):
+    """An operation that these values do not allow, where PyTorch raises ``RuntimeError``, too."""
+
+
+class SMPAttributeError(SMPError, AttributeError):
+    """An object of the library has no such attribute."""
+
+
+class SMPTypeError(SMPError, TypeError):
+    """An object of the library was used, or a function called, as what it is not."""
+
+
 class NotInitializedError(SMPRuntimeError):
     """A function that needs :func:`smp.init` was called before it."""
 

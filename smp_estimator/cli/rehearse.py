@@ -28,6 +28,10 @@ from smp_estimator.cli.run import pairs
 @click.option(
     "--rehearsed", "rehearsed_steps", type=click.IntRange(2), default=3, show_default=True, help="Steps to rehearse."
 )
+@click.option(
+    "--measured", type=click.Path(), help="A timeline, or a folder of them: what modules take is what they took there."
+)
+@click.option("--rates", type=click.Path(), help="A rate card of your own; default: the instance's stated rates.")
 @click.option("--channel", "channels", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
 @click.option(
     "--input-shape",

@@ -55,6 +55,13 @@ _MOST_FILES = 20_000
 _PORT = "7777"
 
 
+class ImageError(RuntimeError):
+    """This job cannot begin in this image; the message ends in its code, since what knows all codes is not there yet."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message} [SMP206]")
+
+
 def main() -> None:
     """Prepare this rank and run the script with the arguments of the command line."""
     code = os.path.dirname(os.path.abspath(__file__))
@@ -104,12 +111,12 @@ def unpacked(wheel: str) -> str:
     gets a folder of its own.
 
     Raises:
-        RuntimeError: the file is no wheel of the runtime.
+        ImageError: the file is no wheel of the runtime.
     """
     with open(os.open(wheel, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
-            raise RuntimeError(
+            raise ImageError(
                 f"{wheel} is no file of at most {_MOST_BYTES:,} bytes; the upload puts the runtime there: start the job again"
             )
         content = file.read()
@@ -122,7 +129,7 @@ def unpacked(wheel: str) -> str:
         _unpack(content, partial)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RuntimeError(
+        raise ImageError(
             f"{wheel} cannot be unpacked: {error}; the upload puts the runtime there: start the job again, or see that the disk of "
             f"{tempfile.gettempdir()} has room"
         ) from error
@@ -162,7 +169,7 @@ def _unpack(wheel: bytes, folder: str) -> None:
 
 
 def prefer(site: str) -> None:
-    """Have this process and its children import the packages in ``site``; raises RuntimeError if others would be."""
+    """Have this process and its children import the packages in ``site``; raises ImageError if others would be."""
     others = [path for path in sys.path if os.path.isdir(os.path.join(path or ".", "smdistributed"))]
     sys.path.insert(0, site)
     before = os.environ.get("PYTHONPATH")
@@ -174,7 +181,7 @@ def prefer(site: str) -> None:
         spec = importlib.util.find_spec(name)
         found = spec.origin if spec is not None else None
         if found is None or not os.path.abspath(found).startswith(site + os.sep):
-            raise RuntimeError(
+            raise ImageError(
                 f"the image's own {name} ({found}) hides the one that came with the job ({site}); an import hook of the "
                 "image must be the cause: remove that package from the image, or use a stock image"
             )
@@ -225,12 +232,12 @@ def _resources() -> dict[str, Any]:
 
 
 def carried() -> dict[str, Any]:
-    """The platform's parameters of the job; raises RuntimeError where they cannot be read."""
+    """The platform's parameters of the job; raises ImageError where they cannot be read."""
     text = os.environ.get("SM_FRAMEWORK_PARAMS") or "{}"
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RuntimeError(
+        raise ImageError(
             f"SM_FRAMEWORK_PARAMS is no JSON ({error}); it has {len(text):,} characters, and the platform writes it from the job's "
             "hyperparameters: leave it as it is"
         ) from None
@@ -238,10 +245,10 @@ def carried() -> dict[str, Any]:
 
 
 def user_program() -> str:
-    """The user's script, relative to the code directory; raises RuntimeError if the job does not say."""
+    """The user's script, relative to the code directory; raises ImageError if the job does not say."""
     parameters = carried()
     if USER_PROGRAM not in parameters:
-        raise RuntimeError(
+        raise ImageError(
             f"the job does not say which script to run: {USER_PROGRAM} is missing in SM_FRAMEWORK_PARAMS, which has "
             f"{sorted(parameters)}; start the job with SMPEstimator.fit()"
         )
@@ -249,10 +256,10 @@ def user_program() -> str:
 
 
 def wheel_in(code: str) -> str:
-    """The wheel of the runtime in this folder; raises RuntimeError unless there is exactly one."""
+    """The wheel of the runtime in this folder; raises ImageError unless there is exactly one."""
     found = sorted(glob.glob(os.path.join(code, "smp_estimator-*.whl")))
     if len(found) != 1:
-        raise RuntimeError(
+        raise ImageError(
             f"{code} holds {len(found)} wheels of the runtime ({', '.join(map(os.path.basename, found))}); the upload puts one "
             "there: remove others from source_dir"
         )
@@ -260,30 +267,30 @@ def wheel_in(code: str) -> str:
 
 
 def check_versions(torch_floor: tuple[int, int]) -> None:
-    """Raise RuntimeError for an image whose Python or PyTorch is too old, in words, instead of somewhere in an import."""
+    """Raise ImageError for an image whose Python or PyTorch is too old, in words, instead of somewhere in an import."""
     from importlib import metadata
 
     oldest = ".".join(map(str, torch_floor))
     library = "data parallel" if torch_floor == _DATA_PARALLEL_FLOOR else "model parallel"
     if sys.version_info < _PYTHON_FLOOR:
         floor = ".".join(map(str, _PYTHON_FLOOR))
-        raise RuntimeError(
+        raise ImageError(
             f"the image has Python {sys.version.split()[0]}, and the {library} runtime needs {floor}; use an image with "
             f"PyTorch {oldest} or newer"
         )
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        raise RuntimeError(f"the image has no PyTorch; use a PyTorch training image, {oldest} or newer") from None
+        raise ImageError(f"the image has no PyTorch; use a PyTorch training image, {oldest} or newer") from None
     if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < torch_floor:
-        raise RuntimeError(
+        raise ImageError(
             f"the image has PyTorch {torch}, and the {library} runtime needs {oldest} or newer; use a newer image"
         )
 
 
 def _check_requirements() -> None:
     if importlib.util.find_spec("pydantic") is None:
-        raise RuntimeError(
+        raise ImageError(
             "the image has no pydantic: requirements.txt, which the upload extends, was not installed; without a network "
             "(enable_network_isolation) use an image that has the runtime: give image_uri"
         )

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 import smp_config
 from smp_config import ConfigError
+from smp_config.error_codes import Coded
 from smp_config.version import __version__
 from smp_estimator.cloud import entry, requirements
 
@@ -46,6 +47,10 @@ _IN_ANY_VERSION = frozenset({"mpi4py"})
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 _TAGS = "Wheel-Version: 1.0\nGenerator: smp-estimator\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+class CannotTravel(Coded, RuntimeError):
+    """The runtime of this installation cannot be sent with the code."""
 
 
 @contextmanager
@@ -90,7 +95,7 @@ def wheel_name() -> str:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Write the wheel of the package that runs here into ``folder``; raises RuntimeError if it was never installed."""
+    """Write the wheel of the package that runs here into ``folder``; raises CannotTravel if it was never installed."""
     info = f"{DISTRIBUTION.replace('-', '_')}-{__version__}.dist-info"
     files = dict(_package_files())
     files[f"{info}/METADATA"] = _metadata().encode()
@@ -128,7 +133,7 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
     roots["smp_estimator"] = _OWN
     for package, root in roots.items():
         if not (root / "__init__.py").is_file():
-            raise RuntimeError(
+            raise CannotTravel(
                 f"the runtime cannot travel with the code: {root} has no {package} package; reinstall {DISTRIBUTION}, or "
                 "give image_uri, an image that has the runtime"
             )
@@ -142,7 +147,7 @@ def _metadata() -> str:
     try:
         return str(importlib.metadata.distribution(DISTRIBUTION).read_text("METADATA") or _egg_metadata())
     except importlib.metadata.PackageNotFoundError:
-        raise RuntimeError(
+        raise CannotTravel(
             f"{DISTRIBUTION} is imported from {_OWN.parent} but is not installed, so its "
             "requirements are unknown; install it with pip, or give image_uri, an image that has the runtime"
         ) from None

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from smp_config import ConfigError
+from smp_config.error_codes import Coded
 from smp_config.version import __version__
 from smp_estimator.local.session import ProcessSession
 from smp_estimator.sdk import EstimatorBase, TrainingJob
@@ -19,6 +20,10 @@ LOCAL_TYPES = ("local", "local_gpu")
 PROCESS_IMAGE = f"local/smp-process:{__version__}"
 
 _NO_ROLE = "arn:aws:iam::000000000000:role/none"
+
+
+class NoContainers(Coded, RuntimeError):
+    """What needs a container was asked of a job that ran as processes of this machine."""
 
 
 def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:

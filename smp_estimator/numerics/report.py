@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from smp_config import ConfigError
+from smp_config.errors import PackageMissing
 from smp_config.numerics import LOSS, OUTPUT, OUTPUT_GRADIENT, PHASES, UPDATE, WEIGHT
 
 if TYPE_CHECKING:
@@ -129,13 +130,13 @@ def save_picture(found: Comparison, path: str) -> Path:
 
     Raises:
         ConfigError: a format that matplotlib does not know.
-        RuntimeError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError(f'drawing needs matplotlib ({error}); pip install "smp-estimator[plots]"') from None
+        raise PackageMissing(f'drawing needs matplotlib ({error}); pip install "smp-estimator[plots]"') from None
     figure = Figure(figsize=(12.0, 5.0), dpi=120)
     canvas = FigureCanvasAgg(figure)
     target = Path(path)

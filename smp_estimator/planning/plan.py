@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from smp_estimator.pictures.placement import Placement
 from smp_estimator.planning.advice import Change, SmallerCluster, changes, notes, smaller_clusters
 from smp_estimator.planning.forecast import Forecast
 from smp_estimator.planning.report import Report, Shown
@@ -80,6 +81,15 @@ class Plan(Shown, Forecast):
             "smaller_clusters": [str(smaller) for smaller in self.smaller_clusters],
             "notes": list(self.notes),
         }
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank is on which host, and what part of the model it has; a notebook shows it as a picture."""
+        return Placement(self.topology, self.request.processes_per_host)
+
+    def _repr_html_(self) -> str:
+        shown: str = super()._repr_html_()
+        return shown if self.topology.world_size == 1 else f"{shown}{self.placement._repr_html_()}"
 
     def report(self) -> Report:
         """What is printed."""

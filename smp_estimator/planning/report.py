@@ -170,3 +170,7 @@ class Shown:
 
     def _repr_html_(self) -> Any:
         return as_html(self.report())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """In IPython: the tables, not the record with all that is in it."""
+        printer.text(str(self))

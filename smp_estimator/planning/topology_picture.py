@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from smp_config import ConfigError, Group, Topology
+from smp_config.errors import PackageMissing
+from smp_estimator.pictures.placement import picture_title
 
 _NAMES = {
     Group.PP: ("PPG", "pipeline parallelism"),
@@ -76,7 +78,7 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
 
     Raises:
         ConfigError: too many ranks for a picture.
-        RuntimeError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     if topology.world_size > 512:
         raise ConfigError(
@@ -90,7 +92,7 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError(f"drawing needs matplotlib ({error}); pip install matplotlib") from None
+        raise PackageMissing(f"drawing needs matplotlib ({error}); pip install matplotlib") from None
 
     kinds = shown_groups(topology)[:4]
     rows = -(-topology.world_size // per_node)
@@ -106,28 +108,6 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
     target = Path(path)
     figure.savefig(target, format="png")
     return target
-
-
-def picture_title(topology: Topology, per_node: int) -> str:
-    """``"32 ranks on 4 nodes: tensor parallel over 4, sharded over 4, 2 replicas of each shard"``."""
-    nodes, ranks = -(-topology.world_size // per_node), topology.world_size
-    over = []
-    if topology.pipeline > 1:
-        over.append(f"pipeline of {topology.pipeline} stages")
-    if topology.tensor > 1:
-        over.append(f"tensor parallel over {topology.tensor}")
-    if topology.sharded > 1:
-        over.append(f"sharded over {topology.sharded}")
-    copies, what = (
-        topology.size(Group.REPLICA),
-        "each shard" if topology.sharded > 1 else "each part" if over else "the model",
-    )
-    over.append(_counted(copies, f"replica{{}} of {what}"))
-    return f"{_counted(ranks, 'rank{}')} on {_counted(nodes, 'node{}')}: {', '.join(over)}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what.format('s' if count != 1 else '')}"
 
 
 def appearance(topology: Topology, group: Group, members: list[int]) -> tuple[int, int]:

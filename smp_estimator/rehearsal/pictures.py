@@ -7,26 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
+from smp_estimator.rehearsal.curves import memory_curves
 from smp_estimator.rehearsal.timeline import job_timeline, timelines_of
 from smp_estimator.timeline.drawing import DARK, LIGHT, Theme
 from smp_estimator.timeline.links import LinkTraffic, save_link_picture
-from smp_estimator.timeline.memory import MemoryCurve, save_memory_picture
+from smp_estimator.timeline.memory import save_memory_picture
 from smp_estimator.timeline.views import save_picture
 
 if TYPE_CHECKING:
     from smp_estimator.rehearsal.result import Rehearsed
+    from smp_estimator.timeline.memory import MemoryCurve
 
 
 def curves_of(found: Rehearsed) -> list[MemoryCurve]:
     """The memory of a rank of each stage, over the last step; without what the script keeps in host memory."""
-    made = []
-    for kind in found.rehearsal.kinds:
-        owners = {owner: held for owner, held in kind.curve.owners.items() if owner != "other"}
-        if kind.curve.seconds and owners:
-            label = f"stage {kind.stage}, as {kind.stands_for} ranks"
-            where = " ".join(filter(None, (kind.peak_phase, kind.peak_module)))
-            made.append(MemoryCurve(label, kind.curve.seconds, owners, found.gpu_memory_bytes, where))
-    return made
+    return memory_curves(found.rehearsal.kinds, found.gpu_memory_bytes)
 
 
 def links_of(found: Rehearsed) -> list[LinkTraffic]:
@@ -52,7 +47,7 @@ def save_memory(found: Rehearsed, path: str | Path, theme: Theme = LIGHT) -> Pat
 
     Raises:
         ConfigError: there is nothing to draw, or matplotlib does not know the format.
-        RuntimeError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     curves = curves_of(found)
     return save_memory_picture(curves, path, theme)

@@ -18,6 +18,7 @@ import smp_config
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.emulation import VARIABLE as EMULATION_VARIABLE
 from smp_config.instances import require_usable
+from smp_config.rate_card import RateCard
 from smp_config.rehearsal import STAND_IN_SAMPLES, Failure, KindReport, Rehearsal, RehearsalRequest
 from smp_config.rehearsal import input_shapes as input_shapes_of
 from smp_config.values import dictionary
@@ -28,6 +29,9 @@ _PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 #: Lines of the script's output that an error is given with, when nothing else is known.
 _LAST_LINES = 12
+
+#: Measured modules that a message names.
+_SHOWN_MODULES = 4
 
 #: Errors that follow from another stage's.
 _CONSEQUENCES = ("StageError", "RankLeftError", "ConnectionLostError", "DeadlineError")
@@ -46,6 +50,8 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     epochs: float | None = None,
     samples: int | None = None,
     gpu_memory_bytes: int | None = None,
+    rates: str | os.PathLike[str] | None = None,
+    measured: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     channels: Mapping[str, str | os.PathLike[str]] | None = None,
     input_shapes: Mapping[str, str] | None = None,
@@ -67,6 +73,9 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         epochs: passes through ``samples``, of which those that fill no step are dropped in each pass.
         samples: of the data set; default: as many as the script's loader has.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
+        rates: file of a rate card (:class:`~smp_config.rate_card.RateCard`); default: the instance's stated rates.
+        measured: a rank's timeline (``timeline-rank0.json``), or a folder of them: what modules took there for a microbatch is what
+            they take here. It is of the same model and of microbatches of the same size.
         environment: of the script.
         channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
         input_shapes: by name, tensors of the batches that stand for data which is not here, ``{"input_ids": "-1,1024:int64"}``: -1
@@ -77,7 +86,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         timeout: seconds after which the rehearsal is given up.
 
     Raises:
-        ConfigError: settings that cannot work, or PyTorch is not installed here.
+        ConfigError: settings that cannot work, a file that cannot be read, or PyTorch is not installed here.
         RehearsalFailed: the script failed, or does what cannot be rehearsed.
     """
     if not Path(script).is_file():
@@ -101,12 +110,14 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     kinds = 1
     if given is not None:
         kinds = ModelParallelParameters.from_mp_parameters(dict(given)).topology(ranks * instance_count).pipeline
+    card = _card(instance_type, ranks, rates, measured)
     with tempfile.TemporaryDirectory(prefix="smp-rehearsal-") as folder:
         request = RehearsalRequest(
             hosts=instance_count,
             ranks_per_host=ranks,
             kinds=kinds,
             instance_type=instance_type,
+            rates=card,
             steps=rehearsed_steps,
             folder=folder,
             other_ranks=other_ranks,
@@ -123,6 +134,12 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
             timeout=timeout,
         )
         found = [KindReport.model_validate_json(path.read_bytes()) for path in sorted(Path(folder).glob("kind-*.json"))]
+    if measured is not None and card is not None and not any(kind.measured_seconds for kind in found):
+        modules = ", ".join(dict.fromkeys(repr(one.path) for one in card.measured[:_SHOWN_MODULES]))
+        raise ConfigError(
+            f"none of the {len(card.measured)} durations in {os.fspath(measured)} is of a module that a step of the script ran "
+            f"(they are of {modules}, …); record the timeline with the same model, in functions decorated with smp.step"
+        )
     rehearsal = Rehearsal(
         request=request.model_copy(update={"kinds": len(found)}),
         mp_parameters=dict(given or {}),
@@ -132,6 +149,29 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     if epochs is not None:
         steps = steps_of_epochs(rehearsal, epochs, samples)
     return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type), steps, epochs)
+
+
+def _card(
+    instance_type: str,
+    ranks: int,
+    rates: str | os.PathLike[str] | None,
+    measured: str | os.PathLike[str] | None,
+) -> RateCard | None:
+    """What computation and collectives take; None: the runner finds the instance's stated rates itself, if there are any."""
+    if rates is None and measured is None:
+        return None
+    if rates is None:
+        card = RateCard.of_instance(instance_type, processes_per_host=ranks)
+    else:
+        try:
+            text = Path(rates).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"the rate card {os.fspath(rates)} cannot be read: {error.strerror}; write one with RateCard.to_json(), or leave "
+                "it out for the rates of the instance"
+            ) from None
+        card = RateCard.from_json(text, os.fspath(rates))
+    return card if measured is None else card.with_measured(Path(measured))
 
 
 def _check_epochs(steps: int | None, epochs: float | None, samples: int | None) -> None:

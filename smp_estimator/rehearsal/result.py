@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from smp_config.error_codes import Coded
 from smp_config.instances import GIB, instance
+from smp_estimator.pictures.memory import memory_areas
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
+from smp_estimator.rehearsal.curves import memory_curves, partition_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +25,7 @@ _SHOWN_HOLDERS = 6
 _SHOWN_MODULES = 4
 
 
-class RehearsalFailed(RuntimeError):
+class RehearsalFailed(Coded, RuntimeError):
     """The script cannot go on where it would run on a cluster, or cannot be rehearsed.
 
     Attributes:
@@ -91,6 +94,15 @@ class Rehearsed(Shown):
             return None
         return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
 
+    def _basis(self) -> str:
+        """Where the seconds of a step come from."""
+        card = self.rehearsal.request.rates
+        if card is None:
+            return "the instance's stated rates"
+        parts = [one.measured_seconds / one.step_seconds for one in self.rehearsal.kinds if one.step_seconds]
+        by_rates = f"the rates of {card.name}"
+        return f"measured durations ({max(parts):.0%}) and {by_rates}" if card.measured and parts else by_rates
+
     def _speed(self) -> str:
         samples = self.rehearsal.samples_per_second
         return "" if samples is None else f", {samples:,.4g} samples per second"
@@ -101,6 +113,15 @@ class Rehearsed(Shown):
             return ""
         shares = ", ".join(f"{idle[stage]:.0%}" for stage in sorted(idle))
         return f"; of the pipeline's planned order, stages are idle {shares}"
+
+    def _repr_html_(self) -> str:
+        """The tables, the memory of each stage over a step, and which module is on which stage."""
+        shown: str = super()._repr_html_()
+        if curves := memory_curves(self.rehearsal.kinds, self.gpu_memory_bytes):
+            shown += memory_areas("Memory of a rank over a step", curves)
+        if len(self.rehearsal.kinds) > 1:
+            shown += partition_of(self.rehearsal.kinds)._repr_html_()
+        return shown
 
     def report(self) -> Report:
         """What is printed."""
@@ -116,12 +137,12 @@ class Rehearsed(Shown):
         )
         lines: list[tuple[str, Sequence[Cell]]] = [
             ("verdict", [Said(verdict.value, verdict), fullest]),
+            *self._other_order(),
+            *self._offloaded(),
             ("rehearsed", [f"{where}: {len(found.kinds)} kinds of ranks in {found.seconds:.0f} s"]),
         ]
         if found.step_seconds:
-            lines.append(
-                ("step", [f"{found.step_seconds:.3g} s by the instance's stated rates{self._speed()}{self._idle()}"])
-            )
+            lines.append(("step", [f"{found.step_seconds:.3g} s by {self._basis()}{self._speed()}{self._idle()}"]))
         if self.training_hours is not None:
             passes = self.training_epochs
             epochs = "" if passes is None else f" ({passes:g} epoch{'' if passes == 1 else 's'})"
@@ -140,6 +161,24 @@ class Rehearsed(Shown):
         if traffic := self._traffic(kind):
             parts.append(traffic)
         return parts
+
+    def _other_order(self) -> list[tuple[str, Sequence[Cell]]]:
+        """What the fullest stage holds if the job's microbatches meet in another order."""
+        kind = max(self.rehearsal.kinds, key=self._most_on_gpu)
+        most = self._most_on_gpu(kind)
+        if most <= on_gpu(self.fullest):
+            return []
+        words = f"{_size(most)} on stage {kind.stage} if all {kind.active_microbatches} active microbatches are in flight there"
+        return [("at most", [words])]
+
+    def _offloaded(self) -> list[tuple[str, Sequence[Cell]]]:
+        kind = max(self.rehearsal.kinds, key=lambda one: one.host_peak_bytes)
+        if not kind.host_peak_bytes:
+            return []
+        return [("offloaded", [f"{_size(kind.host_peak_bytes)} in main memory, of each rank of stage {kind.stage}"])]
+
+    def _most_on_gpu(self, kind: KindReport) -> int:
+        return self.rehearsal.most_bytes(kind) - (kind.peak_bytes - on_gpu(kind))
 
     def _stages(self) -> Grid:
         kinds = list(dict.fromkeys(name for one in self.rehearsal.kinds for name in one.classes))

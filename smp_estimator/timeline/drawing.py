@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
+from smp_config.errors import PackageMissing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,9 +36,6 @@ class Theme:
 LIGHT = Theme(background="#ffffff", ink="#1f2328", faint="#d0d7de", warning="#b3261e")
 DARK = Theme(background="#0d1117", ink="#e6edf3", faint="#3d444d", warning="#ff7b72")
 
-#: Told apart by people who see few colours, too (Okabe and Ito 2008), and on both backgrounds.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#8c8c8c")
-
 
 def figure_for(path: str | Path, width: float, height: float, theme: Theme = LIGHT) -> Figure:
     """An empty figure of so many inches.
@@ -47,14 +45,14 @@ def figure_for(path: str | Path, width: float, height: float, theme: Theme = LIG
 
     Raises:
         ConfigError: a format that matplotlib does not know.
-        RuntimeError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     try:
         # No pyplot: its global state and its choice of a screen are not needed for a file.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError(
+        raise PackageMissing(
             f'drawing needs matplotlib ({error}); pip install "smp-estimator[plots]", or write --trace FILE.json'
         ) from None
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor=theme.background)

@@ -78,7 +78,7 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
 
     Raises:
         ConfigError: no links, too many ends, or a format that matplotlib does not know.
-        RuntimeError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     sent: dict[tuple[str, str], int] = {}
     between: set[tuple[str, str]] = set()

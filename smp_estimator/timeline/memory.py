@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_estimator.timeline.drawing import COLOURS, LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.pictures.svg import colour
+from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, save
 from smp_estimator.timeline.links import amount
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def save_memory_picture(curves: Sequence[MemoryCurve], path: str | Path, theme: 
 
     Raises:
         ConfigError: no curves, or a format that matplotlib does not know.
-        RuntimeError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     if not curves:
         raise ConfigError("there is no memory to draw: no rank was given; give the curve of at least one")
@@ -130,7 +131,7 @@ def save_memory_picture(curves: Sequence[MemoryCurve], path: str | Path, theme: 
     stop = max(max(curve.seconds[-1], *(end for _, end, _ in curve.phases), start) for curve in drawn)
     top = max(_top(curve) for curve in drawn)
     names = sorted({owner for curve in drawn for owner in curve.ordered}, key=_place)
-    colours = {owner: COLOURS[number % len(COLOURS)] for number, owner in enumerate(names)}
+    colours = {owner: colour(number) for number, owner in enumerate(names)}
     for number, curve in enumerate(drawn):
         axes = coloured(figure.add_subplot(len(drawn), 1, number + 1), theme)
         _draw(axes, curve, colours, theme, (start, stop, top))

@@ -101,7 +101,7 @@ def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
 
     Raises:
         ConfigError: too many ranks, or a format that matplotlib does not know.
-        RuntimeError: matplotlib is not installed.
+        PackageMissing: matplotlib is not installed.
     """
     if len(step.ranks) > _MOST_RANKS:
         raise ConfigError(

@@ -62,9 +62,10 @@ def _run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str,
 def test_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, shown = _run("pipeline", tmp_path, monkeypatch)
     assert re.search(r"^pipeline: stages=2 microbatches=4 idle=\d+%$", said, re.MULTILINE)
-    pictures = [data["text/html"] for data in shown if "<svg" in data.get("text/html", "")]
-    assert len(pictures) == 1
-    assert pictures[0].count("<rect") > 16
+    partition, timeline = (data["text/html"] for data in shown if "<svg" in data.get("text/html", ""))
+    assert "blocks.5.down: stage 1" in partition
+    assert "enter: stage 0" in partition
+    assert timeline.count("<rect") > 16
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+)", said)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
@@ -108,3 +109,73 @@ def test_another_topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert epochs[4] == 3, "the second job goes on in the epoch of the checkpoint"
     assert epochs[-1] == 7
     assert "another topology: 6 tensors, 85,002 parameters" in said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, shown = _run("rehearsal", tmp_path, monkeypatch)
+    verdicts = dict(re.findall(r"^(a copy on every GPU|shared out): (does not fit|fits), ", said, re.MULTILINE))
+    assert verdicts == {"a copy on every GPU": "does not fit", "shared out": "fits"}
+    copies, shared = (data["text/html"] for data in shown)
+    assert (copies.count("<svg"), shared.count("<svg")) == (1, 2), (
+        "the memory of each stage, and the partition of several"
+    )
+    assert "blocks.31: stage 3" in shared
+    assert re.search(r"^training: [\d,]+ hours, [\d,]+ USD", said, re.MULTILINE)
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.timeout(300)
+def test_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = _run("trainer", tmp_path, monkeypatch)
+    pairs = re.findall(r"^step \d+: one process (\S+), two stages (\S+)$", said, re.MULTILINE)
+    assert len(pairs) == 12
+    for alone, divided in pairs:
+        assert float(divided) == pytest.approx(float(alone), abs=2e-4)
+    first, last, parameters = re.search(
+        r"^trainer: loss (\S+) to (\S+), ([\d,]+) parameters", said, re.MULTILINE
+    ).groups()
+    assert float(last) < float(first) / 2
+    assert parameters == "180,800"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    # Nothing may ask for credentials or answers elsewhere.
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    said, shown = _run("cloud", tmp_path, monkeypatch)
+    assert "3 processes, which is no divisor of the 16 processes" in said
+    assert "[SMP103]" in said
+    assert re.search(r"^parameters: .*\"tensor_parallel_degree\": 8", said, re.MULTILINE)
+    assert re.search(
+        r"^code: requirements.txt smp_entry.py smp_estimator-\S+.whl train.ipynb train.py$", said, re.MULTILINE
+    )
+    assert re.search(r"^attached: .*'tensor_parallel_degree': 8", said, re.MULTILINE)
+    assert any("16 ranks on 2 nodes: tensor parallel over 8" in data.get("text/html", "") for data in shown)
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.timeout(400)
+def test_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = _run("activations", tmp_path, monkeypatch)
+    held = {
+        name: float(size) for name, size in re.findall(r"^(\w+): at most (\S+) MiB of activations", said, re.MULTILINE)
+    }
+    # An input of 512 × 2048 numbers for each of 16 regions, and one layer, of which the middle is four times as wide.
+    assert held["each"] < 0.3 * held["none"]
+    assert held["each"] < held["group_4"] < 0.5 * held["none"]
+    assert re.findall(r"^(\w+): loss \S+ to \S+, equal to none: (\w+)$", said, re.MULTILINE) == [
+        ("none", "True"),
+        ("checkpointed", "True"),
+        ("offloaded", "True"),
+    ]
+    planned = [float(size) for size in re.findall(r"^planned, \w+: (\S+) GiB", said, re.MULTILINE)]
+    assert planned == sorted(planned, reverse=True)
+    assert planned[1] < planned[0]

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from smp_config import ConfigError
 from smp_config.timeline import RankTimeline, StepTimeline
+from smp_estimator.pictures.svg import COLOURS
 from smp_estimator.timeline import JobTimeline
-from smp_estimator.timeline.drawing import COLOURS, DARK, LIGHT, Theme
+from smp_estimator.timeline.drawing import DARK, LIGHT, Theme
 from smp_estimator.timeline.links import LinkTraffic, amount, link_table, save_link_picture
 from smp_estimator.timeline.memory import MemoryCurve, save_memory_picture
 from smp_estimator.timeline.throughput import Throughput, seconds_per_step

@@ -11,14 +11,17 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
 from support import error_code_page
 from support.command_line import call, flat
 
 from smp_config import ConfigError, Topology
 from smp_config.error_codes import FAMILIES, Coded, catalogue, code_for, code_of, marked
 from smp_config.records import FailureRecord
+from smp_estimator.cloud import entry
 from smp_launch.failure import FailureCollector
 from smp_runtime.errors import DeadlineError, SMPUserError
+from smp_runtime.step.microbatches import StepOutput
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [ROOT / "smp_estimator", *(ROOT / "container").glob("smp_*")]
@@ -79,6 +82,42 @@ def test_every_class_of_errors_is_known() -> None:
     assert len(_made()) > 500
 
 
+#: Built-in errors that begin in these modules never reach a user as they are, or must be those of Python or PyTorch.
+_INSIDE = {
+    "readers, whose callers name the file or the setting and raise an error with a code": """
+        smp_config.numerics smp_config.parameters smp_config.strict_json smp_config.timeline smp_estimator.cloud.entry
+        smp_estimator.timeline.files smp_launch.platform_files smp_launch.warm.messages smp_runtime.checkpoint.files.manifest
+        smp_runtime.checkpoint.files.records smp_runtime.checkpoint.full_transaction smp_runtime.checkpoint.memory.host_folder
+        smp_runtime.checkpoint.memory.newest smp_runtime.comm.plain_data""",
+    "what PyTorch says on a machine with GPUs, word for word": """
+        smp_emulation.checked.communicators smp_emulation.checked.device smp_emulation.checked.streams
+        smp_emulation.checked.tensors smp_emulation.devices smp_emulation.memory smp_emulation.ordering""",
+    "what Python says of a name that a module or an object does not have": """
+        smp_estimator smp_estimator.local smp_estimator.local.client smp_estimator.model_trainer""",
+}
+_BUILT_IN = set(
+    """ArithmeticError AttributeError Exception FileNotFoundError ImportError IndexError KeyError LookupError NotImplementedError
+    OSError PermissionError RuntimeError TimeoutError TypeError ValueError""".split()
+)
+
+
+def test_errors_without_a_code_stay_inside() -> None:
+    """A sentence for a user is never that of a built-in class; those of ``__getattr__`` and of methods to override have none."""
+    plain = {
+        module
+        for module, tree in _trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and isinstance(call := node.exc, ast.Call)
+        if ast.unparse(call.func) in _BUILT_IN and not all(isinstance(word, ast.Name) for word in call.args)
+    }
+    assert plain == {module for modules in _INSIDE.values() for module in modules.split()}
+
+
+def test_errors_of_an_image_without_the_runtime_say_their_code() -> None:
+    assert str(entry.ImageError("the image has no PyTorch")).endswith(" [SMP206]")
+    assert catalogue()["SMP206"].errors == ("ImageError",)
+
+
 def test_every_error_that_is_made_has_a_code() -> None:
     without = [f"{module}:{line} {kind.__name__}" for module, kind, line in _made() if not code_for(kind, module)]
     assert not without, "give their module or class a code in container/smp_config/data/error_codes.json"
@@ -86,6 +125,7 @@ def test_every_error_that_is_made_has_a_code() -> None:
 
 def test_every_code_is_that_of_an_error() -> None:
     met = {code_for(kind, module) for module, kind, _ in _made()} | {code_for(kind, "") for kind in _classes().values()}
+    met.add("SMP206")  # of a class that cannot import what gives codes
     assert catalogue().keys() - met == set()
 
 
@@ -93,7 +133,7 @@ def test_the_names_in_the_list_are_there() -> None:
     for row in catalogue().values():
         for module in row.modules:
             assert any(name == module or name.startswith(f"{module}.") for name in _trees()), f"{row.code}: {module}"
-        assert set(row.errors) <= _classes().keys(), row.code
+        assert set(row.errors) <= _classes().keys() | {"ImageError"}, row.code
 
 
 def test_every_code_has_a_section_with_cause_and_cure() -> None:
@@ -126,6 +166,17 @@ def test_the_code_is_that_of_the_part_that_made_the_error() -> None:
     assert code_of(ValueError("of a script")) is None
     assert code_of(DeadlineError("too long")) == "SMP501"
     assert code_of(SMPUserError("made by no part of the library")) is None
+
+
+def test_errors_that_python_expects_have_codes_too() -> None:
+    several = StepOutput([torch.zeros(()), torch.ones(())])
+    with pytest.raises(TypeError, match="reduce_mean") as raised:
+        float(several)
+    assert code_of(raised.value) == "SMP302"
+    with pytest.raises(AttributeError) as missing:
+        several.item()
+    assert code_of(missing.value) == "SMP302"
+    assert not hasattr(several, "item")
 
 
 def test_a_class_whose_constructor_is_another_s_has_its_code() -> None:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from smp_emulation.checked.communicators import Communicator
 from smp_emulation.checked.futures import StreamFuture
+from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
     from smp_emulation.checked.device import Devices
@@ -44,7 +45,7 @@ def _routed(devices: Devices, name: str, own: Callable[..., Any], function: Call
         except RuntimeError:
             backend = None
         if not isinstance(backend, Communicator):
-            raise RuntimeError(
+            raise CudaCallError(
                 f"{name} of tensors on an emulated device goes over NCCL, but this group's backend for them is "
                 f"{type(backend).__name__}; make the group with the backend cpu:gloo,cuda:nccl"
             )
@@ -78,7 +79,7 @@ def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     for known, reduce in ways.items():
         if op == known:
             return reduce().to(dtype)
-    raise RuntimeError(f"emulated NCCL does not know the reduction {op}")
+    raise CudaCallError(f"emulated NCCL does not know the reduction {op}")
 
 
 def _all_reduce(backend: Communicator, tensors: Any, opts: Any = None, *_: Any) -> Any:
@@ -175,7 +176,7 @@ def _all_to_all_single(
     (into,) = backend.elements([output])
     mine, size = backend.rank(), backend.size()
     if taken or given:
-        raise RuntimeError("emulated NCCL does all_to_all_single in equal parts only; leave the split sizes out")
+        raise CudaCallError("emulated NCCL does all_to_all_single in equal parts only; leave the split sizes out")
 
     def take(came: _Parts) -> None:
         _copy(into, torch.cat([parts[0].reshape(size, -1)[mine] for parts in came]))
@@ -203,7 +204,7 @@ def _recv(backend: Communicator, tensors: Any, peer: int, tag: int = 0) -> Any:
 
 
 def _refused(backend: Communicator, *_: Any, **__: Any) -> Any:
-    raise RuntimeError("NCCL has no such call for tensors of a device")
+    raise CudaCallError("NCCL has no such call for tensors of a device")
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from smp_emulation.checked.faults import StreamFault
 from smp_emulation.checked.futures import Point, StreamWork
 from smp_emulation.checked.memory import view_of
 from smp_emulation.checked.sites import site
+from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
     from smp_emulation.checked.device import Devices
@@ -212,9 +213,9 @@ class Communicator(dist.ProcessGroupGloo):
     def _device_of(self, tensors: Sequence[torch.Tensor]) -> int:
         numbers = {self.devices.device_of(tensor) for tensor in tensors}
         if None in numbers:
-            raise RuntimeError("NCCL takes no tensors in host memory: No backend type associated with device type cpu")
+            raise CudaCallError("NCCL takes no tensors in host memory: No backend type associated with device type cpu")
         if len(numbers) != 1:
-            raise RuntimeError(f"NCCL takes tensors of one device, not of {sorted(map(str, numbers))}")
+            raise CudaCallError(f"NCCL takes tensors of one device, not of {sorted(map(str, numbers))}")
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")

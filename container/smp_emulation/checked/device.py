@@ -16,6 +16,7 @@ from smp_emulation.checked.clocks import HOST, Access, Clock
 from smp_emulation.checked.execution import Executor, Item, Lane
 from smp_emulation.checked.memory import Memory, Place, span_of
 from smp_emulation.checked.sites import site
+from smp_emulation.errors import CudaCallError
 
 #: Attribute of tensors of subclasses that have no elements: the number of their device.
 ON_DEVICE = "_emulated_device"
@@ -79,7 +80,7 @@ class Devices:
                 raise ValueError(f"expected a cuda device, but got: {device}")
             number = self.thread.device if known.index is None else known.index
         if not 0 <= number < self.count:
-            raise RuntimeError(f"CUDA error: invalid device ordinal ({number}; {self.count} emulated devices)")
+            raise CudaCallError(f"CUDA error: invalid device ordinal ({number}; {self.count} emulated devices)")
         return number
 
     def current(self, device: int) -> Lane:

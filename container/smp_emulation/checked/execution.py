@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from smp_emulation.checked.clocks import Clock
+from smp_emulation.errors import CudaCallError
 
 #: Seconds that a host waits for queued work before it says what hangs.
 PATIENCE = 120.0
@@ -113,7 +114,7 @@ class Executor:
         """The host waits until these are done.
 
         Raises:
-            RuntimeError: some work has failed, this or earlier one; or nothing moves on.
+            CudaCallError: some work has failed, this or earlier one; or nothing moves on.
         """
         wanted = [item for item in items if item is not None and not item.done]
         deadline = time.monotonic() + PATIENCE
@@ -122,7 +123,7 @@ class Executor:
             self.changed.notify_all()
             while not all(item.done for item in wanted) and self._error is None:
                 if not self.changed.wait(1.0) and time.monotonic() > deadline:
-                    raise RuntimeError(self._stuck())
+                    raise CudaCallError(self._stuck())
             self._raise()
 
     def look(self, item: Item | None) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from smp_emulation.checked.clocks import Clock
+from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
     from smp_emulation.checked.device import Devices
@@ -122,7 +123,7 @@ class StreamWork(dist.Work):
         deadline = time.monotonic() + timeout.total_seconds()
         while timeout > timedelta(0) and not self.is_completed():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the collective has not ended {timeout.total_seconds()} s after wait() was called")
+                raise CudaCallError(f"the collective has not ended {timeout.total_seconds()} s after wait() was called")
             time.sleep(0.001)  # a host that waits only asks
         self._tensors = ()
         return True

@@ -18,6 +18,7 @@ from smp_emulation.checked.device import Devices
 from smp_emulation.checked.operations import Operations
 from smp_emulation.checked.patches import Patches
 from smp_emulation.checked.tensors import TensorNames
+from smp_emulation.errors import CudaCallError
 
 
 class Emulation:
@@ -101,13 +102,13 @@ def install(seed: int | None = None, devices: int | None = None) -> Emulation:
         devices: how many; one for each rank of this machine if not given.
 
     Raises:
-        RuntimeError: there are GPUs, or it is installed already.
+        CudaCallError: there are GPUs, or it is installed already.
     """
     global _installed
     if _installed is not None:
-        raise RuntimeError("emulated devices are installed already; uninstall() them first")
+        raise CudaCallError("emulated devices are installed already; uninstall() them first")
     if torch.cuda.is_available():
-        raise RuntimeError("this machine has GPUs; emulated devices are for machines without")
+        raise CudaCallError("this machine has GPUs; emulated devices are for machines without")
     if devices is None:
         devices = max(1, int(next((os.environ[name] for name in _COUNTS if os.environ.get(name)), "1")))
     _installed = Emulation(seed or 0, devices)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from smp_emulation.checked import random_numbers
 from smp_emulation.checked.copies import Copies
 from smp_emulation.checked.memory import Place, view_of
+from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
     from smp_emulation.checked.device import Devices
@@ -57,7 +58,7 @@ class Operations(TorchDispatchMode):
         if func.namespace == "c10d":
             if func.overloadpacket is torch.ops.c10d.barrier:
                 return func(*args, **kwargs)
-            raise RuntimeError(
+            raise CudaCallError(
                 f"{func} with tensors of an emulated device was called from C++, as DistributedDataParallel does; checked devices "
                 "see collectives only where Python calls them: use smp.DistributedModel, or SMP_EMULATE_CUDA=1 without checks"
             )
@@ -200,7 +201,7 @@ class _Call:
         """Tensors of one operation lie on one device; a number may come from the host.
 
         Raises:
-            RuntimeError: they do not.
+            CudaCallError: they do not.
         """
         for tensor in self._tensors:
             number = self.devices.device_of(tensor)
@@ -208,7 +209,7 @@ class _Call:
             if number == self.number or (number is None and (not tensor.ndim or mixes)):
                 continue
             other = "cpu" if number is None else f"cuda:{number}"
-            raise RuntimeError(
+            raise CudaCallError(
                 f"Expected all tensors to be on the same device, but found at least two devices, cuda:{self.number} and {other}! "
                 f"(in {self.what})"
             )

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from smp_emulation.checked.copies import Copies
 from smp_emulation.checked.device import ON_DEVICE
 from smp_emulation.checked.memory import Place
+from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
     from smp_emulation.checked.device import Devices
@@ -223,7 +224,7 @@ class TensorNames:
     def _record_stream(self, tensor: torch.Tensor, stream: EmulatedStream) -> None:
         place = self._devices.memory.place_of(tensor)
         if place is None or place.device is None:
-            raise RuntimeError("record_stream: the tensor is not on a device")
+            raise CudaCallError("record_stream: the tensor is not on a device")
         if place.block is not None:
             place.block.users.add(stream.lane.actor)
 
@@ -233,7 +234,7 @@ class TensorNames:
 
     def _pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._number(tensor) is not None:
-            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+            raise CudaCallError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
         if self._is_pinned(tensor):
             return tensor
         made = tensor.clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPOperationError, SMPUserError
 from smp_runtime.libraries.lightning_job import JobEnvironment, JobStrategy, whole_parameters
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -102,7 +102,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
             )
         norm = optimizer.clip_master_grads(max_norm, norm_type)
         if error_if_nonfinite and not math.isfinite(norm) and not optimizer.overflow:
-            raise RuntimeError(
+            raise SMPOperationError(
                 f"the gradient's norm of order {norm_type} is {norm}, so it cannot be clipped; pass error_if_nonfinite=False to "
                 "scale by it all the same"
             )

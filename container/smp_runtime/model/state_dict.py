@@ -10,7 +10,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.comm.control import RUNTIME_CHANNEL
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPOperationError, SMPUserError
 from smp_runtime.parameters.registry import part_of
 from smp_runtime.replacement.placing import slices_by_name, whole_state
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
@@ -217,7 +217,7 @@ class ModelState:
         missing, unexpected = part.module.load_state_dict(here, strict=False)
         missing = [name for name in missing if part.has_tensor(name)]
         if strict and (missing or unexpected):
-            raise RuntimeError(
+            raise SMPOperationError(
                 f"the state does not fit stage {part.stage} of the {type(part.module).__name__}: missing {missing}, unexpected "
                 f"{unexpected}; load the state of this model, or pass strict=False"
             )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.errors import SMPAttributeError
 from smp_runtime.model.whole_copy import whole_copy
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.group import TensorGroup
@@ -48,7 +49,7 @@ class WrappedModule(nn.Module):
             if error.name != name or error.obj is not module or hasattr(type(module), name):
                 raise  # of a property of the module's
         kind = type(module).__name__
-        raise AttributeError(
+        raise SMPAttributeError(
             f"the wrapped model has no attribute {name!r}: neither smp.DistributedModel nor the {kind} inside it has one",
             name=name,
             obj=module,

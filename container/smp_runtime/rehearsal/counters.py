@@ -13,6 +13,7 @@ import torch
 
 from smp_config import Group
 from smp_config.rehearsal import KindReport, TimedBlock
+from smp_runtime.activations import offloading
 from smp_runtime.pipeline.execution import plan_store
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.rehearsal.holdings import Holdings
@@ -62,7 +63,7 @@ class Counters:
         self.ledger = Ledger(self.phases.where)
         self._rates = rates
         self._has_clock = rates is not None
-        self.work = ModuleTimes(self.phases.where, rates, self.clock)
+        self.work = ModuleTimes(self.phases.where, rates, self.clock, () if rates is None else rates.measured)
         self.links = Links()
         self._direct = DirectCollectives(self.ledger)
         self.mode = Unperformed([self.memory, self.work], self._direct, performed_bytes)
@@ -77,11 +78,14 @@ class Counters:
         self._uses_steps = False
         self._updated = False
         self._began = 0.0
+        self._active = 1
         self._first_step_peak = 0
 
     def start(self) -> None:
         """Count from now on, on this thread and on those that it starts, and on theirs."""
         stay_in(self.mode)
+        offloading.in_host_memory.append(self.memory.in_host_memory)
+        self._put_back.append(offloading.in_host_memory.pop)
         plan_store.at_plan.append(self._hear_plan)
         self._put_back.append(plan_store.at_plan.clear)
         if self._has_clock:
@@ -168,8 +172,9 @@ class Counters:
             names.setdefault(id(ranks.groups.group(kind)), (kind.value, hosts_of(ranks.members(kind))))
         self.ledger.name_of = lambda group: names.get(id(group), ("other", 1))
         self.phases.in_microbatch = lambda: ranks.step.microbatch is not None
-        if ranks.size(Group.PP) == 1:
-            self.work.microbatch = lambda: ranks.step.microbatch
+        self.work.microbatch = self.memory.microbatch = lambda: ranks.step.microbatch
+        self._active = min(ranks.cfg.active_microbatches or 1, ranks.cfg.microbatches)
+        self.work.keeps_blocks = ranks.size(Group.PP) == 1
         replicas = ranks.size(Group.RDP if ranks.cfg.prescaled_batch else Group.DP)
 
         def count_samples(values: list[Any], axes: list[int | None]) -> list[Any]:
@@ -262,6 +267,11 @@ class Counters:
             links=self.links.counts(),
             work=self.work.rows(),
             step_seconds=self.clock.now - self._began,
+            measured_seconds=self.work.measured_seconds,
+            microbatch_bytes=memory.most_of_microbatch,
+            active_microbatches=self._active,
+            in_flight={} if self._planned is None else dict(self._planned.in_flight),
+            host_peak_bytes=memory.host_peak,
             pipeline_seconds=None if self._planned is None else self._planned.makespan,
             pipeline_idle={} if self._planned is None else dict(self._planned.idle),
             pipeline_blocks=self._pipeline_blocks(),

@@ -31,6 +31,7 @@ from smp_config.launchers import SECRET_VARIABLE
 from smp_config.rate_card import RateCard
 from smp_config.rehearsal import REHEARSAL_VARIABLE, Failure, RehearsalRequest, read_request
 from smp_config.script_lines import is_script_s
+from smp_config.timeline import TIMELINE_VARIABLE
 from smp_config.values import dictionary
 from smp_emulation.installing import install_where_asked
 from smp_runtime.comm import collectives as collectives_room
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     install_where_asked()  # PyTorch calls it by itself only where the packages are installed, and not found by a path
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
+    os.environ.pop(TIMELINE_VARIABLE, None)  # for which ranks compare their clocks
     importlib.import_module(_PUBLIC)  # once, for the scripts of all kinds
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
@@ -348,7 +350,9 @@ _init_process_group = dist.init_process_group
 
 
 def _rates(request: RehearsalRequest) -> RateCard | None:
-    """The rates of the instance; None where they are not known."""
+    """Those that were given, or of the instance; None where they are not known."""
+    if request.rates is not None:
+        return request.rates
     try:
         return (
             RateCard.of_instance(request.instance_type, processes_per_host=request.ranks_per_host)

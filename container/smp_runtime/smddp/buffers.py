@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from smp_runtime.errors import SMPOperationError
+
 #: Pieces begin at multiples of this many bytes, so that every type can be seen in them.
 _ALIGNMENT = 64
 
@@ -84,7 +86,7 @@ class RingBuffer:
             RuntimeError: something has.
         """
         if self._broken is not None:
-            raise RuntimeError(f"an earlier all-gather of this group failed: {self._broken}")
+            raise SMPOperationError(f"an earlier all-gather of this group failed: {self._broken}")
 
     def fail(self, error: BaseException) -> None:
         """Pieces will not come back; who asks for one later gets an error."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import Work
 
+from smp_runtime.errors import SMPOperationError
+
 #: Seconds between two looks at a stream by a wait that has a limit.
 _LOOK = 0.001
 
@@ -75,13 +77,13 @@ class MessageWork(_GatherWork):
         """
         limit = _seconds(timeout)
         if not self._over.wait(limit):
-            raise RuntimeError(_late(limit))
+            raise SMPOperationError(_late(limit))
         if self._future is not None:
             # Completed in a moment, and before it runs callbacks.
             with contextlib.suppress(Exception):
                 self._future.wait()
         if self._error is not None:
-            raise RuntimeError(self._error)
+            raise SMPOperationError(self._error)
         return True
 
     def is_completed(self) -> bool:
@@ -90,7 +92,7 @@ class MessageWork(_GatherWork):
 
     def exception(self) -> Any:
         """What it failed with; None if it did not, or not yet."""
-        return RuntimeError(self._error) if self._over.is_set() and self._error is not None else None
+        return SMPOperationError(self._error) if self._over.is_set() and self._error is not None else None
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Completed at the end; callbacks that it has by then run on a thread of their own."""
@@ -107,7 +109,7 @@ class MessageWork(_GatherWork):
         if self._error is None:
             future.set_result(self._report())
         else:
-            future.set_exception(RuntimeError(self._error))
+            future.set_exception(SMPOperationError(self._error))
 
 
 class StreamWork(_GatherWork):
@@ -138,7 +140,7 @@ class StreamWork(_GatherWork):
             deadline = time.monotonic() + limit
             while not self.is_completed():
                 if time.monotonic() > deadline:
-                    raise RuntimeError(_late(limit))
+                    raise SMPOperationError(_late(limit))
                 time.sleep(_LOOK)
         return True
 

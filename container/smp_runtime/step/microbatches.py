@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPAttributeError, SMPTypeError, SMPUserError
 from smp_runtime.tensors.nested import leaves_of
 
 
@@ -130,14 +130,14 @@ class StepOutput:
         def __getattr__(self, name: str) -> Any:
             """Names of tensors are answered with what to call first."""
             hint = f"; it {_IS_SEVERAL}" if hasattr(torch.Tensor, name) else ""
-            raise AttributeError(f"'StepOutput' object has no attribute {name!r}{hint}")
+            raise SMPAttributeError(f"'StepOutput' object has no attribute {name!r}{hint}")
 
     def __float__(self) -> float:
-        raise TypeError(f"a StepOutput is no number: it {_IS_SEVERAL}")
+        raise SMPTypeError(f"a StepOutput is no number: it {_IS_SEVERAL}")
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise TypeError(f"a StepOutput cannot be formatted with {spec!r}: it {_IS_SEVERAL}")
+            raise SMPTypeError(f"a StepOutput cannot be formatted with {spec!r}: it {_IS_SEVERAL}")
         return repr(self)
 
     def __repr__(self) -> str:

@@ -13,11 +13,12 @@ import torch
 from smp_config import Group
 from smp_config.whereabouts import BETWEEN, REDUCTION, here
 from smp_runtime.comm.devices import in_order_with_script, keep_for_script
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPTypeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport.messages import StepKind
 from smp_runtime.step.first_stage_inputs import Arguments, FirstStageInputs, probe
 from smp_runtime.step.microbatches import StepOutput, batch_samples, merge_outputs, shapes_in, split_argument
+from smp_runtime.tensors.determinism import explaining
 from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import tree_map
 
@@ -181,7 +182,7 @@ class StepFunction:
         returned = []
         try:
             # Backward on the calling thread, as in a pipeline: recomputation finds there what forward has left.
-            with torch.autograd.set_multithreading_enabled(False):
+            with explaining(), torch.autograd.set_multithreading_enabled(False):
                 for index, microbatch in enumerate(microbatches):
                     session.ranks.step.microbatch = index
                     returned.append(microbatch())
@@ -198,7 +199,7 @@ class StepFunction:
             elif parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
                 names.append(parameter.name)
         if count > len(names):
-            raise TypeError(
+            raise SMPTypeError(
                 f"{self._function.__name__}() takes {len(names)} positional arguments but {count} were given"
             )
         return names[:count]

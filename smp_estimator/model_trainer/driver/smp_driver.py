@@ -51,11 +51,11 @@ def main() -> None:
 
 
 def _launch() -> None:
-    """Become the launcher; raises RuntimeError where there is none."""
+    """Become the launcher; raises ImageError where there is none."""
     try:
         from smp_launch import model_trainer
     except ModuleNotFoundError as error:
-        raise RuntimeError(
+        raise entry.ImageError(
             f"the image has no runtime of the model parallel library ({error}), and ModelParallel(ship_runtime=False) says that it "
             "has: leave ship_runtime out, or use an image that has it"
         ) from None
@@ -68,14 +68,14 @@ def missing(requirements: Iterable[str]) -> list[str]:
 
 
 def install(requirements: list[str]) -> None:
-    """Install packages from the index that pip is configured for; raises RuntimeError, with pip's last words, if it cannot."""
+    """Install packages from the index that pip is configured for; raises ImageError, with pip's last words, if it cannot."""
     if not requirements:
         return
     print(f"[smp] installing what the image lacks: {' '.join(requirements)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *requirements]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(
+        raise entry.ImageError(
             f"the image lacks {', '.join(requirements)}, which the model parallel runtime needs, and pip cannot install "
             "it; without a network (enable_network_isolation) use an image that has them, or one that has the runtime, with "
             f"ModelParallel(ship_runtime=False). pip said:\n{done.stdout.strip()[-_PIP_CHARACTERS:]}"

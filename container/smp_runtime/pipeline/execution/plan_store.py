@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, smooth
+from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, nominal, smooth
 from smp_runtime.pipeline.schedule.planner import plan as make_plan
 from smp_runtime.pipeline.schedule.simulation import simulate
 
@@ -64,9 +64,18 @@ class PlanStore:
     Args:
         active: most microbatches in flight.
         share: gives the orders of all pipelines that must agree; the first one's count.
+        repeatable: whether orders follow from what a step does alone, so that another run has the same ones.
     """
 
-    def __init__(self, policy: Policy, active: int, share: Callable[[Any], list[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        active: int,
+        share: Callable[[Any], list[Any]] | None = None,
+        *,
+        repeatable: bool = False,
+    ) -> None:
+        self.is_repeatable = repeatable
         self._policy = policy
         self._active = active
         self._share = share
@@ -139,7 +148,7 @@ class PlanStore:
         self, segments: Sequence[Segment], present: Mapping[int, tuple[Action, ...]] | None
     ) -> dict[int, tuple[Action, ...]] | None:
         try:
-            smoothed = smooth(segments)
+            smoothed = nominal(segments) if self.is_repeatable else smooth(segments)
             made = make_plan(smoothed, policy=self._policy, active=self._active, latency=LATENCY)
             if present is not None:
                 now = simulate(present, smoothed, active=self._active, latency=LATENCY).makespan

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.activations.marking import say_offloading_is_ours
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
 from smp_runtime.replacement.huggingface.generating import generate_as, past_length
@@ -85,7 +85,7 @@ class CausalModel(DistributedTransformerLMHead):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """What the original's returns; see Transformers."""
         if self.original is None or not hasattr(self.original, "generate"):
-            raise AttributeError(
+            raise SMPAttributeError(
                 f"a distributed {getattr(self, 'replaced_class', 'model')} has no head to generate with"
             )
         return generate_as(self.original, self, *args, **kwargs)
