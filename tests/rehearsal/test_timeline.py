@@ -75,6 +75,7 @@ class Rates:
 def test_blocks_end_where_a_rank_waits_or_does_something_else():
     clock, at, number = Clock(), {"phase": "forward"}, {"microbatch": 0}
     times = ModuleTimes(lambda: Where(at["phase"], ""), Rates(), clock)
+    times.keeps_blocks = True
     times.microbatch = lambda: number["microbatch"]
     row, column = torch.ones(1, 1), torch.ones(1, 1)  # two operations: multiply and add
     with Unperformed([times]):

@@ -204,8 +204,7 @@ class _Kind:
         sessions.at_init.append(self._begin)
         if self._request.on_gpu:
             F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
-        torch_module: Any = torch
-        torch_module.save = _save_nothing
+        torch.save = _save_nothing  # type: ignore[assignment]  # its names of arguments are not needed
         public: Any = sys.modules[_PUBLIC]
         public.save_checkpoint = self._agreed(public.save_checkpoint)
         dist.init_process_group = self._start_groups
