@@ -153,6 +153,9 @@ class ModelParallelParameters(BaseModel):
     )
     skip_tracing: StrictBool = Field(False, description="Partition without the tracing step.")
     deterministic_server: StrictBool = Field(False, description="Same order of requests on all data parallel ranks.")
+    deterministic: StrictBool = Field(
+        False, description="Runs at the same degrees are equal in every bit; what prevents it is an error or a warning."
+    )
     sdp_reduce_bucket_size: Whole = Field(500_000_000, ge=1, description="Elements per gradient bucket.")
     sdp_param_persistence_threshold: Whole = Field(
         1_000_000, ge=0, description="Parameters with fewer elements stay replicated; 0 shards everything."
@@ -323,6 +326,11 @@ class ModelParallelParameters(BaseModel):
     def partitions(self) -> int:
         """The old name of :attr:`pipeline_parallel_degree`."""
         return self.pipeline_parallel_degree
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the interpreter of every rank is started with, unless the user says otherwise."""
+        return {"PYTHONHASHSEED": "0"} if self.deterministic else {}
 
     @property
     def placement(self) -> str:

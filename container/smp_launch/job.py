@@ -102,6 +102,8 @@ class Job:
         """What ranks on other hosts must get from the leader; the rest of their environment is their own host's."""
         values = {**self.buffers.to_environment(), LAYOUT_VARIABLE: self.layout.to_text(), "PYTHONUNBUFFERED": "1"}
         values[COUNT_VARIABLE] = environ.get(COUNT_VARIABLE, "0")
+        if self.parameters is not None:
+            values |= {name: environ.get(name, value) for name, value in self.parameters.variables.items()}
         if self.readers is not None and self.parameters is not None:
             values[PARAMETERS_VARIABLE] = json.dumps(self.parameters.to_mp_parameters())
             values[READERS_VARIABLE] = str(self.readers)

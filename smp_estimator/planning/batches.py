@@ -201,32 +201,53 @@ def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False,
     return global_batch // each
 
 
-#: By schedule, parts of equal time of a microbatch, of which a stage waits one for each other stage; else the microbatch is one.
-_PARTS = {"zero_bubble": 3}
-
-
-def idle_fraction(stages: int, microbatches: int, schedule: str = "interleaved", active: int | None = None) -> float:
+def idle_fraction(
+    stages: int, microbatches: int, schedule: str = "interleaved", active: int | None = None, *, again: bool = False
+) -> float:
     """Part of a step in which a stage waits.
 
     (p − 1) / (m + p − 1) for GPipe and 1F1B alike: Huang et al. 2019 and Narayanan et al. 2021, for stages of equal time and free
     communication. (p − 1) / (3m + p − 1) for zero_bubble: Qi et al. 2023 (ZB-H1), where forward, gradients of inputs and gradients
-    of weights take equal time as well.
+    of weights take equal time as well; (p − 1) / (2m + p − 1) where forward passes are computed again before gradients of inputs.
 
     With fewer microbatches in flight than stages the pipeline never fills: one begins when another has gone through all p stages,
     so m of them take ⌈m/a⌉ · p times of a stage and those by which the last ones follow each other. "simple" runs in waves of a
     microbatches, and each fills and empties the pipeline.
 
     Args:
-        active: a, the most in flight; None: enough. With zero_bubble it is not counted.
+        active: a, the most in flight; None: enough.
+        again: activation checkpointing computes forward passes again.
     """
     _at_least_one(stages=stages, microbatches=microbatches)
-    if active is None or schedule in _PARTS:
-        return (stages - 1) / (_PARTS.get(schedule, 1) * microbatches + stages - 1)
-    most = max(1, min(active, microbatches))
+    most = microbatches if active is None else max(1, min(active, microbatches))
+    if schedule == "zero_bubble":
+        return _idle_of_zero_bubble(stages, microbatches, most, again=again)
+    if active is None:
+        return (stages - 1) / (microbatches + stages - 1)
     waves = -(-microbatches // most)
     if schedule == "simple":
         return 1 - microbatches / (microbatches + waves * (stages - 1))
     return 1 - microbatches / max(microbatches + stages - 1, waves * stages + (microbatches - 1) % most)
+
+
+def _idle_of_zero_bubble(stages: int, microbatches: int, most: int, *, again: bool) -> float:
+    """The same, from forward passes and gradients of weights that take a unit of time each, and all else of backward.
+
+    A stage waits for forward passes and gradients of inputs of the stages before it, and has its own gradients of weights to
+    compute meanwhile. Where no more are in flight than there are stages, a microbatch of the next wave waits for one that has come
+    through all of them, and for gradients of weights that were computed before; with one wave these fill what is left. The last
+    form is what the runtime's planner comes to, up to 8 % above where the last wave is not whole.
+    """
+    forward, inputs, weights = 1, 2 if again else 1, 1
+    whole = forward + inputs + weights
+    seconds = microbatches * whole + (stages - 1) * (whole - 2 * weights)
+    if most <= stages:
+        through, waves = stages * (forward + inputs) + weights, -(-microbatches // most)
+        follow = (forward + inputs) * (microbatches - 1)
+        if waves > 1:
+            through, follow = waves * through, (microbatches - 1) % most * whole + (waves - 1) * (most - 1) * weights
+        seconds = max(seconds, through + follow)
+    return 1 - microbatches * whole / seconds
 
 
 def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active: int | None = None) -> int:

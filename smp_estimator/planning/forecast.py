@@ -113,7 +113,7 @@ class Forecast:
     @property
     def idle(self) -> float:
         """Part of a step that a pipeline stage waits."""
-        return idle_of(self.request.parameters)
+        return idle_of(self.request)
 
     @cached_property
     def time(self) -> StepTime | None:

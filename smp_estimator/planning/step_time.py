@@ -24,7 +24,6 @@ from smp_estimator.planning.batches import Batches, idle_fraction
 from smp_estimator.planning.memory import embedding_is_distributed
 
 if TYPE_CHECKING:
-    from smp_config import ModelParallelParameters
     from smp_estimator.planning.network import Traffic
     from smp_estimator.planning.request import Request
 
@@ -220,7 +219,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     arithmetic = (forward + backward) / speed
     links = _Links(known, topology, request.processes_per_host)
     tensor = links.seconds(sent.tensor, Group.TP)
-    waits = idle_of(parameters)
+    waits = idle_of(request)
     early = sent.data - sent.data_late
     if parameters.sharded_data_parallel_degree > 1:
         # Layers are gathered ahead and reduced behind, in forward and in backward.
@@ -244,10 +243,12 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
     )
 
 
-def idle_of(parameters: ModelParallelParameters) -> float:
-    """Part of a step that a pipeline stage waits, with the schedule and the microbatches in flight of these settings."""
+def idle_of(request: Request) -> float:
+    """Part of a step that a pipeline stage waits, with the schedule and the microbatches in flight of its settings."""
+    parameters = request.parameters
+    again = request.workload.activation_checkpointing is not None
     stages, count = parameters.pipeline_parallel_degree, parameters.microbatches
-    return idle_fraction(stages, count, parameters.pipeline, parameters.active_microbatches)
+    return idle_fraction(stages, count, parameters.pipeline, parameters.active_microbatches, again=again)
 
 
 def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:

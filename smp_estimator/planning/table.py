@@ -72,10 +72,15 @@ def _idle_because(plan: Forecast) -> str:
     settings = plan.request.parameters
     stages, active = settings.pipeline_parallel_degree, settings.active_microbatches or 1
     most = min(active, settings.microbatches)
-    if settings.pipeline == "zero_bubble":
-        return "(p − 1) / (3m + p − 1)"
-    is_filled = plan.idle <= idle_fraction(stages, settings.microbatches) * (1 + 1e-9)
-    return "(p − 1) / (m + p − 1)" if is_filled else f"with {most} of {settings.microbatches} microbatches in flight"
+    again = plan.request.workload.activation_checkpointing is not None
+    filled = idle_fraction(stages, settings.microbatches, settings.pipeline, again=again)
+    parts = ("2" if again else "3") if settings.pipeline == "zero_bubble" else ""
+    is_filled = plan.idle <= filled * (1 + 1e-9)
+    return (
+        f"(p − 1) / ({parts}m + p − 1)"
+        if is_filled
+        else f"with {most} of {settings.microbatches} microbatches in flight"
+    )
 
 
 def _shared_memory_lines(plan: Forecast) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import smp_config
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.emulation import VARIABLE as EMULATION_VARIABLE
 from smp_config.instances import require_usable
-from smp_config.rehearsal import Failure, KindReport, Rehearsal, RehearsalRequest
+from smp_config.rate_card import RateCard
+from smp_config.rehearsal import STAND_IN_SAMPLES, Failure, KindReport, Rehearsal, RehearsalRequest
+from smp_config.rehearsal import input_shapes as input_shapes_of
 from smp_config.values import dictionary
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of
 
@@ -26,6 +29,9 @@ _PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
 
 #: Lines of the script's output that an error is given with, when nothing else is known.
 _LAST_LINES = 12
+
+#: Measured modules that a message names.
+_SHOWN_MODULES = 4
 
 #: Errors that follow from another stage's.
 _CONSEQUENCES = ("StageError", "RankLeftError", "ConnectionLostError", "DeadlineError")
@@ -41,9 +47,15 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     parameters: Mapping[str, Any] | str | None = None,
     rehearsed_steps: int = 3,
     steps: int | None = None,
+    epochs: float | None = None,
+    samples: int | None = None,
     gpu_memory_bytes: int | None = None,
+    rates: str | os.PathLike[str] | None = None,
+    measured: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     channels: Mapping[str, str | os.PathLike[str]] | None = None,
+    input_shapes: Mapping[str, str] | None = None,
+    other_ranks: bool = True,
     verbose: bool = False,
     timeout: float = 1800.0,
 ) -> Rehearsed:
@@ -57,15 +69,24 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         processes_per_host: ranks of an instance; default: its GPUs.
         parameters: ``mp_parameters``; None: what the script hands to ``smp.init()``.
         rehearsed_steps: after which the script is stopped; the last is reported, and the first makes what stays.
-        steps: of the whole training, for its hours and price.
+        steps: of the whole training, for its hours and price; or
+        epochs: passes through ``samples``, of which those that fill no step are dropped in each pass.
+        samples: of the data set; default: as many as the script's loader has.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
+        rates: file of a rate card (:class:`~smp_config.rate_card.RateCard`); default: the instance's stated rates.
+        measured: a rank's timeline (``timeline-rank0.json``), or a folder of them: what modules took there for a microbatch is what
+            they take here. It is of the same model and of microbatches of the same size.
         environment: of the script.
         channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
+        input_shapes: by name, tensors of the batches that stand for data which is not here, ``{"input_ids": "-1,1024:int64"}``: -1
+            is the loader's batch size, a type may follow; numbers from 0 as names where a batch is a list.
+        other_ranks: rehearse two steps of the last rank of each stage, too, and compare the calls in which ranks wait for each
+            other with the first one's.
         verbose: show what the script prints.
         timeout: seconds after which the rehearsal is given up.
 
     Raises:
-        ConfigError: settings that cannot work, or PyTorch is not installed here.
+        ConfigError: settings that cannot work, a file that cannot be read, or PyTorch is not installed here.
         RehearsalFailed: the script failed, or does what cannot be rehearsed.
     """
     if not Path(script).is_file():
@@ -76,6 +97,8 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         raise ConfigError(f"rehearsed_steps is {rehearsed_steps}; the first step makes what stays, so give at least 2")
     if steps is not None and steps < 1:
         raise ConfigError(f"steps is {steps}; it is the number of steps of the whole training: give 1 or more, or none")
+    _check_epochs(steps, epochs, samples)
+    inputs = input_shapes_of(input_shapes or {})
     known = require_usable(instance_type)
     ranks = processes_per_host or (known.gpus if known is not None else None)
     if ranks is None:
@@ -87,44 +110,124 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     kinds = 1
     if given is not None:
         kinds = ModelParallelParameters.from_mp_parameters(dict(given)).topology(ranks * instance_count).pipeline
+    card = _card(instance_type, ranks, rates, measured)
     with tempfile.TemporaryDirectory(prefix="smp-rehearsal-") as folder:
         request = RehearsalRequest(
             hosts=instance_count,
             ranks_per_host=ranks,
             kinds=kinds,
             instance_type=instance_type,
+            rates=card,
             steps=rehearsed_steps,
             folder=folder,
+            other_ranks=other_ranks,
+            inputs=inputs,
+            stand_in_samples=samples or STAND_IN_SAMPLES,
         )
         began = time.monotonic()
         _run(
             request,
             script,
             arguments,
-            {**_folders(folder, channels), **_environment(given, environment)},
+            {**_folders(folder, channels, may_be_missing=bool(inputs)), **_environment(given, environment)},
             verbose=verbose,
             timeout=timeout,
         )
         found = [KindReport.model_validate_json(path.read_bytes()) for path in sorted(Path(folder).glob("kind-*.json"))]
+    if measured is not None and card is not None and not any(kind.measured_seconds for kind in found):
+        modules = ", ".join(dict.fromkeys(repr(one.path) for one in card.measured[:_SHOWN_MODULES]))
+        raise ConfigError(
+            f"none of the {len(card.measured)} durations in {os.fspath(measured)} is of a module that a step of the script ran "
+            f"(they are of {modules}, …); record the timeline with the same model, in functions decorated with smp.step"
+        )
     rehearsal = Rehearsal(
         request=request.model_copy(update={"kinds": len(found)}),
         mp_parameters=dict(given or {}),
         kinds=sorted(found, key=lambda kind: kind.stage),
         seconds=time.monotonic() - began,
     )
-    return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type), steps)
+    if epochs is not None:
+        steps = steps_of_epochs(rehearsal, epochs, samples)
+    return Rehearsed(rehearsal, gpu_memory_bytes or gpu_memory_of(instance_type), steps, epochs)
 
 
-def _folders(folder: str, channels: Mapping[str, str | os.PathLike[str]] | None) -> dict[str, str]:
+def _card(
+    instance_type: str,
+    ranks: int,
+    rates: str | os.PathLike[str] | None,
+    measured: str | os.PathLike[str] | None,
+) -> RateCard | None:
+    """What computation and collectives take; None: the runner finds the instance's stated rates itself, if there are any."""
+    if rates is None and measured is None:
+        return None
+    if rates is None:
+        card = RateCard.of_instance(instance_type, processes_per_host=ranks)
+    else:
+        try:
+            text = Path(rates).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"the rate card {os.fspath(rates)} cannot be read: {error.strerror}; write one with RateCard.to_json(), or leave "
+                "it out for the rates of the instance"
+            ) from None
+        card = RateCard.from_json(text, os.fspath(rates))
+    return card if measured is None else card.with_measured(Path(measured))
+
+
+def _check_epochs(steps: int | None, epochs: float | None, samples: int | None) -> None:
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"steps is {steps} and epochs is {epochs:g}; each says when the training ends: give one of the two"
+        )
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise ConfigError(f"epochs is {epochs}; it counts passes through the data: give a number above 0")
+    if samples is not None and samples < 1:
+        raise ConfigError(f"samples is {samples}; it is the size of the data set: give 1 or more, or none")
+
+
+def steps_of_epochs(rehearsal: Rehearsal, epochs: float, samples: int | None) -> int:
+    """Optimizer steps of so many passes, by the samples of a step or by the script's own loader.
+
+    Raises:
+        ConfigError: nobody knows how long an epoch is, or it has no whole step.
+    """
+    (kind, *_) = rehearsal.kinds
+    if samples is not None:
+        if not kind.step_samples:
+            raise ConfigError(
+                f"samples is {samples:,}, but nothing says how many a step trains on: the script has no @smp.step with a tensor; "
+                "give steps"
+            )
+        each, said = (
+            samples // kind.step_samples,
+            f"{samples:,} samples are fewer than the {kind.step_samples:,} of a step",
+        )
+    elif kind.epoch_batches is not None and kind.step_batches:
+        each = kind.epoch_batches // kind.step_batches
+        said = f"the script's loader has {kind.epoch_batches:,} batches, fewer than the {kind.step_batches:,} of a step"
+    else:
+        raise ConfigError(
+            f"epochs is {epochs:g}, but nothing says how long one is: the script reads no DataLoader of known length; give "
+            "samples, of the data set, or steps"
+        )
+    if each < 1:
+        raise ConfigError(f"{said}, so an epoch has no whole step; lower the batch, or give more data")
+    return max(1, round(epochs * each))
+
+
+def _folders(
+    folder: str, channels: Mapping[str, str | os.PathLike[str]] | None, *, may_be_missing: bool
+) -> dict[str, str]:
     """Where a script of a job reads and writes; what it writes is of no use to anybody."""
     found = {"SM_MODEL_DIR": "model", "SM_OUTPUT_DATA_DIR": "output", "SMP_CHECKPOINT_DIR": "checkpoints"}
     for name, place in found.items():
         found[name] = os.path.join(folder, place)
         Path(found[name]).mkdir()
     for name, path in (channels or {}).items():
-        if not Path(path).exists():
+        if not (may_be_missing or Path(path).exists()):
             raise ConfigError(
-                f"the data of channel {name!r} is missing: {os.fspath(path)} does not exist; give a folder of this machine"
+                f"the data of channel {name!r} is missing: {os.fspath(path)} does not exist; give a folder of this machine, or the "
+                'shapes of a batch, which stand for it: input_shapes={"input_ids": "-1,1024:int64"}, --input-shape'
             )
         found[f"SM_CHANNEL_{name.upper()}"] = str(Path(path).absolute())
     return found
@@ -169,12 +272,25 @@ def _run(
     if failures:
         failures.sort(key=lambda one: one.error.startswith(_CONSEQUENCES))
         first = failures[0]
-        stages = f" on stage {first.stage} (rank {first.rank})" if request.kinds > 1 or first.stage else ""
-        at = f" at {first.line}" if first.line else ""
-        said = first.error.partition("\n\nTraceback")[0]
-        raise RehearsalFailed(f"the script fails{stages}{at}: {said}", tuple(failures))
+        raise RehearsalFailed(_failure_text(first, is_piped=request.kinds > 1), tuple(failures))
     if code:
         last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
         raise RehearsalFailed(
             f"the rehearsal of {os.fspath(script)} ended with exit code {code}:\n{last}".rstrip(":\n")
         )
+
+
+def _failure_text(first: Failure, *, is_piped: bool) -> str:
+    """What the first cause says."""
+    at = f" at {first.line}" if first.line else ""
+    said = first.error.partition("\n\nTraceback")[0]
+    if first.is_of_all:
+        return f"ranks of the job differ{at}: {said.partition(': ')[2]}"
+    if first.is_last:
+        return (
+            f"the script fails on rank {first.rank}, the last of stage {first.stage}{at}: {said}; the first rank of the stage "
+            "comes through, so look for what depends on the rank. If another rank would have sent what it lacks here, rehearse "
+            "without it: --only-first-ranks, or other_ranks=False"
+        )
+    stages = f" on stage {first.stage} (rank {first.rank})" if is_piped or first.stage else ""
+    return f"the script fails{stages}{at}: {said}"

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: Holders of the fullest stage that are shown.
 _SHOWN_HOLDERS = 6
 
+#: Modules of an unused stage that are named.
+_SHOWN_MODULES = 4
+
 
 class RehearsalFailed(Coded, RuntimeError):
     """The script cannot go on where it would run on a cluster, or cannot be rehearsed.
@@ -42,11 +45,13 @@ class Rehearsed(Shown):
         rehearsal: all that was counted.
         gpu_memory_bytes: of one GPU; None where it is not known.
         training_steps: of the whole training; None where nobody has said.
+        training_epochs: passes through the data that these are; None where nobody has said.
     """
 
     rehearsal: Rehearsal
     gpu_memory_bytes: int | None
     training_steps: int | None = None
+    training_epochs: float | None = None
 
     @cached_property
     def fullest(self) -> KindReport:
@@ -72,8 +77,8 @@ class Rehearsed(Shown):
 
     @property
     def unused(self) -> list[KindReport]:
-        """Stages without a parameter, whose GPUs have next to nothing to do."""
-        return [one for one in self.rehearsal.kinds if not one.parameters]
+        """Stages that hold no parameter, or none that a step uses: their GPUs have next to nothing to do."""
+        return [one for one in self.rehearsal.kinds if one.parameters <= one.idle_parameters]
 
     @property
     def training_hours(self) -> float | None:
@@ -88,6 +93,19 @@ class Rehearsed(Shown):
         if self.training_hours is None or known is None or known.usd_per_hour is None:
             return None
         return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
+
+    def _basis(self) -> str:
+        """Where the seconds of a step come from."""
+        card = self.rehearsal.request.rates
+        if card is None:
+            return "the instance's stated rates"
+        parts = [one.measured_seconds / one.step_seconds for one in self.rehearsal.kinds if one.step_seconds]
+        by_rates = f"the rates of {card.name}"
+        return f"measured durations ({max(parts):.0%}) and {by_rates}" if card.measured and parts else by_rates
+
+    def _speed(self) -> str:
+        samples = self.rehearsal.samples_per_second
+        return "" if samples is None else f", {samples:,.4g} samples per second"
 
     def _idle(self) -> str:
         idle = next((one.pipeline_idle for one in self.rehearsal.kinds if one.pipeline_idle), {})
@@ -119,25 +137,48 @@ class Rehearsed(Shown):
         )
         lines: list[tuple[str, Sequence[Cell]]] = [
             ("verdict", [Said(verdict.value, verdict), fullest]),
+            *self._other_order(),
+            *self._offloaded(),
             ("rehearsed", [f"{where}: {len(found.kinds)} kinds of ranks in {found.seconds:.0f} s"]),
         ]
         if found.step_seconds:
-            lines.append(("step", [f"{found.step_seconds:.3g} s by the instance's stated rates{self._idle()}"]))
+            lines.append(("step", [f"{found.step_seconds:.3g} s by {self._basis()}{self._speed()}{self._idle()}"]))
         if self.training_hours is not None:
+            passes = self.training_epochs
+            epochs = "" if passes is None else f" ({passes:g} epoch{'' if passes == 1 else 's'})"
             price = "" if self.training_usd is None else f", {self.training_usd:,.0f} USD at EC2's on-demand price"
-            lines.append(("training", [f"{self.training_steps:,} steps take {self.training_hours:,.1f} h{price}"]))
-        if self.unused:
-            stages = ", ".join(str(one.stage) for one in self.unused)
             lines.append(
-                (
-                    "unused",
-                    [f"stage {stages} holds no parameters; lower pipeline_parallel_degree, or move modules there"],
-                )
+                ("training", [f"{self.training_steps:,} steps{epochs} take {_hours(self.training_hours)}{price}"])
             )
+        lines += [("unused", [_why_unused(one)]) for one in self.unused]
+        for one in self.rehearsal.kinds:
+            if one.idle_modules and one not in self.unused:
+                names = _names(one.idle_modules)
+                lines.append(
+                    ("unused", [f"no step calls {names} of stage {one.stage} ({one.idle_parameters:,} parameters)"])
+                )
         parts: list[Lines | Grid] = [Lines(lines), self._stages(), self._holders(kind)]
         if traffic := self._traffic(kind):
             parts.append(traffic)
         return parts
+
+    def _other_order(self) -> list[tuple[str, Sequence[Cell]]]:
+        """What the fullest stage holds if the job's microbatches meet in another order."""
+        kind = max(self.rehearsal.kinds, key=self._most_on_gpu)
+        most = self._most_on_gpu(kind)
+        if most <= on_gpu(self.fullest):
+            return []
+        words = f"{_size(most)} on stage {kind.stage} if all {kind.active_microbatches} active microbatches are in flight there"
+        return [("at most", [words])]
+
+    def _offloaded(self) -> list[tuple[str, Sequence[Cell]]]:
+        kind = max(self.rehearsal.kinds, key=lambda one: one.host_peak_bytes)
+        if not kind.host_peak_bytes:
+            return []
+        return [("offloaded", [f"{_size(kind.host_peak_bytes)} in main memory, of each rank of stage {kind.stage}"])]
+
+    def _most_on_gpu(self, kind: KindReport) -> int:
+        return self.rehearsal.most_bytes(kind) - (kind.peak_bytes - on_gpu(kind))
 
     def _stages(self) -> Grid:
         kinds = list(dict.fromkeys(name for one in self.rehearsal.kinds for name in one.classes))
@@ -209,6 +250,33 @@ class Rehearsed(Shown):
             numbers=frozenset({2, 3, 5, 6, 7}),
             title=f"What a rank of stage {kind.stage} sends in a step",
         )
+
+
+def _why_unused(kind: KindReport) -> str:
+    """What a stage lacks, and what to do."""
+    change = "lower pipeline_parallel_degree, or move modules there"
+    if kind.parameters:
+        return (
+            f"stage {kind.stage} holds {_names(kind.idle_modules)}, which no step calls, and nothing else with parameters; take "
+            f"what is not trained out of the model, {change}"
+        )
+    held = (
+        f"holds no parameters, only {_names(kind.modules)}" if kind.modules else "holds no parameters, and no modules"
+    )
+    return f"stage {kind.stage} {held}; {change}"
+
+
+def _names(paths: Sequence[str]) -> str:
+    """The first of them."""
+    more = len(paths) - _SHOWN_MODULES
+    return ", ".join(paths[:_SHOWN_MODULES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _hours(hours: float) -> str:
+    """Hours, minutes where these are few."""
+    return (
+        f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.2g} min" if hours * 60 < 10 else f"{hours * 60:,.0f} min"
+    )
 
 
 def on_gpu(kind: KindReport) -> int:

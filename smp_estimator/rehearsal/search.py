@@ -20,7 +20,7 @@ from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Region, Search
 from smp_estimator.planning.search.improvement import change_line, change_words, search_dict, search_line
 from smp_estimator.planning.search.planned import configuration_of_settings
-from smp_estimator.planning.search.space import Configuration, Space
+from smp_estimator.planning.search.space import SCHEDULES, Configuration, Space
 from smp_estimator.rehearsal.rehearse import rehearse
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of, on_gpu
 
@@ -39,7 +39,7 @@ _GAP = 0.02
 #: Settings of ``mp_parameters`` that the search chooses.
 _CHOSEN = frozenset(
     "partitions pipeline_parallel_degree tensor_parallel_degree prescaled_batch sharded_data_parallel_degree "
-    "shard_optimizer_state microbatches active_microbatches offload_activations placement_strategy".split()
+    "shard_optimizer_state microbatches pipeline active_microbatches offload_activations placement_strategy".split()
 )
 
 #: Modules of a list, which stages are made of.
@@ -178,8 +178,8 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
 ) -> ScriptSuggestion:
     """Look for the degrees with which a script trains fastest on a cluster, by rehearsing it.
 
-    Pipeline, tensor and sharding degrees, sharded optimizer state, microbatches, active microbatches and placement are searched.
-    Whether activations are checkpointed or offloaded is the script's own.
+    Pipeline, tensor and sharding degrees, sharded optimizer state, microbatches, active microbatches, the schedule of the pipeline
+    and placement are searched. Whether activations are checkpointed or offloaded is the script's own.
 
     Args:
         script: as a job runs it; it takes its degrees from ``mp_parameters``.
@@ -212,6 +212,9 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     given = {"ddp": True, **(parameters or {})}
     settings = ModelParallelParameters.from_mp_parameters(given)
     kept = {name: value for name, value in given.items() if name not in _CHOSEN}
+    schedules: tuple[str, ...] = SCHEDULES
+    if settings.pipeline == "_only_forward":  # says what the job is for
+        kept["pipeline"], schedules = settings.pipeline, (settings.pipeline,)
     rehearsal = _Rehearsals(
         script, tuple(arguments), instance_type, instance_count, per_host, memory, kept, tell, run or rehearse
     )
@@ -223,6 +226,7 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
         layers=layers,
         heads=per_host if tensor_parallelism else 0,
         can_recompute=False,
+        schedules=schedules,
     )
     region = Region(
         space=space,
@@ -329,4 +333,5 @@ class _Rehearsals:
             processes_per_host=per_host,
             parameters={**self.kept, **settings},
             gpu_memory_bytes=self.memory,
+            other_ranks=False,  # of the same script, the degrees change nothing
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smp_config import ConfigError
 from smp_estimator.pictures.svg import colour
 from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.timeline.links import amount
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,7 +141,7 @@ def save_memory_picture(curves: Sequence[MemoryCurve], path: str | Path, theme: 
     figure.suptitle(f"memory over a step, by owner{left}", fontsize=11, color=theme.ink)
     axes.set_xlabel("milliseconds", color=theme.ink, fontsize=9)
     figure.tight_layout(rect=(0, 0.42 / figure.get_size_inches()[1], 1, 0.995))
-    _legend(figure, colours, theme)
+    _legend(figure, colours, theme, has_phases=any(curve.phases for curve in drawn))
     return save(figure, path)
 
 
@@ -167,7 +168,7 @@ def _draw(
     at, most = (curve.peak[0] - start) * 1e3, curve.peak[1] / GB
     axes.plot([at], [most], marker="v", markersize=5, color=theme.ink)
     right = at < 0.5 * times[-1]
-    said = f"{most:,.1f} GB" + (f": {curve.peak_owner}" if curve.peak_owner else "")
+    said = amount(curve.peak[1]) + (f": {curve.peak_owner}" if curve.peak_owner else "")
     axes.annotate(
         said,
         (at, most),
@@ -206,15 +207,16 @@ def _draw_phases(axes: Any, curve: MemoryCurve, theme: Theme, start: float, top:
         )
 
 
-def _legend(figure: Figure, colours: Mapping[str, str], theme: Theme) -> None:
+def _legend(figure: Figure, colours: Mapping[str, str], theme: Theme, *, has_phases: bool) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(facecolor=colour, label=owner) for owner, colour in colours.items()]
-    patches += [
-        Patch(facecolor=(theme.ink, 0.35), label="forward"),
-        Patch(facecolor=(theme.ink, 0.8), label="backward"),
-        Patch(facecolor=(theme.ink, 0.1), label="update and others"),
-    ]
+    if has_phases:
+        patches += [
+            Patch(facecolor=(theme.ink, 0.35), label="forward"),
+            Patch(facecolor=(theme.ink, 0.8), label="backward"),
+            Patch(facecolor=(theme.ink, 0.1), label="update and others"),
+        ]
     figure.legend(
         handles=patches, loc="lower center", ncol=len(patches), fontsize=8, frameon=False, labelcolor=theme.ink
     )

@@ -48,6 +48,7 @@ DOCUMENTED_DEFAULTS = {
     "delayed_parameter_initialization": False,
     "skip_tracing": False,
     "deterministic_server": False,
+    "deterministic": False,
     "sdp_reduce_bucket_size": 5e8,
     "sdp_param_persistence_threshold": 1e6,
     "sdp_max_live_parameters": 1e9,

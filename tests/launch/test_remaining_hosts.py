@@ -114,3 +114,11 @@ def test_a_lost_spare_disturbs_nobody(job, tmp_path, capfd):
     assert lost_of(begun, others) == []
     assert left.job_now().spares == ()
     assert "lost" not in capfd.readouterr().err
+
+
+def test_ranks_of_a_deterministic_job_order_sets_alike(job):
+    begun = job(deterministic=True)
+    assert announced(begun)["PYTHONHASHSEED"] == "0"
+    with begun.announced({"PYTHONHASHSEED": "7"}) as values:  # as the user wants it
+        assert values["PYTHONHASHSEED"] == "7"
+    assert "PYTHONHASHSEED" not in announced(job())

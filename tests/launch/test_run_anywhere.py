@@ -196,7 +196,7 @@ def test_the_dry_run_starts_nothing(folder):
     environ = fake_slurm.allocation(folder, ["node1"])
     environ |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1"}
     environ |= {"SLURM_STEP_NODELIST": "node[1-2]", "SLURMD_NODENAME": "node2", "MASTER_PORT": "29400"}
-    words = ["--print", "--processes", "2", "--parameters", '{"ddp": true}', "train.py", "tell"]
+    words = ["--print", "--processes", "2", "--parameters", '{"ddp": true, "deterministic": true}', "train.py", "tell"]
     done = CliRunner().invoke(run_script, words, env=environ)
     assert done.exit_code == 0
     lines = done.output.splitlines()
@@ -205,7 +205,7 @@ def test_the_dry_run_starts_nothing(folder):
     )
     assert lines[1].startswith('parameters: {"ddp": true')
     assert lines[2].startswith("variables of rank 2: ")
-    for variable in ("RANK=2", "WORLD_SIZE=4", "SMP_HOST=node2", "MASTER_ADDR=node1"):
+    for variable in ("RANK=2", "WORLD_SIZE=4", "SMP_HOST=node2", "MASTER_ADDR=node1", "PYTHONHASHSEED=0"):
         assert f" {variable} " in lines[2] + " "
     assert lines[3].endswith("-- train.py tell")
     assert not told(folder)

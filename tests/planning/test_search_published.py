@@ -102,6 +102,36 @@ PUBLISHED = [
         128,
         {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 4, "microbatches": 32, **_SHARDED},
     ),
+    # Le Scao et al. 2022, section 3.4, and its repository: 384 A100 with 80 GB, ZeRO stage 1, microbatches of 2, bf16.
+    Published(
+        "BLOOM-176B",
+        ModelShape(70, 14336, 112, 250_880, 2048),
+        "ml.p4de.24xlarge",
+        48,
+        2048,
+        256,
+        {"tensor_parallel_degree": 4, "pipeline_parallel_degree": 12, "microbatches": 128, **_SHARDED},
+    ),
+    # Zhang et al. 2022, section 2.4: 992 A100 with 80 GB, fully sharded over 124 groups; 2 million tokens, to the next multiple.
+    Published(
+        "OPT-175B",
+        ModelShape(96, 12288, 96, 50_272, 2048),
+        "ml.p4de.24xlarge",
+        124,
+        992,
+        8,
+        {"tensor_parallel_degree": 8, "sharded_data_parallel_degree": 124},
+    ),
+    # Smith et al. 2022, section 2.3: 4,480 A100 with 80 GB in replicas of 280.
+    Published(
+        "MT-NLG 530B",
+        ModelShape(105, 20480, 128, 51_200, 2048),
+        "ml.p4de.24xlarge",
+        560,
+        1920,
+        120,
+        {"tensor_parallel_degree": 8, "pipeline_parallel_degree": 35, "microbatches": 120},
+    ),
     sagemaker("10B", "gpt2-10b", 16, 40, {"tensor_parallel_degree": 4, **_SHARDED}),
     sagemaker("30B", "gpt2-30b", 16, 32, {"tensor_parallel_degree": 8, **_SHARDED}),
     sagemaker("60B", "gpt2-60b", 32, 56, {**_DEEP, **_SHARDED}),

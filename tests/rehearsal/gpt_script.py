@@ -1,8 +1,10 @@
-"""Trains a small GPT, MLP or CNN for some steps, as users write it; what is rehearsed and run."""
+"""Trains a small model for some steps, as users write it; what is rehearsed and run."""
 
 import argparse
+import os
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -80,9 +82,75 @@ class CNN(nn.Module):
         return self.head(x.transpose(1, 2))
 
 
+class Experts(nn.Module):
+    """Each token goes to one of the experts, which have room for so many (Fedus et al. 2021)."""
+
+    def __init__(self, hidden, experts):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(hidden), nn.Linear(hidden, experts)
+        self.up = nn.Parameter(torch.randn(experts, hidden, 2 * hidden) * hidden**-0.5)
+        self.down = nn.Parameter(torch.randn(experts, 2 * hidden, hidden) * hidden**-0.5)
+
+    def forward(self, x):
+        seq = x.shape[1]
+        experts = self.router.out_features
+        room = 2 * seq // experts
+        shares = self.router(self.norm(x)).softmax(-1)
+        share, chosen = shares.max(-1)
+        mine = F.one_hot(chosen, experts)
+        place = mine.cumsum(1) * mine - 1
+        slots = F.one_hot(place.clamp(0, room - 1), room) * ((place >= 0) & (place < room)).unsqueeze(-1)
+        slots = slots.to(x.dtype)  # [batch, seq, experts, room]
+        given = torch.einsum("bser,bsh->berh", slots, x)
+        made = torch.einsum("berh,ehw->berw", given, self.up).relu()
+        made = torch.einsum("berw,ewh->berh", made, self.down)
+        return x + torch.einsum("bser,berh->bsh", slots * share[..., None, None], made)
+
+
+class Mixture(nn.Module):
+    def __init__(self, layers, hidden):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, hidden)
+        self.blocks = nn.Sequential(*[Experts(hidden, 4) for _ in range(layers)])
+        self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.blocks(self.tokens(ids)))
+
+
+def transformers_model(name, layers, hidden):
+    """A small model of Transformers, without dropout."""
+    import transformers
+
+    none = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if name == "gpt2":
+        shape = {"n_layer": layers, "n_embd": hidden, "n_head": 4, "n_positions": SEQUENCE, "vocab_size": VOCABULARY}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **dropout, **none))
+    if name == "llama":
+        shape = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads, **none))
+    shape = {"num_layers": layers // 2, "num_decoder_layers": layers // 2, "d_model": hidden, "d_ff": 4 * hidden}
+    heads = {"num_heads": 4, "d_kv": hidden // 4, "vocab_size": VOCABULARY, "dropout_rate": 0.0}
+    none["decoder_start_token_id"] = 0
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, **heads, **none))
+
+
+def blocks_of(module):
+    """The layers that are checkpointed."""
+    if hasattr(module, "encoder"):
+        return [*module.encoder.block, *module.decoder.block]
+    found = getattr(module, "transformer", None) or getattr(module, "model", None)
+    return module.blocks if found is None else getattr(found, "h", None) or found.layers
+
+
 @smp.step
 def train_step(model, ids, targets):
-    loss = F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+    words = {"decoder_input_ids": ids} if hasattr(model.module, "encoder") else {}
+    output = model(ids, **words)
+    logits = output if isinstance(output, torch.Tensor) else output["logits"]
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     model.backward(loss)
     return loss
 
@@ -103,12 +171,14 @@ def main():
         "gpt": lambda: GPT(given.layers, given.hidden, 4),
         "mlp": lambda: MLP(given.layers, given.hidden),
         "cnn": lambda: CNN(given.layers, given.hidden),
+        "moe": lambda: Mixture(given.layers, given.hidden),
     }
     with smp.tensor_parallelism(enabled=given.tensor):
-        module = made[given.model]()
+        make = made.get(given.model) or (lambda: transformers_model(given.model, given.layers, given.hidden))
+        module = make()
     model = smp.DistributedModel(module)
     if given.checkpoint:
-        for block in model.module.blocks:
+        for block in blocks_of(model.module):
             smp.set_activation_checkpointing(block)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     data = torch.randint(0, VOCABULARY, (64, SEQUENCE + 1))
@@ -120,6 +190,12 @@ def main():
         if given.wrong == "values":
             model.module.head.weight.nonzero()
         optimizer.step()
+        if given.wrong == "barrier" and smp.rank() == 0:
+            smp.barrier()
+        if given.wrong == "sum" and smp.rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        if given.wrong == "save" and smp.dp_rank() == 0:
+            smp.save_checkpoint(os.environ["SMP_CHECKPOINT_DIR"], tag="last", model=model, optimizer=optimizer)
         value = loss.reduce_mean().item()
         if smp.rank() == 0:
             print(f"step {step}: {value:.3f}", flush=True)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp_config.rate_card import Measured
 from smp_runtime.rehearsal.memory import LiveMemory, Where, by_kind
 from smp_runtime.rehearsal.operations import Unperformed
 from smp_runtime.rehearsal.phases import Phases
@@ -78,6 +79,40 @@ def test_the_curve_has_each_kind_from_the_beginning_of_the_step_and_keeps_its_hi
     assert max(curve.owners["activation"]) == 4000
     assert len(curve.seconds) == len(curve.owners["activation"]) <= 400
     assert curve.seconds == sorted(curve.seconds)
+
+
+def test_main_memory_is_no_memory_of_the_gpu(memory):
+    with Unperformed([memory]):
+        kept = torch.zeros(100)
+        with memory.in_host_memory():
+            away = torch.zeros(1000)
+        assert (memory.now, memory.host_now) == (400, 4000)
+        back = away.clone()
+        del away
+    assert (memory.now, memory.peak) == (4400, 4400)
+    assert (memory.host_now, memory.host_peak) == (0, 4000)
+    assert by_kind(memory.at_peak()) == {"activation": 4400}
+    memory.watch_peak()
+    assert memory.host_peak == 0
+    assert kept.numel() + back.numel() == 1100
+
+
+def test_the_most_that_one_microbatch_holds_is_of_its_forward_pass():
+    at = {"where": FORWARD, "microbatch": None}
+    memory = LiveMemory(lambda: at["where"])
+    memory.microbatch = lambda: at["microbatch"]
+    held = {}
+    with Unperformed([memory]):
+        weights = torch.zeros(1000)
+        for at["microbatch"], size in enumerate((10, 30, 20)):
+            held[at["microbatch"]] = [torch.zeros(size), torch.zeros(size)]
+        at.update(where=Where("backward", ""), microbatch=1)
+        gradient = torch.zeros(500)
+        held[1].pop()
+    assert memory.most_of_microbatch == 4 * 60
+    memory.watch_peak()
+    assert memory.most_of_microbatch == 4 * 40
+    assert weights.numel() + gradient.numel() == 1500
 
 
 def test_modules_are_named_in_forward_and_in_the_backward_of_their_nodes():
@@ -157,6 +192,39 @@ def test_modules_work_is_that_of_their_operations():
     found = {one.dtype: one for one in times.rows()}["float32"]
     assert found.flops == found.seconds == clock.now == 2 * 2 * 3 * 5
     assert found.bytes == 4 * (6 + 15) + 4 * (6 + 15 + 10)
+
+
+def test_measured_durations_are_spread_over_the_operations_of_a_module_as_the_rates_say():
+    inside, beside = Where("forward", "blocks.1.mlp.0"), Where("forward", "blocks.10")
+    at = {"where": inside, "microbatch": 0}
+    measured = [
+        Measured(path="blocks.1.mlp", phase="forward", seconds=6.0, count=1),
+        Measured(path="blocks.2", phase="forward", seconds=7.0, count=1),
+        Measured(path="blocks.1.mlp", phase="backward", seconds=8.0, count=1),
+    ]
+    clock = Clock()
+    times = ModuleTimes(lambda: at["where"], Rates(), clock, measured)
+    times.microbatch = lambda: at["microbatch"]
+    small, large = (torch.zeros(1, 1),) * 2, (torch.zeros(1, 2), torch.zeros(2, 1))
+    for step in range(2):
+        times.begin()
+        began = clock.now
+        with Unperformed([times]):
+            for at["microbatch"] in range(3):
+                torch.mm(*small), torch.mm(*large)  # 2 and 4 operations
+                at["where"] = beside  # blocks.10, which is not of blocks.1
+                torch.mm(*small)
+                at["where"] = inside
+            at["microbatch"] = None
+            torch.mm(*small)  # of no microbatch
+        # By the rates first, since it was not known how many operations there are.
+        assert clock.now - began == (3 * 8 + 2 if step == 0 else 3 * (6 + 2) + 2)
+        assert times.measured_seconds == (0 if step == 0 else 18)
+    with Unperformed([times]):
+        at["microbatch"] = 0
+        torch.mm(*small)
+    assert clock.now - began == 3 * (6 + 2) + 2 + 2
+    assert {row.module: row.seconds for row in times.rows()} == {"blocks.1.mlp.0": 18 + 2 + 2, "blocks.10": 6}
 
 
 def test_a_collective_lets_the_rank_compute_until_it_is_waited_for():

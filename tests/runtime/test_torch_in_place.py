@@ -85,11 +85,13 @@ def _(_):
     assert tensor._version == before + 1
 
 
-@of("torch._foreach_mul_")
+@of("torch._foreach_mul_", "torch._foreach_copy_")
 def _(_):
     tensors = [torch.ones(1), torch.ones(2)]
     torch._foreach_mul_(tensors, 3.0)
     assert [each.tolist() for each in tensors] == [[3], [3, 3]]
+    torch._foreach_copy_(tensors, [torch.ones(1, dtype=torch.float16), torch.full((2,), 4, dtype=torch.float64)])
+    assert [each.tolist() for each in tensors] == [[1], [4, 4]]
 
 
 @of("torch.ops.aten._local_scalar_dense", "torch.ops.aten._embedding_bag")

@@ -169,6 +169,14 @@ def _(_):
         assert found.item() == overflows
 
 
+@of("norms_of")
+def _(_):
+    half = [torch.full((2,), 300.0, dtype=torch.float16), torch.zeros(0, dtype=torch.float16)]
+    assert [norm.dtype for norm in door.norms_of(half, 4.0, dtype=torch.float32)] == [torch.float32] * 2
+    assert door.norms_of(half, 4.0, dtype=torch.float32)[0].item() == pytest.approx(300 * 2**0.25)
+    assert door.norms_of(half[:1], float("inf"), dtype=torch.float32)[0].item() == 300
+
+
 @of("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "TreeSpec")
 def _(_):
     tree = {"a": [1, (2, None)], "b": 3}
@@ -221,14 +229,11 @@ def _(_):
     assert torch.ops.aten.mm in map(door.packet_of, seen)
 
 
-@of("running_node", "next_node_number", "number_of_node")
+@of("running_node")
 def _(_):
     seen = []
     leaf = torch.ones(1, requires_grad=True)
-    number = door.next_node_number()
     out = leaf * 2
-    assert door.number_of_node(out.grad_fn) == number
-    assert door.next_node_number() > number
     out.register_hook(lambda gradient: seen.append(door.running_node()))
     out.backward()
     assert len(seen) == 1

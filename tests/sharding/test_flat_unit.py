@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.parameters.optimizer_shards import OptimizerShard
+from smp_runtime.parameters.optimizer_shards import OptimizerShard, store_all
 from smp_runtime.sharding.flat_unit import ALIGNMENT, ShardedUnit, WholeUnit
 
 SHAPES = [(3, 5), (1,), (40,), (0,), (7, 2, 3)]
@@ -69,7 +69,7 @@ def test_an_optimizer_shard_takes_the_gradient_that_its_owner_was_given():
     shard.reduced = torch.full((3,), 2.0)
     assert torch.equal(shard.gradient, torch.full((3,), 2.0))
     shard.take(10 * parameter.detach())
-    shard.store()
+    store_all([shard])
     assert torch.equal(parameter.detach().view(-1), torch.tensor([0.0, 1.0, 20.0, 30.0, 40.0, 5.0]))
     whole = OptimizerShard(parameter, 0, 6, parameter, parameter.data)
     assert whole.gradient is parameter.grad

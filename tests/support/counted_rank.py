@@ -1,4 +1,7 @@
-"""A rank of a real job, counted like one of a rehearsal: ``counted_rank.py FOLDER STEPS train.py …``."""
+"""A rank of a real job, counted like one of a rehearsal: ``counted_rank.py FOLDER STEPS INSTANCE train.py …``.
+
+INSTANCE is the type by whose stated rates its pipeline is planned, as in a rehearsal; ``-``: from what its work really takes.
+"""
 
 import runpy
 import sys
@@ -6,6 +9,7 @@ from pathlib import Path
 
 import torch  # noqa: F401 - first: it loads parts of the runtime itself
 
+from smp_config.rate_card import RateCard
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.comm.control import connect
 from smp_runtime.job import session as sessions
@@ -25,8 +29,8 @@ class CountedChannel(tensor_channels.InlineChannel):
         return super().inline(tensor)
 
 
-def main(folder, steps, script, *words):
-    counters = Counters(int(steps), None)
+def main(folder, steps, instance, script, *words):
+    counters = Counters(int(steps), None, None if instance == "-" else RateCard.of_instance(instance))
     sessions.joining.append(lambda parameters: (connect(), counters.counted(TorchCollectives())))
 
     def begin(session):

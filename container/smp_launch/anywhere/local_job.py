@@ -82,6 +82,7 @@ class LocalJob:
         passed = {name: value for name, value in environ.items() if name != LIFELINE_VARIABLE}
         if self.parameters is not None:
             passed[PARAMETERS_VARIABLE] = json.dumps(self.parameters.to_mp_parameters())
+            passed = {**self.parameters.variables, **passed}
         return passed
 
     def command(self, ready: Standby | None = None, *, is_restart: bool = False) -> list[str]:

@@ -6,6 +6,7 @@ so that order and memory can be observed without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,9 @@ import torch
 from smp_runtime.activations.load_order import Entry, Key, Tape
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import backward_pass
+
+#: Entered where a tensor of main memory is made, the last of them; a rehearsal, whose tensors all lie there, listens.
+in_host_memory: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [contextlib.nullcontext]
 
 
 class Stored:
@@ -185,7 +189,9 @@ class Offloader:
         """A copy in CPU memory, and the event after which it is complete."""
         self.figures.left += stored.bytes
         if self.out_stream is None:
-            return torch.empty_like(tensor).copy_(tensor), None
+            with in_host_memory[-1]():
+                host = torch.empty_like(tensor)
+            return host.copy_(tensor), None
         stream = self.out_stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), torch.no_grad():

@@ -9,7 +9,8 @@ always match. A launched gradient leaves its parameter; should backward add to i
 runs another graph than the last one, the late part is a gradient of its own, and a second round sends the late
 parts and adds them, since averaging is linear. All ranks must know of it, and which parameters any rank used: the
 last bucket therefore always waits for the end of the window and carries these flags behind its gradients, summed
-over the ranks with them, without a collective of their own (unless the transport cannot carry them).
+over the ranks with them, without a collective of their own (unless the transport cannot carry them, or gradients lie
+on GPUs: a host that reads them there waits until all is done, so hosts tell them one another).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_runtime.comm.buckets import Bucket, Transport, Travel, make_buckets
+from smp_runtime.comm.flags import Flags, to_device, travel_by_host
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport, Peers
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ class GradientReducer:
         self._windows = 0  # that were reduced, the same on all ranks
         self._order_is_fixed = buckets is not None
         # Until measured, guess that backward runs in the reverse order of registration.
+        devices = {parameter.device for parameter in self._parameters}
+        self._by_host = any(travel_by_host(device, len(self._ranks)) for device in devices)
         self._set_buckets(list(buckets) if buckets is not None else self._buckets_in(list(reversed(range(count)))))
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -169,7 +173,7 @@ class GradientReducer:
             self._arrival.append(index)
             bucket.pending -= 1
             # Not the last bucket if it carries the flags, which are only known at the end of the window.
-            launched, most = len(self._travels), len(self._buckets) - self._transport.carries_tail
+            launched, most = len(self._travels), len(self._buckets) - self._carries_tail
             while self._overlap and launched < most and not self._buckets[launched].pending:
                 self._launch_next()
                 launched += 1
@@ -196,13 +200,18 @@ class GradientReducer:
                 view.copy_(gradient).mul_(scale)
             parameter.grad = None
         if bucket.tail:
-            buffer[bucket.elements :].copy_(self._flags(bucket.dtype, bucket.device))
+            buffer[bucket.elements :].copy_(to_device(self._flags(bucket.dtype), bucket.device))
         is_last = position == len(self._buckets) - 1
         self._travels.append(self._transport.launch(bucket, buffer, position, is_last))
 
-    def _flags(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    @property
+    def _carries_tail(self) -> bool:
+        """Whether flags travel behind the gradients of the last bucket."""
+        return self._transport.carries_tail and not self._by_host
+
+    def _flags(self, dtype: torch.dtype) -> torch.Tensor:
         """Behind the gradients: 1 for each parameter that this rank used, and 1 if it has late gradients."""
-        return torch.tensor([*self._used, self._late], dtype=dtype, device=device)
+        return torch.tensor([*self._used, self._late], dtype=dtype, device="cpu")
 
     # -- at the end of the window ----------------------------------------------------------------------------------
 
@@ -214,14 +223,20 @@ class GradientReducer:
         """
         while len(self._travels) < len(self._buckets):
             self._launch_next()
+        early = self._launched_flags() if self._by_host else None
         results = [travel.land() for travel in self._travels]
-        if self._transport.carries_tail:
+        if self._carries_tail:
             flags = results[-1][self._buckets[-1].elements :]
-        else:
-            flags = self._flags(torch.float32, self._buckets[-1].device)
-            self._collectives.all_reduce(flags, self._group).wait()
+        elif early is not None:
+            flags = early.land()
+        else:  # not before a hook of the script is done, which may communicate too, from gloo's own threads
+            flags = self._launched_flags().land()
         *used, late = (flags > 0).tolist()
         return results, used, late
+
+    def _launched_flags(self) -> Flags:
+        device = self._buckets[-1].device
+        return Flags(self._flags(torch.float32), device, self._collectives, self._group, len(self._ranks))
 
     def _adopt(self, results: list[torch.Tensor], used: list[bool]) -> None:
         for position, (bucket, result) in enumerate(zip(self._buckets, results, strict=True)):
@@ -253,7 +268,7 @@ class GradientReducer:
         self._buckets = buckets
         for bucket in buckets:
             bucket.tail = 0
-        if buckets and self._transport.carries_tail:
+        if buckets and self._carries_tail:
             buckets[-1].tail = len(self._parameters) + 1
         self._place = {
             index: (position, bucket) for position, bucket in enumerate(self._buckets) for index in bucket.indices

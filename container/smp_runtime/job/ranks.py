@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
 from smp_config.whereabouts import FORWARD, here
@@ -34,6 +35,19 @@ INSTANCE_VARIABLE = "SM_CURRENT_INSTANCE_TYPE"
 T = TypeVar("T")
 
 
+class StepWatch(Protocol):
+    """Hears of a step whose microbatches run one after the other; see ``SMP_TIMELINE``."""
+
+    def turn_to(self, microbatch: int | None) -> None:
+        """Another microbatch begins; None: the last has ended."""
+
+    def backward(self) -> contextlib.AbstractContextManager[None]:
+        """Around the backward pass of the microbatch."""
+
+    def close(self) -> None:
+        """Hear no more."""
+
+
 class StepState:
     """Set by the step, by a pipeline's tasks and by ``model.backward``; read by the strategies.
 
@@ -46,12 +60,14 @@ class StepState:
         seed_scale: what the backward pass that runs has multiplied its losses with.
         is_tracing: whether the step that runs only traces the model, to partition it.
         count: steps that have ended.
+        watch: hears of microbatches where there is no pipeline; None: nobody does.
     """
 
     def __init__(self, *, has_threads: bool) -> None:
         self.seed_scale = 1.0
         self.is_tracing = False
         self.count = 0
+        self.watch: StepWatch | None = None
         self.use_threads(has_threads)
 
     def use_threads(self, has_threads: bool) -> None:
@@ -66,6 +82,8 @@ class StepState:
     @microbatch.setter
     def microbatch(self, value: int | None) -> None:
         self._here.microbatch = value
+        if self.watch is not None:
+            self.watch.turn_to(value)
         if value is not None:
             here().enter(FORWARD, value)
 

@@ -27,6 +27,7 @@ from smp_runtime.job.faults import Injector
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
+from smp_runtime.tensors.determinism import Determinism, TracedFirstStep
 
 if TYPE_CHECKING:
     from torch import nn
@@ -206,9 +207,13 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
     parameters = ModelParallelParameters.from_mp_parameters(settings)
     control, collectives = joining[-1](parameters)
+    # Before anything is computed on a GPU.
+    determinism = Determinism(os.environ, tells=control.rank == 0) if parameters.deterministic else None
     whereabouts.begin(os.environ, control.rank)
     with control.doing("smp.init"):
         session = Session(parameters, control, collectives)
+    if determinism is not None:
+        _repeat(session, determinism)
     here().explain = control.explained
     if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
         here().on_phase = injector.entered
@@ -235,6 +240,14 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     for begin in at_init:
         begin(session)
     return session
+
+
+def _repeat(session: Session, determinism: Determinism) -> None:
+    """The job's runs are to be equal in every bit."""
+    first = TracedFirstStep()
+    session.before_step.append(first.begin)
+    session.after_step.append(first.end)
+    session.at_leave += [first.end, determinism.end]
 
 
 class _Said(set[str]):

@@ -142,6 +142,11 @@ class TrainedOptimizer(Protocol):
     ) -> float:
         """Clip gradients by their norm over all ranks, which it returns."""
 
+    def clip_on_device(
+        self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None
+    ) -> torch.Tensor:
+        """The same; the host does not wait for the norm."""
+
     def drop_gradients_of(self, model: TrainedModel) -> None:
         """Forget the gradients of a model's parameters."""
 

@@ -62,7 +62,7 @@ class Backward:
         here().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
         self._runs, step.seed_scale = True, scale
         try:
-            with _advising(splits=False):
+            with _advising(splits=False), contextlib.nullcontext() if step.watch is None else step.watch.backward():
                 torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=inputs)
         finally:
             self._runs, step.seed_scale = False, 1.0

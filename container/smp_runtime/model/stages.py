@@ -26,6 +26,7 @@ from smp_runtime.module_state.absent_tensors import (
 )
 from smp_runtime.pipeline.execution.failures import FirstStepFailures
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
+from smp_runtime.pipeline.observe.module_recorder import ModuleRecorder
 from smp_runtime.pipeline.observe.recorder import recorder_of_job
 from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.schedule.policies import policy_named
@@ -71,6 +72,22 @@ class Stages:
         self.assignment: Assignment | None = None
         self.regions: Placement | None = None
         self._absent_attributes: AbsentAttributes | None = None
+        if self.partitioned:
+            self._record_modules()
+
+    def _record_modules(self) -> None:
+        """Have the modules of a rank without a pipeline recorded, if the environment asks for a timeline."""
+        session, step = self._session, self._ranks.step
+        if step.watch is not None:  # another model's wrapper has seen to it
+            return
+        recorder = recorder_of_job(0, self._ranks.control, replica=self._ranks.rank)
+        if recorder is None:
+            return
+        watch = ModuleRecorder(recorder, lambda: [model.module for model in session.models], self._ranks.device)
+        step.watch = watch
+        session.before_step.append(lambda: watch.begin_step(step.count))
+        session.after_step.append(lambda _: watch.end_step())
+        session.at_leave.append(watch.close)
 
     def decide(self, microbatch: functools.partial[Any]) -> Assignment:
         """Decide which stage gets which module, tracing the microbatch; every rank calls it in its first step."""
@@ -86,8 +103,9 @@ class Stages:
             Tracing(
                 functools.partial(self._traced_run, microbatch, inputs_on),
                 device,
-                self._tracing.times,
-                self._tracing.memory,
+                # Measured numbers are others in each run, and with them the cuts.
+                self._tracing.times and not ranks.cfg.deterministic,
+                self._tracing.memory and not ranks.cfg.deterministic,
                 recomputed_parts(module),
                 contextlib.nullcontext if is_meta else functools.partial(_wholly_on, module, device),
             ),
@@ -132,6 +150,9 @@ class Stages:
         ranks, assignment = self._ranks, self.assignment
         if assignment is None:
             raise AssertionError("the model was not assigned to stages")
+        if ranks.step.watch is not None:  # of the time before these stages; the pipeline has one of its own
+            ranks.step.watch.close()
+            ranks.step.watch = None
         release_cached_memory(ranks.device)
         backend = channel_backend(ranks.device, ranks.backend)
         groups = directed_groups(ranks.topology.groups(Group.PP), backend) if backend is not None else None
@@ -148,6 +169,7 @@ class Stages:
                 predicts=ranks.cfg.fast_mode,
                 begins=self._task_begins,
                 share=self._sharing(),
+                repeatable=ranks.cfg.deterministic,
                 make_group=groups,
                 watch=recorder_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
             ),
@@ -161,7 +183,9 @@ class Stages:
         Tensor parallel peers must, and all that gather each other's parameters as they run, or on request; None: no other.
         """
         ranks = self._ranks
-        all_agree = ranks.cfg.deterministic_server or ranks.cfg.sharded_data_parallel_degree > 1
+        all_agree = (
+            ranks.cfg.deterministic_server or ranks.cfg.deterministic or ranks.cfg.sharded_data_parallel_degree > 1
+        )
         if not all_agree and ranks.size(Group.TP) == 1:
             return None
         members = ranks.members(Group.DP if all_agree else Group.TP)

@@ -122,7 +122,7 @@ class _Clipping:
         def scale(parameters: Any, max_norm: Any, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             norm = self._clipped(parameters, float(max_norm), self._measured.norm_type)
-            found = total_norm if norm is None else torch.as_tensor(norm)
+            found = total_norm if norm is None else norm
             if self._measured.error_if_nonfinite:
                 _require_finite(float(found), self._measured.norm_type)
             if norm is None:
@@ -148,12 +148,12 @@ class _Clipping:
             if norm is None:
                 return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
             if error_if_nonfinite:
-                _require_finite(norm, norm_type)
-            return torch.tensor(norm)
+                _require_finite(float(norm), norm_type)
+            return norm.float()
 
         return clip
 
-    def _clipped(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> float | None:
+    def _clipped(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Clip the gradients of a wrapped model; None if PyTorch's own way is right, or nothing better is known."""
         session = self._session()
         wanted = {id(parameter) for parameter in parameters}
@@ -165,7 +165,7 @@ class _Clipping:
         if len(models) > 1 or not wanted <= known:
             self._warn("parameters of several models, or of none, at once")
         elif len(optimizers) == 1:
-            return optimizers[0].clip_master_grads(max_norm, norm_type, among=parameters)
+            return optimizers[0].clip_on_device(max_norm, norm_type, among=parameters)
         elif models[0].optimizer_shards and any(s is not None for s in models[0].optimizer_shards.values()):
             self._warn("parameters whose gradients an optimizer has that was not wrapped in smp.DistributedOptimizer")
         else:
@@ -201,7 +201,7 @@ def _updated(optimizer: TrainedOptimizer) -> set[int]:
 @torch.no_grad()
 def _clip_alone(
     session: Session, model: TrainedModel, parameters: list[nn.Parameter], max_norm: float, norm_type: float
-) -> float:
+) -> torch.Tensor:
     """Clip gradients that lie on the parameters."""
     norms = WholeNorms(session.ranks, model, (), lambda: session.records)
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -14,10 +14,12 @@ from smp_config.whereabouts import OPTIMIZER, here
 from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.fused import TakesNorms
+from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
+from smp_runtime.parameters.optimizer_shards import store_all
 from smp_runtime.parameters.registry import Successors
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class DistributedOptimizer(SavedOptimizer):
         self.dynamic_loss_scale = dynamic_loss_scale
         #: Whether the last step was skipped because of an overflow.
         self.overflow = False
-        self._global_grad_norm: float | None = None
+        self._norm: torch.Tensor | None = None
         self._model: TrainedModel | None = None
         self._optimizer_shards: list[OptimizerShard] = []
         self._originals: list[list[nn.Parameter]] = []
@@ -264,7 +266,12 @@ class DistributedOptimizer(SavedOptimizer):
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._model is None:
             self._tell_before()
-            result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            result: Any
+            if closure is not None:  # gradients come inside
+                result = self.optimizer.step(closure)
+            else:
+                with fused_where_open(self.optimizer):
+                    result = self.optimizer.step()
             self._session.progress.optimizer_stepped()
             return result
         result = None
@@ -274,9 +281,10 @@ class DistributedOptimizer(SavedOptimizer):
         self.update_master_grads()
         self._tell_before()
         if self._model.shards is not None:
-            self.clip_master_grads(self._model.shards.clipping)
+            self.clip_on_device(self._model.shards.clipping)
         if not self.overflow:
-            self.optimizer.step()
+            with fused_where_open(self.optimizer):
+                self.optimizer.step()
             self._store()
         self.loss_scaler.update(self.overflow)
         self._drop_gradients()
@@ -302,8 +310,7 @@ class DistributedOptimizer(SavedOptimizer):
             self.overflow = overflow
 
     def _store(self) -> None:
-        for shard in self._optimizer_shards:
-            shard.store()
+        store_all(self._optimizer_shards)
         if self._model is not None and self._model.sharded_state is not None:
             self._model.sharded_state.gather_parameters()
 
@@ -348,9 +355,16 @@ class DistributedOptimizer(SavedOptimizer):
         Raises:
             SMPUserError: ``norm_type`` is not above 0.
         """
+        return float(self.clip_on_device(max_norm, norm_type, among))
+
+    @torch.no_grad()
+    def clip_on_device(
+        self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None
+    ) -> torch.Tensor:
+        """:meth:`clip_master_grads`, whose norm stays on the device: the host does not wait for it."""
         self.update_master_grads()
         if self.overflow:
-            return float("inf")
+            return torch.full((), float("inf"), dtype=torch.float64, device=self._ranks.device)
         wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
         state = self._model.sharded_state if self._model is not None else None
         whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
@@ -361,12 +375,16 @@ class DistributedOptimizer(SavedOptimizer):
             if shard.optimized.grad is not None and (state is None or state.counts(shard))
         ]
         split = self._norms.split_parameters().intersection(map(id, self._parameters())) & wanted
-        norm = self._norms.total([*whole, *parts], split, norm_type)
-        self._global_grad_norm = norm
+        norm = self._norm = self._norms.total([*whole, *parts], split, norm_type)
         factor = scale_down([gradient for _, gradient in whole], max_norm, norm)
-        if factor != 1.0:
+        if factor is not None:
             self._masters.scale_down(factor, shards)
         return norm
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        """The norm of the last gradient that was clipped, before that."""
+        return None if self._norm is None else float(self._norm)
 
     def _updated_themselves(self) -> list[nn.Parameter]:
         """Parameters on this rank that are updated themselves, not through optimizer shards."""

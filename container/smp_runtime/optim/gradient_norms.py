@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.comm.flags import to_device
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.torch_private import norms_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -19,14 +21,29 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
-def scale_down(gradients: Sequence[torch.Tensor], max_norm: float, norm: float) -> float:
-    """Scale gradients of a norm down to ``max_norm``, as PyTorch does; returns the factor."""
-    factor = max_norm / (norm + 1e-6)
-    if factor >= 1.0:
-        return 1.0
-    if gradients:  # also when the norm is not a number
-        torch._foreach_mul_(list(gradients), factor)
+def scale_down(gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> torch.Tensor | None:
+    """Scale gradients of a norm down to ``max_norm``, as PyTorch does; returns the factor, None where they stay as they are.
+
+    The host does not wait for a device to know the norm: there all are multiplied, by 1 if they are short enough.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if factor.device.type == "cpu" and factor >= 1.0:
+        return None
+    multiply(gradients, factor)  # also when the norm is not a number
     return factor
+
+
+def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place by a number, of any type, by one operation for each of their types."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        alike = [tensor for tensor in tensors if tensor.dtype is dtype]
+        if factor.device.type == "cpu":
+            torch._foreach_mul_(alike, float(factor))
+        elif dtype.itemsize >= torch.float32.itemsize:
+            torch._foreach_mul_(alike, factor.to(dtype))
+        else:  # in half precision the factor itself would be rounded
+            for tensor in alike:
+                tensor.copy_(tensor.float().mul_(factor))
 
 
 class WholeNorms:
@@ -63,8 +80,8 @@ class WholeNorms:
     @torch.no_grad()
     def total(
         self, gradients: Sequence[tuple[nn.Parameter, torch.Tensor]], split_ids: set[int], norm_type: float
-    ) -> float:
-        """The norm of the whole gradient.
+    ) -> torch.Tensor:
+        """The norm of the whole gradient, a float64 without dimensions on this rank's device.
 
         Args:
             gradients: pairs of a parameter of the model and this rank's gradient of it or of its shard.
@@ -86,26 +103,25 @@ class WholeNorms:
         shared_out = (
             self._model.optimizer_shards or {} if self._model is not None and self._sharing is not None else None
         )
-        norms: dict[str, list[torch.Tensor]] = {"whole": [zero], "split": [zero], "alone": [zero]}
+        kinds: dict[str, list[torch.Tensor]] = {"whole": [], "split": [], "alone": []}
         for parameter, gradient in gradients:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            norm = torch.linalg.vector_norm(values, p, dtype=torch.promote_types(values.dtype, torch.float32))
             is_alone = shared_out is not None and parameter not in shared_out
             kind = "alone" if is_alone else "split" if id(parameter) in split_ids else "whole"
-            norms[kind].append(norm.to(device, torch.float64).view(1))
+            kinds[kind].append(gradient.coalesce().values() if gradient.is_sparse else gradient)
+        norms = [torch.cat([zero, *_norms(tensors, p, device)]) for tensors in kinds.values()]
         if math.isinf(p):
-            greatest = torch.cat([norm for kind in norms.values() for norm in kind]).amax().view(1)
+            greatest = torch.cat(norms).amax().view(1)
             for group in self._groups(bool(split_ids)):
                 greatest = self._greatest(greatest, group)
-            return float(greatest)
-        whole, split, alone = (torch.cat(kind).pow(p).sum().view(1) for kind in norms.values())
+            return greatest[0]
+        whole, split, alone = (each.pow(p).sum().view(1) for each in norms)
         total = whole + (self._summed(split, Group.TP) if split_ids else split)
         if self._sharing is not None:
             total = self._summed(total, self._sharing)
         total = total + alone
         if self._model is not None:
             total = self._summed(total, Group.PP)
-        return float(total) ** (1.0 / p)
+        return total[0].pow(1.0 / p)
 
     @torch.no_grad()
     def squares(
@@ -146,10 +162,11 @@ class WholeNorms:
         # The parts of split tensors and all others.
         vectors = torch.zeros(2, shared + len(others), device=self._ranks.device)
         if tensors:
-            rows = torch.tensor([int(id(updated) not in split_ids) for updated, _ in tensors], device=vectors.device)
-            columns = torch.tensor([numbers[id(updated)] for updated, _ in tensors], device=vectors.device)
-            squares = torch.stack([tensor.float().square().sum() for _, tensor in tensors])
-            vectors[rows, columns] = squares.to(vectors.device)
+            places = torch.tensor(
+                [[int(id(updated) not in split_ids), numbers[id(updated)]] for updated, _ in tensors], device="cpu"
+            )
+            rows, columns = to_device(places, vectors.device).unbind(1)
+            vectors[rows, columns] = torch.stack(squares([tensor for _, tensor in tensors])).to(vectors.device)
         vector = self._summed(vectors[0], Group.TP) + vectors[1]
         if state is not None and shared:
             state.sum_over_shards(vector[:shared])
@@ -175,3 +192,19 @@ class WholeNorms:
         if self._ranks.size(group) > 1:
             self._ranks.collectives.all_reduce(vector, self._ranks.groups.group(group)).wait()
         return vector
+
+
+def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The squared L2 norm of each, in float32."""
+    return [norm.square() for norm in norms_of(list(tensors), 2.0, dtype=torch.float32)]
+
+
+def _norms(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> list[torch.Tensor]:
+    """The norms of tensors, in vectors of float64, measured by one operation for each of their types."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [
+        torch.stack(list(norms_of(alike, p, dtype=torch.promote_types(dtype, torch.float32)))).to(device, torch.float64)
+        for (dtype, _), alike in by_kind.items()
+    ]

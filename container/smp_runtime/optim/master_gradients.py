@@ -9,6 +9,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
+from smp_runtime.optim.gradient_norms import multiply
 from smp_runtime.tensors.torch_private import unscale
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class MasterGradients:
         news = [(shard, gradient) for shard, gradient in found if self._is_new(shard, gradient)]
         if self._is_ready and not self._any_stage_has(news):
             return None
-        unscaled = []
+        unscaled, narrow = [], []
         for shard, gradient in news:
             former, held = self._brought.get(shard), shard.optimized.grad
             if gradient is None:
@@ -67,10 +68,13 @@ class MasterGradients:
                     f"clip_master_grads, which had divided them by the loss scale {scale:g} already; call these once, after the "
                     "last backward pass before optimizer.step()"
                 )
-            # Copied in every case but one: float32 gradients of a shard belong to nobody else.
-            shard.optimized.grad = gradient.to(shard.optimized.dtype).view(shard.optimized.shape)
             self._brought[shard] = (gradient, gradient._version)
-            unscaled.append(shard.optimized.grad)
+            if gradient.dtype is shard.optimized.dtype:  # float32 gradients of a shard belong to nobody else
+                shard.optimized.grad = gradient.view(shard.optimized.shape)
+                unscaled.append(shard.optimized.grad)
+            else:
+                narrow.append((shard, gradient))
+        unscaled += _widened(narrow)
         overflow = False if scale is None else self._unscale(unscaled, scale)
         self._overflow = overflow or (self._is_ready and self._overflow)
         self._is_ready, self._step = True, self._ranks.step.count
@@ -78,15 +82,13 @@ class MasterGradients:
         return self._overflow
 
     @torch.no_grad()
-    def scale_down(self, factor: float, shards: Sequence[OptimizerShard]) -> None:
+    def scale_down(self, factor: torch.Tensor, shards: Sequence[OptimizerShard]) -> None:
         """Multiply the gradients that were brought to some shards, and the model's, to which backward may add more."""
         held = [shard.optimized.grad for shard in shards if shard.optimized.grad is not None]
         places = {gradient.data_ptr() for gradient in held}
         found = [self._brought[shard][0] for shard in shards if shard in self._brought]
         sources = [gradient for gradient in found if gradient.data_ptr() not in places]
-        for gradients in (held, sources):
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
+        multiply([*held, *sources], factor)
         self._note_versions()
 
     def drop(self) -> None:
@@ -124,3 +126,18 @@ class MasterGradients:
     def _note_versions(self) -> None:
         """What was just done to the model's gradients is known."""
         self._brought = {shard: (gradient, gradient._version) for shard, (gradient, _) in self._brought.items()}
+
+
+def _widened(pairs: Sequence[tuple[OptimizerShard, torch.Tensor]]) -> list[torch.Tensor]:
+    """Copies of gradients in the type of what is updated, which becomes their owner; by one operation for each pair of types."""
+    by_kind: dict[tuple[torch.dtype, torch.dtype], list[tuple[OptimizerShard, torch.Tensor]]] = {}
+    for shard, gradient in pairs:
+        by_kind.setdefault((gradient.dtype, shard.optimized.dtype), []).append((shard, gradient))
+    made = []
+    for alike in by_kind.values():
+        copies = [torch.empty_like(shard.optimized) for shard, _ in alike]
+        for (shard, _), copy in zip(alike, copies, strict=True):
+            shard.optimized.grad = copy
+        torch._foreach_copy_(copies, [gradient.view(shard.optimized.shape) for shard, gradient in alike])
+        made += copies
+    return made

@@ -9,6 +9,7 @@ optimizer takes it from here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -52,23 +53,30 @@ class OptimizerShard:
         """These elements of a tensor of the parameter's shape, shaped like what is updated; a view if possible."""
         return whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape)
 
-    @torch.no_grad()
-    def store(self) -> None:
-        """Write the updated values into the model."""
-        if self.optimized.data_ptr() != self.stored.data_ptr():
-            self.stored.copy_(self.optimized)
+    @property
+    def is_apart(self) -> bool:
+        """Whether what is updated has storage of its own."""
+        return self.optimized.data_ptr() != self.stored.data_ptr()
 
     @torch.no_grad()
     def take(self, whole: torch.Tensor) -> None:
         """Take this part of a tensor of the parameter's shape, if the optimizer shard has storage of its own."""
-        if whole.shape == self.parameter.shape and self.optimized.data_ptr() != self.stored.data_ptr():
+        if whole.shape == self.parameter.shape and self.is_apart:
             self.optimized.copy_(self.part_of(whole))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the model's values, after a checkpoint was loaded into it."""
-        if self.optimized.data_ptr() != self.stored.data_ptr():
+        if self.is_apart:
             self.optimized.copy_(self.stored)
+
+
+@torch.no_grad()
+def store_all(shards: Iterable[OptimizerShard]) -> None:
+    """Write updated values into the model, by one operation."""
+    apart = [shard for shard in shards if shard.is_apart]
+    if apart:
+        torch._foreach_copy_([shard.stored for shard in apart], [shard.optimized for shard in apart])
 
 
 def parameter_shard(parameter: nn.Parameter) -> OptimizerShard:

@@ -6,20 +6,24 @@ import resource
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_config import Group
-from smp_config.rehearsal import KindReport
+from smp_config.rehearsal import KindReport, TimedBlock
+from smp_runtime.activations import offloading
 from smp_runtime.pipeline.execution import plan_store
+from smp_runtime.pipeline.schedule.actions import TaskKind
+from smp_runtime.rehearsal.holdings import Holdings
 from smp_runtime.rehearsal.links import Links
 from smp_runtime.rehearsal.memory import LiveMemory, by_kind, largest
 from smp_runtime.rehearsal.operations import Unperformed
 from smp_runtime.rehearsal.phases import Phases
 from smp_runtime.rehearsal.traffic import CountedCollectives, DirectCollectives, Ledger
 from smp_runtime.rehearsal.work import Clock, ModuleTimes, TimedWork
+from smp_runtime.step.microbatches import batch_samples
 from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.torch_private import dispatch_modes, stay_in
 
@@ -29,7 +33,9 @@ if TYPE_CHECKING:
     from smp_config.rate_card import RateCard
     from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.session import Session
+    from smp_runtime.pipeline.schedule.actions import Segment
     from smp_runtime.pipeline.schedule.planner import Plan
+    from smp_runtime.rehearsal.data import Loaders
 
 
 class RehearsalOver(BaseException):
@@ -57,21 +63,29 @@ class Counters:
         self.ledger = Ledger(self.phases.where)
         self._rates = rates
         self._has_clock = rates is not None
-        self.work = ModuleTimes(self.phases.where, rates, self.clock)
+        self.work = ModuleTimes(self.phases.where, rates, self.clock, () if rates is None else rates.measured)
         self.links = Links()
         self._direct = DirectCollectives(self.ledger)
         self.mode = Unperformed([self.memory, self.work], self._direct, performed_bytes)
         self._planned: Plan | None = None
+        self._segments: Sequence[Segment] = ()
         self._put_back: list[Callable[[], object]] = []
+        self.holdings = Holdings()
+        self.loaders: Loaders | None = None
+        self._samples = self._batches = 0
+        self._made: KindReport | None = None
         self.step = -1
         self._uses_steps = False
         self._updated = False
         self._began = 0.0
+        self._active = 1
         self._first_step_peak = 0
 
     def start(self) -> None:
         """Count from now on, on this thread and on those that it starts, and on theirs."""
         stay_in(self.mode)
+        offloading.in_host_memory.append(self.memory.in_host_memory)
+        self._put_back.append(offloading.in_host_memory.pop)
         plan_store.at_plan.append(self._hear_plan)
         self._put_back.append(plan_store.at_plan.clear)
         if self._has_clock:
@@ -106,8 +120,27 @@ class Counters:
             self.phases.close,
         ]
 
-    def _hear_plan(self, planned: Plan) -> None:
+    def _hear_plan(self, planned: Plan, segments: Sequence[Segment]) -> None:
         self._planned = planned
+        self._segments = segments
+
+    def _pipeline_blocks(self) -> dict[int, list[TimedBlock]]:
+        """What each stage computes when, in the planned order."""
+        found: dict[int, list[TimedBlock]] = {}
+        for segment in self._segments if self._planned is not None else ():
+            action = segment.action
+            start = self._planned.start.get(action) if self._planned is not None else None
+            if start is not None and segment.seconds:
+                kind = segment.phase if action.kind is TaskKind.STEP else action.kind
+                block = TimedBlock(
+                    kind=kind.value,
+                    microbatch=action.microbatch,
+                    module=segment.label,
+                    start=start,
+                    stop=start + segment.seconds,
+                )
+                found.setdefault(segment.rank, []).append(block)
+        return {stage: sorted(blocks, key=lambda one: one.start) for stage, blocks in sorted(found.items())}
 
     def stop(self) -> None:
         """Count no more on threads that begin now."""
@@ -139,6 +172,18 @@ class Counters:
             names.setdefault(id(ranks.groups.group(kind)), (kind.value, hosts_of(ranks.members(kind))))
         self.ledger.name_of = lambda group: names.get(id(group), ("other", 1))
         self.phases.in_microbatch = lambda: ranks.step.microbatch is not None
+        self.work.microbatch = self.memory.microbatch = lambda: ranks.step.microbatch
+        self._active = min(ranks.cfg.active_microbatches or 1, ranks.cfg.microbatches)
+        self.work.keeps_blocks = ranks.size(Group.PP) == 1
+        replicas = ranks.size(Group.RDP if ranks.cfg.prescaled_batch else Group.DP)
+
+        def count_samples(values: list[Any], axes: list[int | None]) -> list[Any]:
+            if torch.is_grad_enabled():
+                split = [(value, axis) for value, axis in zip(values, axes, strict=True) if axis is not None]
+                self._samples += replicas * batch_samples([value for value, _ in split], [axis for _, axis in split])
+            return values
+
+        session.arguments.append(count_samples)
         session.before_step.append(self._step_called)
         session.after_update.append(self._updates)
 
@@ -156,7 +201,10 @@ class Counters:
     def _begin_step(self) -> None:
         self._updated = False
         self.step += 1
+        if self.loaders is not None:
+            self._batches, self.loaders.batches = self.loaders.batches, 0
         if self.step == self._steps:
+            self._made = self._report()  # before the script lets go of its model
             raise RehearsalOver
         if self.step == 1:
             self._first_step_peak = self.memory.peak
@@ -164,6 +212,9 @@ class Counters:
             self.memory.watch_peak()
         self.phases.in_steps = True
         self.ledger.step = self.links.step = self.step
+        if self.ledger.calls is not None:
+            self.ledger.calls.step = self.step
+        self._samples = 0
         self._began = self.clock.now
         self.work.begin()
         self.memory.begin_curve()
@@ -183,18 +234,25 @@ class Counters:
             self.memory.mark("gradient", [parameter.grad for parameter in (*parameters, *trained)])
             shards = [getattr(parameter, "ds_tensor", None) for parameter in parameters]
             self.memory.mark("parameter", [*shards, *parameters, *model.buffers()])
+        if self._session is not None:
+            self.holdings.look(models, self._session.ranks.rank_in(Group.PP), self.phases.called)
 
     def report(self, stage: int, rank: int, stands_for: int) -> KindReport:
-        """All that was counted."""
+        """All that was counted to the end of the last step, or of a script that ended before."""
+        made = self._made or self._report()
+        return made.model_copy(update={"stage": stage, "rank": rank, "stands_for": stands_for})
+
+    def _report(self) -> KindReport:
         memory, holders = self.memory, self.memory.at_peak()
-        models = self._session.models if self._session is not None else []
-        elements = sum(p.numel() for m in models for p in m.parameters() if not p.is_meta)
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return KindReport(
-            stage=stage,
-            rank=rank,
-            stands_for=stands_for,
-            parameters=elements,
+            stage=0,
+            rank=0,
+            stands_for=1,
+            parameters=self.holdings.parameters,
+            idle_parameters=self.holdings.idle_parameters,
+            modules=self.holdings.modules,
+            idle_modules=self.holdings.idle_modules,
             steps=max(self.step, 0),
             peak_bytes=memory.peak,
             peak_phase=memory.peak_at.phase,
@@ -209,7 +267,17 @@ class Counters:
             links=self.links.counts(),
             work=self.work.rows(),
             step_seconds=self.clock.now - self._began,
+            measured_seconds=self.work.measured_seconds,
+            microbatch_bytes=memory.most_of_microbatch,
+            active_microbatches=self._active,
+            in_flight={} if self._planned is None else dict(self._planned.in_flight),
+            host_peak_bytes=memory.host_peak,
             pipeline_seconds=None if self._planned is None else self._planned.makespan,
             pipeline_idle={} if self._planned is None else dict(self._planned.idle),
+            pipeline_blocks=self._pipeline_blocks(),
+            blocks=self.work.blocks(self._began),
+            epoch_batches=None if self.loaders is None else self.loaders.epoch_batches,
+            step_batches=self._batches,
+            step_samples=self._samples,
             process_bytes=used if sys.platform == "darwin" else used * 1024,
         )

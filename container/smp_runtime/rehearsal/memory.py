@@ -7,10 +7,11 @@ and in a job whose operations are performed, so that both can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,14 @@ class _Storage:
     operation: str
     kind: str = ""  # what is known of it
     carries: bool = False  # made by a room that moves others' tensors
+    microbatch: int | None = None  # whose forward pass has made it
+    in_host: bool = False  # where a job has GPUs, it lies in main memory
+
+
+class _Thread(threading.local):
+    """Of one thread."""
+
+    in_host = False
 
 
 class LiveMemory:
@@ -61,8 +70,12 @@ class LiveMemory:
         clock: for the curve, in seconds.
 
     Attributes:
-        now: bytes alive.
+        now: bytes alive, without those in main memory.
         peak: the most since :meth:`watch_peak`.
+        host_now, host_peak: the same of main memory.
+        microbatch: the one that the calling thread runs; None outside of one.
+        most_of_microbatch: bytes that the forward pass of one microbatch has made and that were alive together, at most; since
+            :meth:`watch_peak`.
     """
 
     def __init__(self, where: Callable[[], Where], clock: Callable[[], float] = lambda: 0.0) -> None:
@@ -72,8 +85,12 @@ class LiveMemory:
         self._alive: dict[int, _Storage] = {}
         self._gone_since_peak: list[_Storage] = []
         self._changes = 0
-        self.now = 0
-        self.peak = 0
+        self._here = _Thread()
+        self.now = self.host_now = 0
+        self.peak = self.host_peak = 0
+        self.microbatch: Callable[[], int | None] = lambda: None
+        self._of_microbatch: dict[int, int] = {}
+        self.most_of_microbatch = 0
         self._peak_change = 0
         self.peak_at = Where("start", "")
         self.peak_line = ""
@@ -93,12 +110,32 @@ class LiveMemory:
             if key in self._alive:
                 return
             self._changes += 1
-            entry = _Storage(storage.nbytes(), self._changes, self._where(), operation, carries=_is_carrier_s())
+            where = self._where()
+            entry = _Storage(storage.nbytes(), self._changes, where, operation, carries=_is_carrier_s())
+            entry.in_host = self._here.in_host
+            if where.phase == "forward" and not entry.carries and not entry.in_host:
+                entry.microbatch = self.microbatch()
             self._alive[key] = entry
             weakref.finalize(storage, self._gone, key, entry).atexit = False
             self._grow(entry.size, entry)
 
+    @contextlib.contextmanager
+    def in_host_memory(self) -> Iterator[None]:
+        """What the calling thread makes inside lies in main memory where a job has GPUs."""
+        before, self._here.in_host = self._here.in_host, True
+        try:
+            yield
+        finally:
+            self._here.in_host = before
+
     def _grow(self, size: int, entry: _Storage) -> None:
+        if entry.in_host:
+            self.host_now += size
+            self.host_peak = max(self.host_peak, self.host_now)
+            return
+        if entry.microbatch is not None:
+            held = self._of_microbatch[entry.microbatch] = self._of_microbatch.get(entry.microbatch, 0) + size
+            self.most_of_microbatch = max(self.most_of_microbatch, held)
         self.now += size
         self._event(size, entry)
         if self.now > self.peak:
@@ -112,9 +149,11 @@ class LiveMemory:
         with self._lock:
             if self._alive.pop(key, None) is None:
                 return
+            if entry.in_host:
+                self.host_now -= entry.size
+                return
             self._changes += 1
-            self.now -= entry.size
-            self._event(-entry.size, entry)
+            self._shrink(entry.size, entry)
             if entry.size and entry.born <= self._peak_change:
                 self._gone_since_peak.append(entry)
 
@@ -131,12 +170,17 @@ class LiveMemory:
                 if entry.born <= self._peak_change:
                     left = _Storage(before, entry.born, entry.where, entry.operation, entry.kind, entry.carries)
                     self._gone_since_peak.append(left)
-                self.now -= before - storage.nbytes()
-                self._event(storage.nbytes() - before, entry)
+                self._shrink(before - storage.nbytes(), entry)
                 entry.size, entry.born = storage.nbytes(), self._changes
             else:
                 entry.size, entry.born, entry.where = storage.nbytes(), self._changes, self._where()
                 self._grow(entry.size - before, entry)
+
+    def _shrink(self, size: int, entry: _Storage) -> None:
+        self.now -= size
+        if entry.microbatch is not None:
+            self._of_microbatch[entry.microbatch] -= size
+        self._event(-size, entry)
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Say what tensors are that live now."""
@@ -152,6 +196,8 @@ class LiveMemory:
         with self._lock:
             self._gone_since_peak.clear()
             self.peak, self._peak_change, self.peak_at = self.now, self._changes, self._where()
+            self.host_peak = self.host_now
+            self.most_of_microbatch = max(self._of_microbatch.values(), default=0)
 
     def _event(self, change: int, entry: _Storage) -> None:
         if self._records and change:
@@ -166,9 +212,11 @@ class LiveMemory:
     def curve(self) -> MemoryOverTime:
         """What was alive since :meth:`begin_curve`, by kind; of each stretch the highest point, so that no peak is lost."""
         with self._lock:
-            events, self._records = list(self._events), False
+            events = list(self._events)
             held: dict[str, int] = {}
             for entry in self._alive.values():
+                if entry.in_host:
+                    continue
                 held[_kind_of(entry)] = held.get(_kind_of(entry), 0) + entry.size
         for _, change, entry in events:  # back to the beginning
             held[_kind_of(entry)] = held.get(_kind_of(entry), 0) - change
@@ -189,7 +237,7 @@ class LiveMemory:
     def at_peak(self) -> list[Holder]:
         """All that was alive at the peak, by place, the largest first."""
         with self._lock:
-            alive = [entry for entry in self._alive.values() if entry.born <= self._peak_change]
+            alive = [entry for entry in self._alive.values() if entry.born <= self._peak_change and not entry.in_host]
             found: dict[tuple[str, str, str, str], tuple[int, int]] = {}
             for entry in (*alive, *self._gone_since_peak):
                 key = (_kind_of(entry), entry.where.module, entry.where.phase, entry.operation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,13 +10,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from smp_runtime.rehearsal.memory import Where
-from smp_runtime.tensors.torch_private import next_node_number, number_of_node, running_node
+from smp_runtime.tensors.graph_owners import GraphOwners
+from smp_runtime.tensors.torch_private import backward_pass, running_node
 
 if TYPE_CHECKING:
     from torch import nn
-
-#: Nodes of autograd are numbered as they are made; so many beginnings of modules are remembered.
-_MOST_MARKS = 400_000
 
 
 class _Thread(threading.local):
@@ -25,7 +22,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.modules: list[str] = []  # whose forward runs, the innermost last
-        self.where = Where("start", "")
+        self.backward = (-1, "")  # the backward pass that came to a module last, and the module
 
 
 class Phases:
@@ -33,17 +30,18 @@ class Phases:
 
     Attributes:
         in_steps: whether the first step has begun.
+        called: paths of the modules whose forward has run.
         in_microbatch: whether the calling thread runs a microbatch.
     """
 
     def __init__(self) -> None:
         self._here = _Thread()
         self._names: dict[int, str] = {}
+        self.called: set[str] = set()
         self._updating = False
         self.in_steps = False
         self.in_microbatch: Callable[[], bool] = lambda: False
-        self._numbers: list[int] = []  # numbers of nodes, ascending
-        self._owners: list[str] = []  # the module that ran from that number on
+        self._owners = GraphOwners("rehearsal", self._reached)
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -66,7 +64,8 @@ class Phases:
         node = running_node()
         modules = self._here.modules
         if node is not None:
-            return Where("backward", modules[-1] if modules else self._of_node(node))
+            number, owner = self._here.backward
+            return Where("backward", modules[-1] if modules else owner if number == backward_pass() else "")
         if modules or self.in_microbatch():
             return Where("forward", modules[-1] if modules else "")
         if self._updating:
@@ -75,32 +74,22 @@ class Phases:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
+        if name is not None:
+            self.called.add(name)
         modules = self._here.modules
+        if backward_pass() == -1:
+            self._owners.note(args, modules[-1] if modules else "")
         modules.append((modules[-1] if modules else type(module).__name__) if name is None else name)
-        self._mark(modules[-1])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         modules = self._here.modules
         if modules:
-            modules.pop()
-        self._mark(modules[-1] if modules else "")
+            name = modules.pop()
+            if backward_pass() == -1:
+                self._owners.note(output, name)
 
-    def _mark(self, owner: str) -> None:
-        number = next_node_number()
-        if self._numbers and number < self._numbers[-1]:
-            return  # another thread, whose numbers are its own
-        if self._numbers and number == self._numbers[-1]:
-            self._owners[-1] = owner
-            return
-        if len(self._numbers) > _MOST_MARKS:
-            del self._numbers[: _MOST_MARKS // 2], self._owners[: _MOST_MARKS // 2]
-        self._numbers.append(number)
-        self._owners.append(owner)
-
-    def _of_node(self, node: Any) -> str:
-        """The module in whose forward a node was made."""
-        position = bisect.bisect_right(self._numbers, number_of_node(node)) - 1
-        return self._owners[position] if position >= 0 else ""
+    def _reached(self, owner: str) -> None:
+        self._here.backward = backward_pass(), owner
 
     def _update(self, begins: bool) -> None:
         self._updating = begins

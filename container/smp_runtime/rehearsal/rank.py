@@ -1,7 +1,8 @@
 """The runner of a rehearsal: ``python -m smp_runtime.rehearsal.rank REQUEST train.py --epochs 3``.
 
 It imports PyTorch once and forks a process for each kind of rank. Each of them believes that it is the first rank of its kind
-in the whole job, runs the script, and leaves its counts, or why it could not go on, in the request's folder.
+in the whole job, runs the script, and leaves its counts, or why it could not go on, in the request's folder. Where that is asked
+for, processes for the last ranks follow, whose calls must be the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import math
 import os
 import runpy
 import secrets
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,21 +29,32 @@ from smp_config.launchers import SECRET_VARIABLE
 from smp_config.rate_card import RateCard
 from smp_config.rehearsal import REHEARSAL_VARIABLE, Failure, RehearsalRequest, read_request
 from smp_config.script_lines import is_script_s
+from smp_config.timeline import TIMELINE_VARIABLE
 from smp_config.values import dictionary
 from smp_emulation.installing import install_where_asked
 from smp_runtime.comm import collectives as collectives_room
 from smp_runtime.comm.carriers import SoloCarrier, StoreCarrier
+from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.pipeline.transport import tensor_channels
+from smp_runtime.rehearsal.calls import Agreement, CallLog, Difference, file_of_calls
 from smp_runtime.rehearsal.control import Kinds, RehearsedControl
 from smp_runtime.rehearsal.counters import Counters, RehearsalOver
+from smp_runtime.rehearsal.data import Loaders
 from smp_runtime.rehearsal.operations import PERFORMED_BYTES, as_fused, use_fresh_memory
+from smp_runtime.rehearsal.said import Said
 from smp_runtime.rehearsal.traffic import AbsentCollectives
 from smp_runtime.tensors.torch_private import absent_store
 
 #: Exit codes of a kind.
 _DONE, _FAILED, _OTHER_KINDS = 0, 1, 3
+
+#: Steps in which ranks' calls are compared; what a script calls in a step it has called by the second.
+_COMPARED_STEPS = 2
+
+#: Between two looks at the processes, and at their calls.
+_PAUSE_SECONDS, _LOOK_SECONDS = 0.02, 0.5
 
 
 class _OtherKinds(BaseException):
@@ -65,14 +79,18 @@ def main(arguments: Sequence[str]) -> int:
     install_where_asked()  # PyTorch calls it by itself only where the packages are installed, and not found by a path
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
+    os.environ.pop(TIMELINE_VARIABLE, None)  # for which ranks compare their clocks
     importlib.import_module("smdistributed.modelparallel.torch")  # once, for the scripts of all kinds
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
         needed = max(failure.kinds_needed or 1 for failure in failures)
-        for path in Path(request.folder).glob("*-*.json"):
+        for path in Path(request.folder).glob("*-*.json*"):
             path.unlink()
-        codes = _fork_all(request.model_copy(update={"kinds": needed}), arguments[1:])
+        request = request.model_copy(update={"kinds": needed})
+        codes = _fork_all(request, arguments[1:])
+    if not any(codes) and request.other_ranks and request.ranks > request.kinds:
+        codes = _fork_all(request.model_copy(update={"steps": _COMPARED_STEPS}), arguments[1:], last=True)
     return _DONE if not any(codes) else _FAILED
 
 
@@ -81,8 +99,12 @@ def read_failure(path: Path) -> Failure:
     return Failure.model_validate_json(path.read_bytes())
 
 
-def _fork_all(request: RehearsalRequest, words: Sequence[str]) -> list[int]:
-    """Run every kind in a process of its own; gives their exit codes."""
+def _fork_all(request: RehearsalRequest, words: Sequence[str], *, last: bool = False) -> list[int]:
+    """Run every kind in a process of its own; gives their exit codes.
+
+    Args:
+        last: the last ranks of the stages, after the first ones.
+    """
     children = []
     pipes = []
     sys.stdout.flush()
@@ -94,7 +116,7 @@ def _fork_all(request: RehearsalRequest, words: Sequence[str]) -> list[int]:
             os.close(writes)
             code = _FAILED
             try:
-                code = _Kind(request, kind, reads).run(words)
+                code = _Kind(request, kind, reads, last=last).run(words)
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -107,7 +129,43 @@ def _fork_all(request: RehearsalRequest, words: Sequence[str]) -> list[int]:
     for pipe in pipes:
         os.write(pipe, str(0 if store is None else store.port).encode())
         os.close(pipe)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return _watch(request, children)
+
+
+def _watch(request: RehearsalRequest, children: Sequence[int]) -> list[int]:
+    """Wait for the processes; ends them where two ranks make different calls, since they would wait for each other."""
+    codes: dict[int, int] = {}
+    agreement = Agreement(request.folder, _COMPARED_STEPS)
+    looked = time.monotonic()
+    while len(codes) < len(children):
+        for child in children:
+            if child not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
+                codes[child] = os.waitstatus_to_exitcode(ended[1])
+        if time.monotonic() - looked > _LOOK_SECONDS:
+            looked = time.monotonic()
+            if (found := agreement.difference(is_over=False)) is not None:
+                for child in set(children) - set(codes):
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                _tell(request, found)
+                return [_FAILED] * len(children)
+        time.sleep(_PAUSE_SECONDS)
+    # Of ranks that have failed, calls that they have not made any more say nothing.
+    is_over = not any(codes.values())
+    if _OTHER_KINDS not in codes.values() and (found := agreement.difference(is_over=is_over)) is not None:
+        _tell(request, found)
+        return [_FAILED] * len(children)
+    return [codes[child] for child in children]
+
+
+def _tell(request: RehearsalRequest, found: Difference) -> None:
+    """Leave a difference as the reason of all that came of it."""
+    for path in Path(request.folder).glob("failed-*.json"):
+        path.unlink()
+    failure = Failure(
+        stage=0, rank=found.rank, error=f"{SMPUserError.__name__}: {found}", line=found.call.line, is_of_all=True
+    )
+    Path(request.folder, "failed-calls.json").write_text(failure.model_dump_json(), encoding="utf-8")
 
 
 class _Kind:
@@ -115,18 +173,22 @@ class _Kind:
 
     Args:
         reads: a descriptor from which the port of the common store can be read.
+        last: it stands for the kind as its last rank.
     """
 
-    def __init__(self, request: RehearsalRequest, kind: int, reads: int) -> None:
+    def __init__(self, request: RehearsalRequest, kind: int, reads: int, *, last: bool) -> None:
         self._request = request
         self._kind = kind
+        self._last = last
         self._port = int(os.read(reads, 16).decode())
         os.close(reads)
         self._kinds: Kinds | None = None
         self._session: sessions.Session | None = None
+        self._heard = Said()
         card = _rates(request)
         limit = request.performed_bytes if request.performed_bytes is not None else PERFORMED_BYTES
         self._counters = Counters(request.steps, limit, card)
+        self._loaders = self._counters.loaders = Loaders(request.inputs, request.stand_in_samples)
         self._rank = 0
 
     def run(self, words: Sequence[str]) -> int:
@@ -143,6 +205,7 @@ class _Kind:
         sys.argv = [script, *rest]
         sys.path.insert(0, str(Path(script).absolute().parent))
         self._counters.start()
+        self._loaders.start()
         try:
             runpy.run_path(script, run_name="__main__")
         except RehearsalOver:
@@ -162,8 +225,10 @@ class _Kind:
             return self._failed(
                 ConfigError("the script ended without calling smp.init(), so it has no ranks that could be rehearsed")
             )
-        report = self._counters.report(self._kind, self._rank, self._kinds.stands_for(self._kind))
-        Path(self._request.folder, f"kind-{self._kind}.json").write_text(report.model_dump_json(), encoding="utf-8")
+        if not self._last:
+            report = self._counters.report(self._kind, self._rank, self._kinds.stands_for(self._kind))
+            Path(self._request.folder, f"kind-{self._kind}.json").write_text(report.model_dump_json(), encoding="utf-8")
+            self._heard.leave(self._rank, self._request.folder)
         try:
             sessions.shutdown()
         except Exception as error:
@@ -172,7 +237,11 @@ class _Kind:
 
     def _failed(self, error: BaseException) -> int:
         failure = Failure(
-            stage=self._kind, rank=self._rank, error=f"{type(error).__name__}: {error}", line=_line_of(error)
+            stage=self._kind,
+            rank=self._rank,
+            error=f"{type(error).__name__}: {error}",
+            line=_line_of(error),
+            is_last=self._last,
         )
         self._leave(failure)
         if not isinstance(error, ConfigError | ValueError):
@@ -185,6 +254,9 @@ class _Kind:
     def _leave(self, failure: Failure) -> None:
         Path(self._request.folder, f"failed-{self._kind}.json").write_text(failure.model_dump_json(), encoding="utf-8")
 
+    def _kinds_of(self, topology: Topology) -> Kinds:
+        return Kinds(topology, self._request.ranks_per_host, last=self._last)
+
     # -- what smp.init() meets ---------------------------------------------------------------------------------
 
     def _place(self, parameters: ModelParallelParameters | None) -> None:
@@ -193,7 +265,7 @@ class _Kind:
         if parameters is not None:
             topology = parameters.topology(request.ranks)
             if topology.pipeline == request.kinds:
-                self._rank = Kinds(topology, request.ranks_per_host).representatives[self._kind]
+                self._rank = self._kinds_of(topology).representatives[self._kind]
         local = self._rank % request.ranks_per_host
         for name, value in (
             (("RANK", "SMP_RANK"), self._rank),
@@ -210,7 +282,7 @@ class _Kind:
         topology: Topology = parameters.topology(request.ranks)
         if topology.pipeline != request.kinds:
             raise _OtherKinds(topology.pipeline)
-        self._kinds = kinds = Kinds(topology, request.ranks_per_host)
+        self._kinds = kinds = self._kinds_of(topology)
         self._place(parameters)
         inner: Any = SoloCarrier()
         if request.kinds > 1:
@@ -218,6 +290,9 @@ class _Kind:
             inner = StoreCarrier(store, self._kind, request.kinds, os.environ)
         host = kinds.host_of(self._rank)
         counters = self._counters
+        calls = CallLog(sorted({*kinds.representatives, *kinds.others}), file_of_calls(request.folder, self._rank))
+        calls.public_call = lambda: str(inner.call)
+        counters.ledger.calls = calls
         counters.links.reaches(kinds.kind_of, lambda rank: kinds.host_of(rank) == host)
         tensor_channels.instead.append(counters.links.channel)
         if not dist.is_initialized():
@@ -225,7 +300,10 @@ class _Kind:
         if request.on_gpu:
             collectives_room.compared_bytes = math.inf
         collectives = counters.counted(AbsentCollectives(buffers=not request.on_gpu))
-        return RehearsedControl(inner, kinds, request.ranks), collectives
+        said = Said(kinds.others, request.folder) if self._last else None
+        heard = self._heard if request.other_ranks and not self._last else None
+        control = RehearsedControl(inner, kinds, request.ranks, calls=calls, said=said, heard=heard)
+        return control, collectives
 
     def _start_groups(self, *args: Any, **kwargs: Any) -> None:
         """Instead of ``init_process_group``: groups whose other ranks are not there."""
@@ -241,7 +319,9 @@ _init_process_group = dist.init_process_group
 
 
 def _rates(request: RehearsalRequest) -> RateCard | None:
-    """The rates of the instance; None where they are not known."""
+    """Those that were given, or of the instance; None where they are not known."""
+    if request.rates is not None:
+        return request.rates
     try:
         return (
             RateCard.of_instance(request.instance_type, processes_per_host=request.ranks_per_host)

@@ -19,6 +19,7 @@ from smp_runtime.tensors.torch_private import group_of_operation
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives, Work
+    from smp_runtime.rehearsal.calls import CallLog
     from smp_runtime.rehearsal.memory import Where
 
 #: By collective, bytes that a member of ``n`` sends for each byte of the whole tensor, and messages in a ring.
@@ -70,6 +71,7 @@ class Ledger:
     Attributes:
         step: the step that runs; -1 before the first.
         name_of: what a group is called, and how many hosts it reaches over.
+        calls: writes down who communicates with whom in the script's calls; None: nobody wants to know.
     """
 
     def __init__(self, where: Callable[[], Where]) -> None:
@@ -78,6 +80,7 @@ class Ledger:
         self._rows: dict[tuple[int, str, str, str, int, int], tuple[int, int, int, int]] = {}
         self.step = -1
         self.name_of: Callable[[dist.ProcessGroup], tuple[str, int]] = lambda group: ("world", 1)
+        self.calls: CallLog | None = None
 
     def add(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
         """A collective of this rank.
@@ -169,6 +172,8 @@ class CountedCollectives:
 
     def _do(self, kind: str, whole: torch.Tensor, group: dist.ProcessGroup, work: Callable[[], Work]) -> Work:
         self._ledger.add(kind, whole.nbytes, group)
+        if self._ledger.calls is not None and group.size() > 1:
+            self._ledger.calls.of_library(dist.get_process_group_ranks(group))
         self.counted.inside = True
         try:
             begun = work()
@@ -271,4 +276,6 @@ class DirectCollectives:
             elif name == "reduce_scatter":  # whose first argument is the result
                 size *= group.size()
             self._ledger.add(name, size, group)
+            if self._ledger.calls is not None and group.size() > 1:
+                self._ledger.calls.of_script(name, size, dist.get_process_group_ranks(group))
         return function(*args, **kwargs)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from smp_config.rehearsal import ModuleWork
+from smp_config.rehearsal import ModuleWork, TimedBlock
 from smp_runtime.tensors.flop_formulas import flop_registry
 from smp_runtime.tensors.torch_private import packet_of
 
 if TYPE_CHECKING:
     import torch
 
-    from smp_config.rate_card import RateCard
+    from smp_config.rate_card import Measured, RateCard
     from smp_runtime.comm.collectives import Work as Collective
     from smp_runtime.rehearsal.memory import Where
     from smp_runtime.rehearsal.operations import Operation
@@ -63,26 +63,90 @@ class TimedWork:
         return self._inner.wait()
 
 
+class _Measurements:
+    """What modules were measured to take for a microbatch, spread over their operations as the rates say.
+
+    A module that was not measured itself is part of the one around it that was. How many operations a module has is
+    known after a step; in the first nothing but the rates is.
+
+    Args:
+        measured: durations by path and phase.
+    """
+
+    def __init__(self, measured: Iterable[Measured]) -> None:
+        self._seconds: dict[tuple[str, str], float] = {(one.path, one.phase): one.seconds for one in measured}
+        self._owners: dict[tuple[str, str], tuple[str, str] | None] = {}
+        #: By module and phase, seconds by the rates and the microbatches that they are of.
+        self._seen: dict[tuple[str, str], tuple[float, set[int]]] = {}
+        self._factors: dict[tuple[str, str], float] = {}
+
+    def seconds(self, where: Where, microbatch: int | None, by_rates: float) -> float | None:
+        """Of an operation; None where no duration says."""
+        if not self._seconds or microbatch is None:
+            return None
+        owner = self._owner(where.module, where.phase)
+        if owner is None:
+            return None
+        total, microbatches = self._seen.get(owner, (0.0, set()))
+        microbatches.add(microbatch)
+        self._seen[owner] = total + by_rates, microbatches
+        factor = self._factors.get(owner)
+        return None if factor is None else factor * by_rates
+
+    def _owner(self, module: str, phase: str) -> tuple[str, str] | None:
+        """The innermost measured module that an operation of a module belongs to."""
+        key = module, phase
+        if key not in self._owners:
+            path = module
+            while path and (path, phase) not in self._seconds:
+                path = path.rpartition(".")[0]
+            self._owners[key] = (path, phase) if (path, phase) in self._seconds else None
+        return self._owners[key]
+
+    def learn(self) -> None:
+        """A step is over: operations of the next take so much more or less than by the rates."""
+        for owner, (total, microbatches) in self._seen.items():
+            if total:
+                self._factors[owner] = self._seconds[owner] * len(microbatches) / total
+        self._seen.clear()
+
+
 class ModuleTimes:
     """Adds up what modules do, by phase and type.
 
     Args:
         where: what the calling thread is at.
         rates: turns work into seconds; None: the clock stands still.
+        measured: durations of modules that take the place of the rates.
+
+    Attributes:
+        microbatch: the one that the calling thread runs; None outside of one.
+        measured_seconds: of the step so far, those that durations say, not rates.
+        keeps_blocks: whether :meth:`blocks` is wanted.
     """
 
-    def __init__(self, where: Callable[[], Where], rates: RateCard | None, clock: Clock) -> None:
+    def __init__(
+        self, where: Callable[[], Where], rates: RateCard | None, clock: Clock, measured: Iterable[Measured] = ()
+    ) -> None:
         self._where = where
         self._rates = rates
         self._clock = clock
+        self._measured = _Measurements(measured)
+        self.microbatch: Callable[[], int | None] = lambda: None
+        self.measured_seconds = 0.0
         self._lock = threading.Lock()
         self._rows: dict[tuple[str, str, str], list[float]] = {}
         self._dtypes: dict[torch.dtype, str] = {}
+        self.keeps_blocks = False
+        self._blocks: list[tuple[str, int, float, float]] = []
 
     def begin(self) -> None:
         """Forget what was: another step begins."""
         with self._lock:
             self._rows.clear()
+            self._measured.learn()
+            self.measured_seconds = 0.0
+            self._blocks.clear()
 
     def performed(self, operation: Operation) -> None:
         """Count an operation that reads its arguments and writes its result."""
@@ -99,12 +163,43 @@ class ModuleTimes:
         seconds = 0.0 if self._rates is None else self._rates.seconds_of_work(flops, moved, dtype or "float32")
         where = self._where()
         with self._lock:
+            microbatch = self.microbatch()
+            known = self._measured.seconds(where, microbatch, seconds)
+            if known is not None:
+                seconds = known
+                self.measured_seconds += known
             row = self._rows.setdefault((where.module, where.phase, dtype), [0, 0.0, 0, 0.0])
             row[0] += 1
             row[1] += flops
             row[2] += moved
             row[3] += seconds
+            if self.keeps_blocks and seconds:
+                self._extend(_KINDS.get(where.phase, "S"), microbatch, seconds)
         self._clock.advance(seconds)
+
+    def _extend(self, kind: str, microbatch: int | None, seconds: float) -> None:
+        """The rank goes on with what it computes, or begins something else."""
+        now = self._clock.now
+        before = self._blocks[-1] if self._blocks else ("", 0, 0.0, 0.0)
+        number = before[1] if microbatch is None else microbatch
+        if (kind, number, now) == (before[0], before[1], before[3]):
+            self._blocks[-1] = (kind, number, before[2], now + seconds)
+        else:
+            self._blocks.append((kind, number, now, now + seconds))
+
+    def blocks(self, began: float) -> list[TimedBlock]:
+        """What was computed in the step so far without a wait for others; of ranks without a pipeline.
+
+        Args:
+            began: when the step did, by the clock.
+        """
+        with self._lock:
+            return [
+                TimedBlock.model_validate(
+                    {"kind": kind, "microbatch": number, "module": "", "start": start - began, "stop": stop - began}
+                )
+                for kind, number, start, stop in self._blocks
+            ]
 
     def _name(self, dtype: torch.dtype) -> str:
         if dtype not in self._dtypes:
@@ -127,6 +222,9 @@ class ModuleTimes:
                 for (module, phase, dtype), (calls, flops, moved, seconds) in self._rows.items()
             ]
 
+
+#: By phase, what a timeline calls it.
+_KINDS = {"forward": "F", "backward": "B"}
 
 #: Operations that only allocate.
 _WITHOUT_WORK = {

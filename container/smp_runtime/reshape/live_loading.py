@@ -12,6 +12,7 @@ from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoin
 from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.checkpoint.live_state import Holding, buffers, extras, masters, saved_records, updated, weights
 from smp_runtime.checkpoint.load_partial import Loading, always
+from smp_runtime.parameters.optimizer_shards import store_all
 from smp_runtime.reshape.offers import UNSAVED
 from smp_runtime.tensors.nested import unshared
 
@@ -107,9 +108,7 @@ class LiveLoading(Loading):
             yield holding, always(MODULE)
 
     def _store_masters(self) -> None:
-        for shard in (self._model.optimizer_shards or {}).values():
-            if shard is not None:
-                shard.store()
+        store_all(shard for shard in (self._model.optimizer_shards or {}).values() if shard is not None)
 
     def _wants(self, names: Container[str]) -> Iterator[Want]:
         for holding, key in self._holdings():

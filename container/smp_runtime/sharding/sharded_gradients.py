@@ -9,6 +9,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.comm.collectives import NOTHING, Work
+from smp_runtime.comm.flags import Flags
 from smp_runtime.sharding.live_parameters import GatherTrace, refuse_unequal, sharing_positions
 
 if TYPE_CHECKING:
@@ -271,9 +272,8 @@ class ShardedGradients:
         )
         news[used + groups + self._ranks.rank_in(Group.RDP)] = float(self._gathers.digest)
         self._gathers.forget()
-        news = news.to(self._units[0].device)
-        self._ranks.collectives.all_reduce(news, self._ranks.process_group(Group.RDP)).wait()
-        news = news.cpu()
+        group, device = self._ranks.process_group(Group.RDP), self._units[0].device
+        news = Flags(news, device, self._ranks.collectives, group, self._ranks.size(Group.RDP)).land()
         self._used_anywhere |= news[:used] > 0
         self._used.zero_()
         if not self._ranks.control.speaks_for_all:  # else there is nobody who could have gathered anything else

@@ -18,6 +18,7 @@ from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport.messages import StepKind
 from smp_runtime.step.first_stage_inputs import Arguments, FirstStageInputs, probe
 from smp_runtime.step.microbatches import StepOutput, batch_samples, merge_outputs, shapes_in, split_argument
+from smp_runtime.tensors.determinism import explaining
 from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import tree_map
 
@@ -181,7 +182,7 @@ class StepFunction:
         returned = []
         try:
             # Backward on the calling thread, as in a pipeline: recomputation finds there what forward has left.
-            with torch.autograd.set_multithreading_enabled(False):
+            with explaining(), torch.autograd.set_multithreading_enabled(False):
                 for index, microbatch in enumerate(microbatches):
                     session.ranks.step.microbatch = index
                     returned.append(microbatch())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +48,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     # How often a tensor was changed in place, and what hangs on it.
     "torch.Tensor": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
     # One kernel for many tensors; torch.optim is written with these.
-    "torch": ("_foreach_mul_",),
+    "torch": ("_foreach_mul_", "_foreach_copy_"),
     # Operators, whose names are part of the format of exported programs.
     "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag"),
     # Overridden, and asked whether it has begun.
@@ -169,6 +169,10 @@ def storage_key(tensor: torch.Tensor) -> int:
     """
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+#: ``(tensors, p, dtype=…)``: the p-norms of tensors of one type and device, computed in ``dtype``.
+norms_of: Callable[..., Sequence[torch.Tensor]] = _private("measures gradients", "_foreach_norm")
 
 
 def unscale(gradients: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
@@ -342,16 +346,6 @@ def stay_in(mode: Any) -> None:
 def running_node() -> torch.autograd.graph.Node | None:
     """The node of autograd whose backward runs on the calling thread."""
     return torch._C._current_autograd_node()
-
-
-def next_node_number() -> int:
-    """The number that the next node of the calling thread will have; nodes are numbered as they are made."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def number_of_node(node: torch.autograd.graph.Node) -> int:
-    """The number of a node, see :func:`next_node_number`."""
-    return node._sequence_nr()
 
 
 def key_of_storage(storage: torch.UntypedStorage) -> int:

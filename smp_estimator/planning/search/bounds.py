@@ -93,8 +93,9 @@ def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
     microbatches = at.microbatches or samples
     active = min(at.active or microbatches, microbatches)
     # Gradients of weights may be computed in any moment: before a stage can begin stand forward passes alone.
-    whole = needs.forward + needs.backward + needs.again
-    waiting = needs.forward / whole if space.schedule == "zero_bubble" and needs.forward else 1.0
+    whole = needs.forward + needs.backward + (needs.again if again else 0.0)
+    splits = "zero_bubble" in (space.schedules if at.schedule is None else (at.schedule,))
+    waiting = needs.forward / whole if splits and needs.forward else 1.0
     passes = _pipelined(seconds, stages, microbatches, active, waiting)
     return max(space.accumulation * passes, _data_seconds(needs, space, card, at))
 

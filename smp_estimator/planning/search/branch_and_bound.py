@@ -272,6 +272,10 @@ class Search:
 
 _MEMORY = ("kept", "again", "offloaded")
 
+#: Schedules by how many microbatches they hold, and by how long stages wait: a higher number is no better.
+_HELD = {"interleaved": 0, "_only_forward": 0, "zero_bubble": 1, "simple": 2}
+_WAITING = {"zero_bubble": 0, "interleaved": 1, "_only_forward": 1, "simple": 2}
+
 
 def keeps_no_less(at: Configuration, other: Configuration) -> bool:
     """Whether a configuration of the same degrees has no more memory saved than another, in any respect."""
@@ -279,6 +283,8 @@ def keeps_no_less(at: Configuration, other: Configuration) -> bool:
         return False
     if (at.active or 1) * (other.microbatches or 1) < (other.active or 1) * (at.microbatches or 1):
         return False  # fewer samples in flight
+    if _HELD[at.schedule or "interleaved"] < _HELD[other.schedule or "interleaved"]:
+        return False
     # Sharded state has buffers of its own, so that it is compared with other degrees of it only.
     is_more = (at.state, other.state) == ("whole", "optimizer") or 1 < at.sharded < other.sharded
     if at.state != other.state and not is_more:
@@ -288,7 +294,7 @@ def keeps_no_less(at: Configuration, other: Configuration) -> bool:
 
 
 def computes_no_less(at: Configuration, other: Configuration) -> bool:
-    """Whether a configuration differs from another only by recomputing, offloading, or having fewer in flight.
+    """Whether a configuration differs from another only by recomputing, offloading, a worse schedule, or fewer in flight.
 
     Without a pipeline more microbatches are more of the same, too: with one, they fill it.
     """
@@ -297,6 +303,9 @@ def computes_no_less(at: Configuration, other: Configuration) -> bool:
     count, others = at.microbatches or 1, other.microbatches or 1
     if count != others and not ((at.pipeline or 1) == 1 and count > others):
         return False
+    first, second = (_WAITING[one.schedule or "interleaved"] for one in (at, other))
+    if first < second or (first > second and (at.active or 1) < min(at.pipeline or 1, count)):
+        return False  # a pipeline that is not filled has no closed form
     is_later = _MEMORY.index(at.memory or "kept") >= _MEMORY.index(other.memory or "kept")
     return is_later and (at.active or 1) <= (other.active or 1)
 

@@ -21,6 +21,7 @@ _WORDS = {
     "pipeline": "pipeline_parallel_degree",
     "tensor": "tensor_parallel_degree",
     "microbatches": "microbatches",
+    "schedule": "pipeline",
     "active": "active_microbatches",
     "placement": "placement_strategy",
 }
@@ -85,6 +86,8 @@ def improvements(
     if unknown_because(request) is not None:
         return ()
     given = ModelParallelParameters.from_mp_parameters({"ddp": True, **parameters})
+    if given.pipeline == "_only_forward":  # says what the job is for
+        request = request.changed({"pipeline": given.pipeline})
     start = configuration_of(request.changed(given.to_mp_parameters()))
     space_of(request, samples).check(start)
     plan_of(request, samples, start)  # what cannot work is told

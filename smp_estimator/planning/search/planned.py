@@ -15,7 +15,7 @@ from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Region, Search
 from smp_estimator.planning.search.ladder import has_room
-from smp_estimator.planning.search.space import Configuration, Space
+from smp_estimator.planning.search.space import SCHEDULES, Configuration, Space
 from smp_estimator.planning.step_time import operations_of_rank, unknown_because
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ def region_of(request: Request, samples: int, *, offloads: bool = True) -> Regio
 
 
 def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
-    """All configurations of a model of transformer layers on a request's cluster."""
-    shape = request.shape
+    """All configurations of a model of transformer layers on a request's cluster; a schedule that it names is not searched."""
+    shape, schedule = request.shape, request.parameters.pipeline
     return Space(
         world=request.world,
         per_host=request.processes_per_host,
@@ -111,7 +111,7 @@ def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
         heads=shape.heads,
         offloads=offloads,
         can_recompute=shape.has_layers,
-        schedule=request.parameters.pipeline,
+        schedules=SCHEDULES if schedule == "interleaved" else (schedule,),
     )
 
 
@@ -141,6 +141,7 @@ def configuration_of_settings(settings: ModelParallelParameters, memory: str) ->
         state=state,
         memory="offloaded" if settings.offload_activations else memory,
         microbatches=settings.microbatches,
+        schedule=settings.pipeline if stages > 1 else "interleaved",
         active=min(settings.active_microbatches or 1, settings.microbatches) if stages > 1 else 1,
         placement=settings.placement,
     )

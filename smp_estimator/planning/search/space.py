@@ -1,4 +1,4 @@
-"""What can be chosen for a job on a cluster: degrees, state, recomputation, microbatches, placement; and in which order.
+"""What can be chosen for a job on a cluster: degrees, state, recomputation, microbatches, schedule, placement; in which order.
 
 A configuration is chosen level by level (:data:`LEVELS`), so that a bound for the first levels holds for all that share
 them. Degrees are divisors of what they divide, not powers of two only: published configurations have 35 stages.
@@ -16,13 +16,18 @@ from smp_config import ConfigError, Group, Topology
 from smp_config.in_flight import default_active
 
 #: Names of what is chosen one after the other; the first decide most about time and memory.
-LEVELS = ("pipeline", "tensor", "state", "memory", "microbatches", "active", "placement")
+LEVELS = ("pipeline", "tensor", "state", "memory", "microbatches", "schedule", "active", "placement")
 
 #: Who keeps what: everything on each rank, optimizer state shared out, or all state over ``sharded`` ranks.
 _WHOLE, _OPTIMIZER = "whole", "optimizer"
 
 #: What activations cost: kept, computed again, or computed again with their inputs in the host's memory.
 _KEPT, _AGAIN, _OFFLOADED = "kept", "again", "offloaded"
+
+_INTERLEAVED = "interleaved"
+
+#: Of a pipeline, the one that there is by itself first.
+SCHEDULES = (_INTERLEAVED, "zero_bubble", "simple")
 
 _PLACEMENTS = ("DPT", "PDT", "DTP", "TDP", "PTD", "TPD")
 _PLACEMENT_NAMES = {"DPT": "cluster", "TPD": "spread"}
@@ -37,6 +42,7 @@ class Configuration:
         state: ``"whole"``, ``"optimizer"`` (``shard_optimizer_state``), or the degree of sharded data parallelism.
         memory: of activations: ``"kept"``, ``"again"`` (checkpointing of each layer) or ``"offloaded"``, which is both.
         microbatches: of a batch.
+        schedule: of the pipeline, one of :data:`SCHEDULES`.
         active: most microbatches in flight.
         placement: letters, right-most fastest.
     """
@@ -46,6 +52,7 @@ class Configuration:
     state: str | int | None = None
     memory: str | None = None
     microbatches: int | None = None
+    schedule: str | None = None
     active: int | None = None
     placement: str | None = None
 
@@ -76,7 +83,9 @@ class Configuration:
         switched = (stages > 1, (self.tensor or 1) > 1, self.state not in (None, _WHOLE), self.recomputes)
         own = stages > 1 and self.active not in (None, min(default_active(stages), count))
         cut = stages == 1 and count > 1
-        return 2 * sum(switched) + (self.memory == _OFFLOADED) + own + cut + (self.placement not in (None, "DPT"))
+        other = self.schedule not in (None, _INTERLEAVED)
+        single = own + cut + other + (self.memory == _OFFLOADED) + (self.placement not in (None, "DPT"))
+        return 2 * sum(switched) + single
 
     def settings(self) -> dict[str, Any]:
         """Of ``mp_parameters``; those that are as they are by themselves are left out."""
@@ -92,6 +101,8 @@ class Configuration:
             found["sharded_data_parallel_degree"] = self.sharded
         if (self.microbatches or 1) > 1:
             found["microbatches"] = self.microbatches
+        if stages > 1 and self.schedule not in (None, _INTERLEAVED):
+            found["pipeline"] = self.schedule
         if stages > 1 and self.active is not None and self.active != default_active(stages):
             found["active_microbatches"] = self.active
         if self.memory == _OFFLOADED:
@@ -109,6 +120,7 @@ class Configuration:
         words += ["activation checkpointing"] if self.recomputes else []
         words += ["offloading"] if self.memory == _OFFLOADED else []
         words += [f"{self.microbatches} microbatches"] if (self.microbatches or 1) > 1 else []
+        words += [f"schedule {self.schedule}"] if stages > 1 and self.schedule not in (None, _INTERLEAVED) else []
         if (
             stages > 1
             and self.active is not None
@@ -133,7 +145,7 @@ class Space:
         heads: which tensor parallelism divides; 0: nothing is divided, there is no tensor parallelism.
         offloads: whether activations may be offloaded.
         can_recompute: whether the script can recompute; without it activations are always kept.
-        schedule: of the pipeline; it is not searched.
+        schedules: that a pipeline may have.
     """
 
     world: int
@@ -144,7 +156,7 @@ class Space:
     heads: int = 0
     offloads: bool = True
     can_recompute: bool = True
-    schedule: str = "interleaved"
+    schedules: tuple[str, ...] = SCHEDULES
 
     def __post_init__(self) -> None:
         for name in ("world", "per_host", "samples", "accumulation", "layers"):
@@ -193,6 +205,7 @@ class Space:
             "state": self._states,
             "memory": self._memories,
             "microbatches": self._microbatch_counts,
+            "schedule": self._schedules,
             "active": self._actives,
             "placement": self._placements,
         }
@@ -260,6 +273,10 @@ class Space:
     def _microbatch_counts(self, at: Configuration) -> Iterator[int]:
         yield from _divisors(self.batch(at))
 
+    def _schedules(self, at: Configuration) -> Iterator[str]:
+        """Without a pipeline all are alike."""
+        yield from self.schedules if (at.pipeline or 1) > 1 else (_INTERLEAVED,)
+
     def _actives(self, at: Configuration) -> Iterator[int]:
         """What there is by itself, enough to fill the pipeline and half of that, twice as many, and all."""
         stages, most = at.pipeline or 1, at.microbatches or 1
@@ -319,4 +336,4 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-__all__ = ["LEVELS", "Configuration", "Space"]
+__all__ = ["LEVELS", "SCHEDULES", "Configuration", "Space"]

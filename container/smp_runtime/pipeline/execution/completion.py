@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.schedule.actions import TaskKind
+from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import Done, Release, Value
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Completion:
         for call in task.ended:
             call()
         task.ended = []
+        self._context.conductor.arrived(_code_of(task))
         if task.parent is not None:
             task.parent.open -= 1
             self._complete(task.parent)
@@ -82,7 +83,11 @@ class Completion:
         task.in_model_backward = True
         ready = ("w", task.microbatch, task.path)
         self._context.conductor.give(parent, ready)
-        self._context.conductor.add(task, (ready,), lambda event: True)
+        # While there may be no choice, not before the parent's code has ended: else what comes first would depend on how long the
+        # parent waits for others. An order that is planned from this step knows nothing of it.
+        held = _code_of(parent)
+        self._context.conductor.add(task, (ready, held), lambda event: event != held or not self._context.in_turn)
+        task.needs = (ready,)
 
     def request_done(self, done: Done) -> None:
         """A stage tells that a request of this one is done."""
@@ -122,3 +127,8 @@ class Completion:
         self._context.values.release(microbatch)
         self._context.attributes.release(microbatch)
         self._server.release(microbatch)
+
+
+def _code_of(task: Task) -> Event:
+    """That the code of a task has ended."""
+    return ("e", task.kind, task.microbatch, task.path)

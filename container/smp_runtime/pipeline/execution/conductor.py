@@ -26,6 +26,7 @@ from smp_runtime.errors import DeadlineError
 from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
 from smp_runtime.tensors import computing_time
+from smp_runtime.tensors.determinism import explaining
 from smp_runtime.tensors.split_operations import SplitOperations
 from smp_runtime.tensors.weight_gradients import splitting
 
@@ -245,7 +246,13 @@ class Conductor:
         if self.records:
             self.record.append(
                 Segment(
-                    task.action, self._stage, task.spent + now - task.began, task.phase, task.needs, tuple(task.gives)
+                    task.action,
+                    self._stage,
+                    task.spent + now - task.began,
+                    task.phase,
+                    task.needs,
+                    tuple(task.gives),
+                    task.label,
                 )
             )
             task.gives = []
@@ -355,7 +362,7 @@ class Conductor:
         try:
             if task.random is not None:
                 task.random.restore()
-            with torch.autograd.set_multithreading_enabled(False), self._splitting(task):
+            with explaining(), torch.autograd.set_multithreading_enabled(False), self._splitting(task):
                 if task.context is not None:
                     task.context.run(task.work, task)
                 else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, smooth
+from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, nominal, smooth
 from smp_runtime.pipeline.schedule.planner import plan as make_plan
 from smp_runtime.pipeline.schedule.simulation import simulate
 
@@ -30,8 +30,8 @@ STEPS_BEFORE_REVIEW = 5
 WORTH_CHANGING = 0.98
 
 
-#: Told of every order that is planned, with its makespan and idle times, on the root stage; a rehearsal listens.
-at_plan: list[Callable[[Plan], None]] = []
+#: Told of every order that is planned, and of the segments that it is made of, on the root stage; a rehearsal listens.
+at_plan: list[Callable[[Plan, Sequence[Segment]], None]] = []
 
 
 @dataclass
@@ -64,9 +64,18 @@ class PlanStore:
     Args:
         active: most microbatches in flight.
         share: gives the orders of all pipelines that must agree; the first one's count.
+        repeatable: whether orders follow from what a step does alone, so that another run has the same ones.
     """
 
-    def __init__(self, policy: Policy, active: int, share: Callable[[Any], list[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        active: int,
+        share: Callable[[Any], list[Any]] | None = None,
+        *,
+        repeatable: bool = False,
+    ) -> None:
+        self.is_repeatable = repeatable
         self._policy = policy
         self._active = active
         self._share = share
@@ -139,7 +148,7 @@ class PlanStore:
         self, segments: Sequence[Segment], present: Mapping[int, tuple[Action, ...]] | None
     ) -> dict[int, tuple[Action, ...]] | None:
         try:
-            smoothed = smooth(segments)
+            smoothed = nominal(segments) if self.is_repeatable else smooth(segments)
             made = make_plan(smoothed, policy=self._policy, active=self._active, latency=LATENCY)
             if present is not None:
                 now = simulate(present, smoothed, active=self._active, latency=LATENCY).makespan
@@ -149,6 +158,6 @@ class PlanStore:
             logger.warning("no order could be planned, work runs as it arrives: %s", error)
             return None
         for hear in at_plan:
-            hear(made)
+            hear(made, smoothed)
         logger.debug("planned a step: %.1f ms, idle %s, %s", made.makespan * 1e3, made.idle, made.rule)
         return {stage: tuple(order) for stage, order in made.orders.items()}

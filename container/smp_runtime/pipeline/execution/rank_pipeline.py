@@ -65,6 +65,7 @@ class PipelineSettings:
     begins: Callable[[int | None], None] = lambda microbatch: None
     #: Gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
     share: Callable[[Any], list[Any]] | None = None
+    repeatable: bool = False  # whether orders follow from the work alone, not from how long it takes
     delay: Callable[[], float] | None = None  # for tests: seconds by which received messages are held back
     make_group: Callable[[tuple[int, int]], Any] | None = None  # process groups for tensors of an accelerator
     watch: Watch | None = None  # of the timeline, if there is one
@@ -120,7 +121,7 @@ class Pipeline:
         self._messenger = messenger
         self.caller = RemoteCaller(context)
         self.server = server = ModuleServer(context, settings.begins)
-        self.plans = PlanStore(settings.policy, settings.active, settings.share)
+        self.plans = PlanStore(settings.policy, settings.active, settings.share, repeatable=settings.repeatable)
         self._running_step = running_step = RunningStep(
             context, messenger, self._alarm, self.plans, settings.policy, settings.active
         )

@@ -110,7 +110,7 @@ class RunningStep:
         #: Seconds of the longest step so far that needed no order or kept to it.
         self._longest_step = 0.0
         self._entered = 0.0
-        self._has_warned = self._has_warned_of_batches = False
+        self._has_warned = self._has_warned_of_batches = self._has_warned_of_order = False
         self._call: StepCall | None = None
         self._buffers: list[tuple[int, int]] = []
         #: What modules held at the beginning; empty where the step was seen before.
@@ -227,6 +227,15 @@ class RunningStep:
         context = self._context
         if context.conductor.order is not None:
             logger.debug("stage %d leaves the planned order: %s", context.stage, why)
+            if self._plans.is_repeatable and not self._has_warned_of_order:
+                self._has_warned_of_order = True
+                logger.warning(
+                    "deterministic: pipeline stage %d left the planned order of its step (%s), so gradients of microbatches were "
+                    "added in the order in which they came, which may be another in the next run; let every step of one kind call "
+                    "the same modules, or set microbatches to 1",
+                    context.stage,
+                    why,
+                )
             self._follow_no_order()
             for stage in context.others:
                 context.send(stage, Diverged(why), [])

@@ -193,10 +193,10 @@ class Recorder:
     def segment_ended(self, task: Task, start: float, stop: float) -> None:
         """A task has computed from ``start`` to ``stop``, in seconds of ``time.perf_counter()``."""
         if task.kind is not TaskKind.STEP:
-            self._add(task.kind, task.microbatch, task.label, start, stop)
+            self.block(task.kind, task.microbatch, task.label, start, stop)
             return
         kind = self._kinds.get(task.microbatch, TaskKind.FORWARD)
-        self._add(kind, task.microbatch, "", self._cuts.pop(task.microbatch, start), stop)
+        self.block(kind, task.microbatch, "", self._cuts.pop(task.microbatch, start), stop)
 
     def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None:
         """The rest of the step function's running segment is of another kind; called by the task that runs.
@@ -211,10 +211,11 @@ class Recorder:
         self._kinds[number] = kind
         if not at_start and before is not kind:
             now = computing_time.now()
-            self._add(before, number, "", self._cuts.get(number, task.began), now)
+            self.block(before, number, "", self._cuts.get(number, task.began), now)
             self._cuts[number] = now
 
-    def _add(self, kind: TaskKind, microbatch: int, path: str, start: float, stop: float) -> None:
+    def block(self, kind: TaskKind, microbatch: int, path: str, start: float, stop: float) -> None:
+        """A module has computed from ``start`` to ``stop``; ``path`` is empty for what the step function ran itself."""
         label = path or ("step function" if kind is TaskKind.STEP else "(model)")
         self.add(f"{kind}{microbatch} {label}", kind.value, microbatch, path, start, stop)
 

@@ -66,6 +66,7 @@ class Segment:
     phase: TaskKind
     needs: tuple[Event, ...] = ()
     gives: tuple[tuple[Event, float], ...] = ()
+    label: str = ""  # the module's path; empty for the step function
 
 
 Orders = Mapping[int, Sequence[Action]]
@@ -98,3 +99,37 @@ def smooth(segments: Iterable[Segment]) -> list[Segment]:
                 gives = tuple((event, at) for (event, _), at in zip(segment.gives, times, strict=True))
                 smoothed[segment.action] = replace(segment, seconds=seconds, gives=gives)
     return [smoothed[segment.action] for segment in segments]
+
+
+#: Seconds that a part of a task counts as where durations are not to matter, by its phase: backward computes two products for each
+#: one of forward, of which one is that of gradients of weights.
+_NOMINAL = {TaskKind.STEP: 0.01, TaskKind.BACKWARD: 0.02, TaskKind.WEIGHTS: 0.01}
+#: Of the step function before its first call of another stage, which as a rule only hands on its arguments.
+_NOMINAL_BEGIN = 0.0001
+
+
+def nominal(segments: Iterable[Segment]) -> list[Segment]:
+    """The same segments with durations that follow from their phase alone, so that each run plans from the same ones.
+
+    What a segment gives is spread over it evenly, in the order in which it came.
+    """
+    segments = list(segments)
+    last: dict[tuple[TaskKind, tuple[int, ...], int], int] = {}
+    for segment in segments:
+        key = segment.action.kind, segment.action.path, segment.action.microbatch
+        last[key] = max(last.get(key, 0), segment.action.part)
+
+    def seconds_of(segment: Segment) -> float:
+        action = segment.action
+        is_begin = action.kind is TaskKind.STEP and action.part == 0
+        if is_begin and last[action.kind, action.path, action.microbatch] > 0:
+            return _NOMINAL_BEGIN
+        return _NOMINAL.get(segment.phase, _NOMINAL[TaskKind.STEP])
+
+    found = []
+    for segment in segments:
+        seconds = seconds_of(segment)
+        share = seconds / max(len(segment.gives), 1)
+        gives = tuple((event, share * number) for number, (event, _) in enumerate(segment.gives, 1))
+        found.append(replace(segment, seconds=seconds, gives=gives))
+    return found

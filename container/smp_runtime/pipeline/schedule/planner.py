@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPUserError
@@ -45,6 +45,7 @@ class Plan:
     idle: dict[int, float]  # per rank, the fraction of the makespan in which it computes nothing
     in_flight: dict[int, int]  # per rank, the most microbatches whose activations it holds; never more than ``active``
     rule: str  # the rule that won, in words, for the log
+    start: dict[Action, float] = field(default_factory=dict)  # seconds, of every action
 
 
 def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: float = 0.0) -> Plan:
@@ -80,6 +81,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
         idle=run.idle,
         in_flight=run.in_flight,
         rule=str(best.rule),
+        start=run.start,
     )
 
 

@@ -1,0 +1,135 @@
+"""Recording what each module of a rank without a pipeline takes, in the form of a pipeline's timeline.
+
+A pipeline computes in tasks, whose times it knows anyway. Without one, a microbatch is cut where the code of another module
+begins: in the forward pass at calls of modules, in the backward pass where autograd reaches what a module has returned or was
+given. Each piece is a block of the module whose own code ran, without what the modules in it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from smp_runtime.pipeline.schedule.actions import TaskKind
+from smp_runtime.tensors import computing_time
+from smp_runtime.tensors.graph_owners import GraphOwners
+from smp_runtime.tensors.torch_private import backward_pass
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.pipeline.observe.recorder import Recorder
+
+
+class ModuleRecorder:
+    """Follows all modules of a rank by PyTorch's global hooks, until :meth:`close`.
+
+    Args:
+        recorder: keeps the blocks.
+        models: gives the models of the job, whose modules are called by their paths.
+        device: a block on a GPU ends when the GPU has done its work.
+    """
+
+    def __init__(
+        self, recorder: Recorder, models: Callable[[], Iterable[nn.Module]], device: torch.device | None = None
+    ) -> None:
+        self._recorder = recorder
+        self._models = models
+        self._device = device
+        self._names: dict[int, str] = {}
+        self._microbatch: int | None = None
+        self._open: list[str] = []  # modules whose forward runs, the innermost last
+        #: What runs, since when; and what ran before backward began to run modules again.
+        self._kind, self._path, self._since = TaskKind.FORWARD, "", 0.0
+        self._before = ""
+        self._owners = GraphOwners("recorder", self._reached)
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Hear no more, and write what has not been written."""
+        for handle in self._handles:
+            handle.remove()
+        self._recorder.close()
+
+    # -- what the step tells ---------------------------------------------------------------------------------------
+
+    def begin_step(self, number: int) -> None:
+        """A step begins."""
+        self._names = {id(part): path for model in self._models() for path, part in model.named_modules()}
+        self._recorder.begin_step(number)
+
+    def end_step(self) -> None:
+        """The step has ended, gradients are reduced."""
+        self._recorder.end_step()
+
+    def turn_to(self, microbatch: int | None) -> None:
+        """Another microbatch begins; None: the last has ended."""
+        if self._microbatch is not None:
+            self._end_block()
+        self._open.clear()
+        self._microbatch = microbatch
+        if microbatch is not None:
+            self._settle()
+            self._kind, self._path, self._since = TaskKind.FORWARD, "", computing_time.now()
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward pass; what the step function does after it is its own."""
+        self._cut(TaskKind.BACKWARD, "")
+        try:
+            yield
+        finally:
+            self._cut(TaskKind.STEP, "")
+
+    # -- what PyTorch tells ----------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._microbatch is None or torch.compiler.is_compiling():
+            return
+        around = self._open[-1] if self._open else ""
+        path = self._names.get(id(module), around)  # one that is no part of a model, such as a loss, is of who calls it
+        again = backward_pass() != -1
+        if again and not self._open:
+            self._before = self._path
+        self._open.append(path)
+        if not again:
+            self._owners.note(args, around)
+        self._cut(TaskKind.BACKWARD if again else TaskKind.FORWARD, path)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._open or torch.compiler.is_compiling():
+            return
+        path = self._open.pop()
+        if backward_pass() == -1:
+            self._owners.note(output, path)
+            self._cut(TaskKind.FORWARD, self._open[-1] if self._open else "")
+        else:
+            self._cut(TaskKind.BACKWARD, self._open[-1] if self._open else self._before)
+
+    def _reached(self, path: str) -> None:
+        if self._microbatch is not None and not self._open:
+            self._cut(TaskKind.BACKWARD, path)
+
+    def _cut(self, kind: TaskKind, path: str) -> None:
+        """What runs from now on; the block before ends."""
+        if (kind, path) == (self._kind, self._path) or self._microbatch is None:
+            return
+        self._end_block()
+        self._kind, self._path = kind, path
+
+    def _end_block(self) -> None:
+        self._settle()
+        now = computing_time.now()
+        self._recorder.block(self._kind, self._microbatch or 0, self._path, self._since, now)
+        self._since = now
+
+    def _settle(self) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()

@@ -1,0 +1,80 @@
+"""Which modules a rank has, how many parameters they hold, and which of them no step has called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.job.trained import TrainedModel
+
+#: Modules that are named.
+_MOST_NAMES = 12
+
+
+class Holdings:
+    """What the models of a rank come to; looked at after every update, since a script may let go of them at its end.
+
+    Attributes:
+        parameters: elements that this rank holds, of sharded ones its part.
+        idle_parameters: of these, elements of modules that were never called.
+        modules: paths of the modules of this rank, without those inside others of them.
+        idle_modules: the same of modules with parameters that were never called.
+    """
+
+    def __init__(self) -> None:
+        self.parameters = 0
+        self.idle_parameters = 0
+        self.modules: list[str] = []
+        self.idle_modules: list[str] = []
+
+    def look(self, models: Sequence[TrainedModel], stage: int, called: set[str]) -> None:
+        """Look at the models again.
+
+        Args:
+            stage: of this rank.
+            called: paths of modules whose forward has run here.
+        """
+        self.parameters = self.idle_parameters = 0
+        here: list[str] = []
+        idle: list[str] = []
+        seen: set[int] = set()
+        for model in models:
+            ours: list[str] = []  # modules of this library, which use what is inside them as they like
+            for path, module in model.module.named_modules():
+                if model.assignment is not None and model.assignment.stage_of(path) != stage:
+                    continue
+                held = _elements(module, seen)
+                self.parameters += held
+                here.append(path)
+                if type(module).__module__.startswith("smp_runtime.") and path in called:
+                    ours.append(path)
+                is_used = path in called or any(path.startswith(f"{parent}.") for parent in ours)
+                if held and not is_used and all(p.grad is None for p in module.parameters(recurse=False)):
+                    self.idle_parameters += held
+                    idle.append(path)
+        self.modules, self.idle_modules = _outermost(here), _outermost(idle)
+
+
+def _elements(module: nn.Module, seen: set[int]) -> int:
+    """Elements of a module's own parameters that no other has counted."""
+    total = 0
+    for parameter in module.parameters(recurse=False):
+        if not parameter.is_meta and id(parameter) not in seen:
+            seen.add(id(parameter))
+            part: Any = getattr(parameter, "ds_tensor", None)
+            total += parameter.numel() if part is None else part.numel()
+    return total
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """Without the model itself, and without modules inside others that are named."""
+    found: list[str] = []
+    for path in paths:
+        parents = path.split(".")
+        inside = any(".".join(parents[:length]) in found for length in range(1, len(parents)))
+        if path and not inside:
+            found.append(path)
+    return found[:_MOST_NAMES]
