@@ -214,10 +214,24 @@ def test_metrics_read_the_progress_lines(cloud: Cloud, script: Path) -> None:
 
     cloud.estimator(script, distribution=model_parallel(8, ddp=True)).fit(wait=False)
     definitions = cloud.requests[0]["AlgorithmSpecification"]["MetricDefinitions"]
-    record = ProgressRecord(step=7, total_steps=9, loss=2.5, eval_loss=3.25e-05, samples_per_second=12.0)
+    values = {
+        "loss": 2.5,
+        "eval_loss": 3.25e-05,
+        "samples_per_second": 12.0,
+        "learning_rate": 1e-4,
+        "gradient_norm": 0.75,
+    }
+    values |= {
+        "loss_scale": 1024.0,
+        "tokens_per_second": 6144.0,
+        "mfu": 0.4,
+        "idle_share": 0.1,
+        "checkpoint_seconds": 1.5,
+    }
+    record = ProgressRecord.model_validate({"step": 7, "total_steps": 9, **values})
     line = "[1,mpirank:0,algo-1]<stdout>:" + format_progress(record)
     found = {each["Name"]: float(re.search(each["Regex"], line)[1]) for each in definitions}  # type: ignore[index]
-    assert found == {"step": 7.0, "loss": 2.5, "eval_loss": 3.25e-05, "samples_per_second": 12.0}
+    assert found == {"step": 7.0, **values}
     only = format_progress(ProgressRecord(step=7, eval_loss=1.0))
     assert [each["Name"] for each in definitions if re.search(each["Regex"], only)] == ["eval_loss", "step"]
     mine = [{"Name": "mine", "Regex": "mine=(.*)"}]
@@ -319,7 +333,8 @@ def test_tuner(cloud: Cloud, script: Path) -> None:
     assert static["steps"] == 10
     assert static["sagemaker_estimator_class_name"] == "SMPEstimator"
     names = [each["Name"] for each in definition["AlgorithmSpecification"]["MetricDefinitions"]]
-    assert names == ["loss", "eval_loss", "samples_per_second", "step"]
+    given = """loss eval_loss samples_per_second step learning_rate gradient_norm loss_scale tokens_per_second mfu idle_share checkpoint_seconds"""
+    assert names == given.split()
     assert definition["Environment"] == {"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
     wrong = cloud.estimator(script, distribution=model_parallel(8, ddp=True), entry_point="trian.py")
     tuner = HyperparameterTuner(wrong, "loss", {"lr": ContinuousParameter(0.1, 0.2)}, wrong.metric_definitions)

@@ -78,6 +78,10 @@ def set_partition(module: nn.Module, pp_rank: int) -> None:
     Call it before the first step, which decides the partition. It wins over ``smp.partition`` contexts, and the last
     call for a module over earlier ones.
 
+    Args:
+        module: of the model that is or will be wrapped, or the wrapped model itself.
+        pp_rank: stage, from 0 to ``smp.pp_size() - 1``.
+
     Raises:
         SMPUserError: no such stage, no module, or a module of a model that is partitioned already, with another stage.
     """

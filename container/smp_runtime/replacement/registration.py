@@ -152,9 +152,20 @@ def tp_register_with_module(
     return_hook: Callable[..., Any] | None = None,
     state_hook: Translate | None = None,
 ) -> None:
-    """Register ``dist_module`` as the distributed form of ``module_cls``; see :func:`tp_register`.
+    """Register ``dist_module`` as the distributed form of ``module_cls``, as :func:`tp_register` does for a class of one's own.
 
     Call it before the modules are created, since their arguments are noted then.
+
+    Args:
+        module_cls: class whose instances are replaced.
+        dist_module: subclass of ``smp.nn.DistributedModule``.
+        init_hook: from the original's constructor arguments to ``(args, kwargs)`` of the distributed one's.
+        forward_hook: likewise for ``forward``.
+        return_hook: from what the distributed module returns to what the original would.
+        state_hook: from a state of the original to one of the distributed module.
+
+    Raises:
+        SMPUserError: a class that is none of these, or a hook that cannot be called.
     """
     from smp_runtime.nn.distributed_module import DistributedModule
 

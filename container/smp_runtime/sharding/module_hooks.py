@@ -458,6 +458,10 @@ def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     With sharded data parallelism the parameter then has its values whenever ``module`` is called. Call it while the
     model is created or any time before ``smp.DistributedModel``; without sharding it changes nothing.
 
+    Args:
+        module: that uses the parameter.
+        parameter: that another module has.
+
     Raises:
         SMPUserError: the first argument is no module, or the second no parameter.
     """

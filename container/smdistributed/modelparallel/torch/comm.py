@@ -16,27 +16,80 @@ RDP_GROUP = CommGroup.RDP_GROUP
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
-    """Send a picklable object; returns when ``dest_rank`` has taken it with :func:`recv_from`."""
+    """Send an object; returns when ``dest_rank`` has taken it with :func:`recv_from`.
+
+    Args:
+        obj: anything that pickles; tensors arrive on the CPU of the other rank.
+        dest_rank: counted within the group that ``rank_type`` names, from 0.
+        rank_type: in which group the number counts, such as ``smp.RankType.PP_RANK``.
+
+    Raises:
+        SMPUserError: the group has no such rank, or ``rank_type`` is no :class:`RankType`.
+
+    Example:
+        ``smp.send({"best": loss}, 0, smp.RankType.WORLD_RANK)``; on rank 0,
+        ``smp.recv_from(1, smp.RankType.WORLD_RANK)``.
+    """
     current().messages.send(obj, dest_rank, rank_type)
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
-    """Receive the next object that ``src_rank`` sends or broadcasts to this rank."""
+    """Receive the next object that ``src_rank`` sends or broadcasts to this rank.
+
+    Args:
+        src_rank: counted within the group that ``rank_type`` names, from 0.
+        rank_type: in which group the number counts.
+
+    Raises:
+        SMPUserError: the group has no such rank, or ``rank_type`` is no :class:`RankType`.
+        RankLeftError: the other rank has ended, or never sends.
+    """
     return current().messages.recv_from(src_rank, rank_type)
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
-    """Send a picklable object to the other ranks of the group, each of which calls :func:`recv_from`."""
+    """Send an object to the other ranks of the group, each of which calls :func:`recv_from`.
+
+    Args:
+        obj: anything that pickles.
+        group: such as ``smp.DP_GROUP``; this rank's own group of that kind.
+
+    Raises:
+        SMPUserError: ``group`` is no :class:`CommGroup`.
+    """
     current().messages.broadcast(obj, group)
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
-    """Every member's object in group-rank order; all members call it."""
+    """Exchange objects; all members of the group call it.
+
+    Args:
+        obj: this rank's; anything that pickles.
+        group: such as ``smp.WORLD``; this rank's own group of that kind.
+
+    Returns:
+        every member's object in the order of their ranks in the group, this rank's among them.
+
+    Raises:
+        SMPUserError: ``group`` is no :class:`CommGroup`.
+        RankLeftError: another member has ended, or never calls it.
+
+    Example:
+        ``losses = smp.allgather(float(loss), smp.DP_GROUP)``
+    """
     return current().messages.allgather(obj, group)
 
 
 def barrier(group: CommGroup = WORLD) -> None:
-    """Return when every rank of the group has called it."""
+    """Return when every rank of the group has called it.
+
+    Args:
+        group: such as ``smp.PP_GROUP``; this rank's own group of that kind. Default: all ranks of the job.
+
+    Raises:
+        SMPUserError: ``group`` is no :class:`CommGroup`.
+        RankLeftError: another member has ended, or never calls it.
+    """
     current().messages.barrier(group)
 
 
