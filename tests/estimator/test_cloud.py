@@ -333,7 +333,8 @@ def test_tuner(cloud: Cloud, script: Path) -> None:
     assert static["steps"] == 10
     assert static["sagemaker_estimator_class_name"] == "SMPEstimator"
     names = [each["Name"] for each in definition["AlgorithmSpecification"]["MetricDefinitions"]]
-    given = """loss eval_loss samples_per_second step learning_rate gradient_norm loss_scale tokens_per_second mfu idle_share checkpoint_seconds"""
+    given = """loss eval_loss samples_per_second step learning_rate gradient_norm
+        loss_scale tokens_per_second mfu idle_share checkpoint_seconds"""
     assert names == given.split()
     assert definition["Environment"] == {"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
     wrong = cloud.estimator(script, distribution=model_parallel(8, ddp=True), entry_point="trian.py")
