@@ -184,7 +184,8 @@ def draw(path: Path, suites: Sequence[Suite], results: Mapping[str, Any], dark: 
         results: of a file.
         dark: on a dark page.
     """
-    from smp_estimator.timeline.drawing import COLOURS, DARK, LIGHT, figure_for
+    from smp_estimator.pictures.svg import colour
+    from smp_estimator.timeline.drawing import DARK, LIGHT, figure_for
 
     theme = DARK if dark else LIGHT
     rows = [
@@ -198,8 +199,8 @@ def draw(path: Path, suites: Sequence[Suite], results: Mapping[str, Any], dark: 
     axes = figure.add_axes((0.42, 0.55 / inches, 0.54, 1 - 0.75 / inches), facecolor=theme.background)
     for height, (index, _, line) in enumerate(reversed(rows)):
         low, high = line.get("ratio_quartiles") or (line["time_ratio"],) * 2
-        axes.plot([low, high], [height, height], color=COLOURS[index % len(COLOURS)], linewidth=3, alpha=0.5)
-        axes.plot([line["time_ratio"]], [height], "o", color=COLOURS[index % len(COLOURS)])
+        axes.plot([low, high], [height, height], color=colour(index), linewidth=3, alpha=0.5)
+        axes.plot([line["time_ratio"]], [height], "o", color=colour(index))
     axes.axvline(1.0, color=theme.ink, linewidth=1)
     axes.set_yticks(range(len(rows)), [f"{line['case']} ÷ {line['peer']}" for _, _, line in reversed(rows)])
     axes.set_xlim(left=0)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from smp_config.pace import Reading
+from smp_config.pace import Reading  # noqa: TC001 - pydantic reads the classes
 
 #: Kinds of calls: the script's own call of this library, or a collective over a group.
 PUBLIC, COLLECTIVE = 0, 1

@@ -87,3 +87,21 @@ def _told_late():
 
 def test_a_job_ends_after_what_nobody_waits_for(ranks):
     assert ranks(_told_late, 2, config={"ddp": True}) == [False, False]
+
+
+def test_a_job_that_has_ended_is_gone_at_once(solo):
+    """Not with the next collection of garbage, which may come in a fork: there a group waits for threads that it does not have."""
+    import gc
+    import weakref
+
+    import smdistributed.modelparallel.torch as smp
+
+    gc.collect()
+    gc.disable()
+    try:
+        session = weakref.ref(solo({}))
+        smp.DistributedModel(nn.Linear(2, 2))
+        smp.shutdown()
+        assert session() is None
+    finally:
+        gc.enable()

@@ -133,7 +133,7 @@ def test_who_takes_an_output_for_a_tensor_is_told_what_to_call(two_microbatches)
         ):
             use()
     assert f"{output}" == "StepOutput(2 × torch.float32 [2])"
-    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'$"):
+    with pytest.raises(AttributeError, match=r"(?m)no attribute 'no_such_thing'$"):
         output.no_such_thing  # noqa: B018
 
 

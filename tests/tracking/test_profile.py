@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -159,10 +160,11 @@ def test_one_that_cannot_be_written_costs_a_warning(
     monkeypatch.setenv("SM_OUTPUT_DATA_DIR", str(tmp_path / "file"))
     solo()
     with caplog.at_level("WARNING", logger="smp"):
-        import logging
-
         logging.getLogger("smp").addHandler(caplog.handler)
-        train(2)
+        try:
+            train(2)
+        finally:
+            logging.getLogger("smp").removeHandler(caplog.handler)
     assert "the profile cannot be written" in caplog.text
 
 

@@ -162,8 +162,11 @@ class Session:
                 failure = failure or error
         for leave in self.at_leave:
             leave()
+        # Who listens mostly has this session in turn, and a group that waits for the collection of garbage may be freed in a fork.
         for heard in (self.before_step, self.arguments, self.after_step, self.before_update, self.after_update):
             heard.clear()
+        for ended in (self.at_close, self.at_leave):
+            ended.clear()
         # First of all, since taking groups down may wait for others, and they for this rank.
         self.ranks.control.close(FAILED if self.has_failed else ENDED)
         if self.has_failed:
