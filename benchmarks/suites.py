@@ -45,7 +45,7 @@ SUITES = (
         "Pipeline parallelism",
         "pipeline.py",
         ("--rounds", "16"),
-        ("--case", "sleep", "--case", "sleep-zero", "--case", "torch", "--rounds", "8"),
+        ("--case", "sleep", "--case", "sleep-zero", "--case", "sleep-torch", "--case", "torch", "--rounds", "8"),
         (
             CASE,
             RANKS,
