@@ -94,7 +94,8 @@ def start(
 
 def wait(jobs: Sequence[subprocess.Popen[bytes]]) -> None:
     """Until all have ended well."""
-    if any([job.wait() for job in jobs]):
+    codes = [job.wait() for job in jobs]
+    if any(codes):
         raise SystemExit("a job failed; what it said is above")
 
 
