@@ -262,7 +262,7 @@ class _Kind:
         failure = Failure(
             stage=self._kind,
             rank=self._rank,
-            error=f"{type(error).__name__}: {error}",
+            error=f"{type(error).__name__}: {'it ends itself with ' if isinstance(error, SystemExit) else ''}{error}",
             line=_line_of(error),
             is_last=self._last,
         )
