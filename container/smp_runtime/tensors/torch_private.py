@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -114,6 +115,16 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one inside ``torch.func`` (``vmap``, ``grad``, …)."""
     known = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
     return bool(known and known(tensor))
+
+
+def taken_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One of PyTorch's functions in Python, which hands what it calls to modes, but not itself as a whole."""
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    made = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
