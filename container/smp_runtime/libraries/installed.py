@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from smp_runtime.generation import generate as _generate  # noqa: F401 - it waits for models to be wrapped
 from smp_runtime.libraries.import_hook import when_imported
 
 
