@@ -85,7 +85,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
     os.environ.pop(TIMELINE_VARIABLE, None)  # for which ranks compare their clocks
-    importlib.import_module(_PUBLIC)  # once, for the scripts of all kinds
+    public = importlib.import_module(_PUBLIC)
+    for name in public.__all__:  # loaded once, for the scripts of all kinds
+        getattr(public, name)
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
