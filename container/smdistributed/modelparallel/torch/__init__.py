@@ -78,7 +78,7 @@ from smp_runtime.activations.marking import set_activation_checkpointing
 from smp_runtime.job.older_names import hvd_average_grads
 from smp_runtime.job.session import init, is_initialized, is_tracing, shutdown
 from smp_runtime.libraries import installed as _installed  # noqa: F401 - it waits for other libraries to be imported
-from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
+from smp_runtime.model.creation import compile, delay_param_initialization, model_creation, partition, set_partition
 from smp_runtime.preemption import automatic as _automatic  # noqa: F401 - it waits for smp.init
 from smp_runtime.replacement.registration import tp_register, tp_register_with_module
 from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
@@ -106,6 +106,7 @@ __all__ = [
     "broadcast",
     "comm",
     "comm_hooks",
+    "compile",
     "data",
     "delay_param_initialization",
     "dp_barrier",

@@ -1,0 +1,125 @@
+"""``"compile": true`` with tensor parallelism: collectives are nodes of one graph, and training is as in one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from support.closeness import close
+from support.plain_transformer import Layer
+from support.rank_training import training_step, updates
+from support.reference import train_alone
+from torch import nn
+
+STEPS, VOCABULARY = 5, 13
+SIZES = {"num_attention_heads": 4, "attention_head_size": 4, "hidden_size": 16, "intermediate_size": 24}
+QUIET = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "causal_mask_size": 6}
+
+
+class Block(nn.Module):
+    """An ordinary block, whose linear maps are distributed by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, inputs):
+        x, mask = inputs
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x)))), mask
+
+
+class Net(nn.Module):
+    """Blocks, and a head that shares the embedding's weight."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer((x, None))[0]
+        return x @ self.embedding.weight.t()
+
+
+def _one_process(plain):
+    torch.manual_seed(0)
+    return Net(Block if plain else lambda: Layer(**SIZES, causal_mask_size=6))
+
+
+def _batches():
+    for step in range(STEPS):
+        ids = torch.randint(VOCABULARY, (8, 7), generator=torch.Generator().manual_seed(100 + step))
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def _loss_of(model, ids, targets):
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+
+
+def _adamw(parameters):
+    # The keys' biases have no gradient but rounding, which a small eps would blow up.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def _trained(plain):
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.module_state.compiled_blocks import is_compiled
+
+    if plain:
+        net = _one_process(plain)
+        for layer in net.layers:
+            smp.set_tensor_parallelism(layer.up)
+            smp.set_tensor_parallelism(layer.down)
+    else:
+        net = Net(lambda: smp.nn.DistributedTransformerLayer(**SIZES, **QUIET))
+    model = smp.DistributedModel(net)
+    model.load_state_dict(_one_process(plain).state_dict())
+    torch.manual_seed(smp.rank())
+    optimizer = smp.DistributedOptimizer(_adamw(model.parameters()))
+    torch._dynamo.reset()  # what other tests have compiled in this process
+    counters.clear()
+    step, losses, after_three = training_step(model, _loss_of), [], 0
+    for number, loss in enumerate(updates(step, optimizer, _batches())):
+        losses.append(loss)
+        if number == 2:
+            after_three = counters["stats"]["unique_graphs"]
+    blocks = [path for path, part in model.module.named_modules() if is_compiled(part)]
+    stats = after_three, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    return losses, model.state_dict(), blocks, stats
+
+
+CASES = [
+    *itertools.product((False,), ("speed", "memory"), (True, False), (1, 2), (1,), ("aot_eager",)),
+    *itertools.product((False,), ("speed",), (True,), (2,), (2,), ("aot_eager",)),
+    *itertools.product((True,), ("speed",), (True, False), (1,), (1,), ("aot_eager",)),
+    (False, "speed", True, 2, 1, "inductor"),
+    (False, "memory", False, 2, 1, "inductor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("plain", "optimize", "prescaled", "microbatches", "stages", "backend"),
+    [pytest.param(*case, marks=[] if case == CASES[1] else pytest.mark.full) for case in CASES],
+)
+def test_compiled_blocks_train_as_one_process(ranks, plain, optimize, prescaled, microbatches, stages, backend):
+    config = {
+        **{"tensor_parallel_degree": 2, "ddp": True, "optimize": optimize, "prescaled_batch": prescaled},
+        **{"microbatches": microbatches, "pipeline_parallel_degree": stages},
+        **{"compile": True, "compile_backend": backend},
+    }
+    alone = train_alone(_one_process(plain), _adamw, _batches(), _loss_of)
+    results = ranks(_trained, 2 * stages, plain, config=config, timeout=300)
+    found = {path for _, _, blocks, _ in results for path in blocks}
+    assert found == {f"layers.{i}" for i in range(4)}
+    for losses, state, _, (after_three, graphs, breaks) in results:
+        assert losses == pytest.approx(alone.losses, abs=1e-5)
+        for name, value in alone.model.state_dict().items():
+            close(state[name], value, name, 2e-5)
+        assert not breaks
+        assert after_three == graphs == 1
