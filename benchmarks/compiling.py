@@ -52,10 +52,15 @@ def run_rank(case: str, rounds: int, layers: int, hidden: int, seq: int, batch: 
             self.embedding, self.places = nn.Embedding(VOCABULARY, hidden), nn.Embedding(seq, hidden)
             self.layers = nn.ModuleList(
                 smp.nn.DistributedTransformerLayer(
-                    **{"num_attention_heads": 4, "attention_head_size": hidden // 4, "hidden_size": hidden},
-                    **{"intermediate_size": 4 * hidden, "causal_mask_size": seq},
-                    **{"attention_dropout_prob": 0.0, "hidden_dropout_prob": dropout},
-                    **{"pre_layernorm": True, "post_layernorm": False},
+                    num_attention_heads=4,
+                    attention_head_size=hidden // 4,
+                    hidden_size=hidden,
+                    intermediate_size=4 * hidden,
+                    causal_mask_size=seq,
+                    attention_dropout_prob=0.0,
+                    hidden_dropout_prob=dropout,
+                    pre_layernorm=True,
+                    post_layernorm=False,
                 )
                 for _ in range(layers)
             )

@@ -279,6 +279,50 @@ def test_generation_does_not_compile(solo):
     assert _graphs(model, (8,)) == [1]
 
 
+def _goes_on(folder, compiles, changed):
+    """Losses of two updates, of one after other degrees (or of a job that goes on from a checkpoint), and what is compiled then."""
+    import smdistributed.modelparallel.torch as smp
+
+    model = smp.DistributedModel(network())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    @smp.step
+    def step(ids):
+        loss = loss_of(model(ids), ids)
+        model.backward(loss)
+        return loss
+
+    def update():
+        optimizer.zero_grad()
+        mean = step(IDS.chunk(smp.dp_size())[smp.dp_rank()]).reduce_mean().item()
+        optimizer.step()
+        return sum(smp.allgather(mean, smp.DP_GROUP)) / smp.dp_size()
+
+    if not compiles:
+        smp.resume_from_checkpoint(folder, partial=False)
+        return [update()], []
+    smp.record_numerics(f"{folder}/numbers")
+    losses = [update(), update()]
+    smp.save_checkpoint(folder, tag="two", partial=False, model=model, optimizer=optimizer)
+    smp.reshape(changed)
+    losses.append(update())
+    return losses, [path for path, part in model.module.named_modules() if is_compiled(part)]
+
+
+@pytest.mark.full
+def test_a_compiled_job_records_saves_and_goes_over_to_other_degrees(ranks, tmp_path):
+    compiles = {"compile": True, "compile_backend": "aot_eager", "ddp": True}
+    losses, _ = alone()
+    changed = {**compiles, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
+    changed |= {"sdp_gradient_clipping": 1e9}
+    before = {**compiles, "pipeline_parallel_degree": 2, "microbatches": 2}
+    for found, blocks in ranks(_goes_on, 2, str(tmp_path), True, changed, config=before, timeout=300):
+        assert found == pytest.approx(losses[:3], rel=1e-5)
+        assert blocks == [f"blocks.{i}" for i in range(4)]
+    for found, _ in ranks(_goes_on, 2, str(tmp_path), False, None, config={"ddp": True}, timeout=300):
+        assert found == pytest.approx(losses[2:3], rel=1e-5)
+
+
 def test_copies_and_pickles_of_compiled_blocks_have_their_own_forward():
     block, x = Block(), torch.ones(2, 8)
     block.__dict__["forward"] = CompiledForward(block, "blocks.0", Kind(Block, "forward", "eager", tells=True))

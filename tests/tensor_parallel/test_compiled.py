@@ -109,9 +109,14 @@ CASES = [
 )
 def test_compiled_blocks_train_as_one_process(ranks, plain, optimize, prescaled, microbatches, stages, backend):
     config = {
-        **{"tensor_parallel_degree": 2, "ddp": True, "optimize": optimize, "prescaled_batch": prescaled},
-        **{"microbatches": microbatches, "pipeline_parallel_degree": stages},
-        **{"compile": True, "compile_backend": backend},
+        "tensor_parallel_degree": 2,
+        "ddp": True,
+        "optimize": optimize,
+        "prescaled_batch": prescaled,
+        "microbatches": microbatches,
+        "pipeline_parallel_degree": stages,
+        "compile": True,
+        "compile_backend": backend,
     }
     alone = train_alone(_one_process(plain), _adamw, _batches(), _loss_of)
     results = ranks(_trained, 2 * stages, plain, config=config, timeout=300)
@@ -123,3 +128,52 @@ def test_compiled_blocks_train_as_one_process(ranks, plain, optimize, prescaled,
             close(state[name], value, name, 2e-5)
         assert not breaks
         assert after_three == graphs == 1
+
+
+def _dropped(backend):
+    """Outputs and gradients of a training pass with dropout, without and with checkpointing; drawn from one seed."""
+    import torch._dynamo
+
+    import smdistributed.modelparallel.torch as smp
+
+    torch._dynamo.reset()
+    settings = {**SIZES, "attention_dropout_prob": 0.3, "hidden_dropout_prob": 0.3, "pre_layernorm": True}
+    torch.manual_seed(0)
+    model = smp.DistributedModel(Net(lambda: smp.nn.DistributedTransformerLayer(**settings)))
+    ids, found = next(_batches())[0], []
+    for checkpointed in (False, True):
+        for layer in model.module.layers if checkpointed else ():
+            smp.set_activation_checkpointing(layer)
+        torch.manual_seed(7 + smp.rank())
+        model.zero_grad()
+        output = model(ids)
+        output.square().mean().backward()
+        found.append((output.detach(), [p.grad.clone() for p in model.parameters()]))
+    return found, model(ids).detach()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_dropout_agrees_over_ranks_and_with_what_is_recomputed(ranks, backend):
+    config = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+    config |= {"compile": True, "compile_backend": backend}
+    results = ranks(_dropped, 2, backend, config=config, timeout=300)
+    for ((output, gradients), (again, recomputed)), other in results:
+        close(output, results[0][0][0][0], "the other rank's output", 1e-6)
+        close(again, output, "output with checkpointing", 1e-6)
+        for one, two in zip(gradients, recomputed, strict=True):
+            close(two, one, "gradient with checkpointing", 1e-5)
+        assert not torch.allclose(other, output)
+
+
+def test_numbers_of_compiled_dropout_are_uniform():
+    from smp_runtime.tensor_parallel import traced
+
+    for seed in (0, 12345, 2**62 + 1):
+        kept = traced.dropped(torch.ones(1000, 1000), torch.tensor(seed), 0.3)
+        assert float(kept.mean()) == pytest.approx(1.0, abs=0.005)
+        assert float((kept == 0).float().mean()) == pytest.approx(0.3, abs=0.003)
+        # Neither rows nor columns nor neighbours go together.
+        zeros = (kept == 0).float()
+        assert float((zeros[1:] * zeros[:-1]).mean()) == pytest.approx(0.09, abs=0.003)
+        assert float((zeros[:, 1:] * zeros[:, :-1]).mean()) == pytest.approx(0.09, abs=0.003)
+        assert float(zeros.mean(0).std()) < 0.02

@@ -1,4 +1,4 @@
-"""``smp.model_creation`` and ``smp.delay_param_initialization``, the contexts in which a script builds its model, and ``smp.compile``."""
+"""Contexts in which a script builds its model, ``smp.model_creation`` and ``smp.delay_param_initialization``; ``smp.compile``."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ def manual_of(session: Session) -> ManualAssignment:
     return ranks.keep(ManualAssignment, make)
 
 
-def compile(module: nn.Module, backend: str = "inductor") -> None:  # noqa: A001 - torch.compile's name
+def compile(module: nn.Module, backend: str = "inductor") -> None:
     """Compile a module of a model that will be wrapped, on the ranks that have it, by ``torch.compile``.
 
     Modules of one class share what is compiled. Names of parameters, ``state_dict`` and checkpoints are as without. A module of
     which several pipeline stages have parts runs eagerly, which the log says, and so does one that cannot be compiled.
 
     Args:
-        module: part of a model, before ``smp.DistributedModel``; of an ``nn.ModuleList`` or ``nn.Sequential`` each child is compiled.
+        module: part of a model, before ``smp.DistributedModel``; of an ``nn.ModuleList`` or ``nn.Sequential`` each child counts.
         backend: of ``torch.compile``.
 
     Raises:
@@ -137,7 +137,7 @@ def compile(module: nn.Module, backend: str = "inductor") -> None:  # noqa: A001
     for model in sessions.current().models if sessions.is_initialized() else []:
         if any(part is module for part in model.modules()):
             raise SMPUserError(
-                f"smp.compile got a {type(module).__name__} of a model that is wrapped already, whose modules have their place; call it "
-                "before smp.DistributedModel"
+                f"smp.compile got a {type(module).__name__} of a model that is wrapped already, whose modules have their place; "
+                "call it before smp.DistributedModel"
             )
     compiled_blocks.mark(module, backend)

@@ -12,7 +12,6 @@ from smp_runtime.module_state.compiled_blocks import Compiling
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.replacement.placing import place
 from smp_runtime.sharding.sharded_state import ShardedState
-from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
@@ -52,13 +51,11 @@ class LocalPart:
     def compile(self, ranks: Ranks, placed: Placed) -> None:
         """Have blocks of this rank compiled: repeated ones if the configuration says so, and those of ``smp.compile``."""
         cfg, shards = ranks.cfg, placed.shards
-        if ranks.size(Group.TP) > 1:
-            traced.serve(TensorGroup.of(ranks))
 
         def hinders(block: nn.Module) -> str | None:
             return adapted_inside(block) or (shards.uses.leave_inside(block) if shards is not None else None)
 
-        Compiling(
+        compiled = Compiling(
             repeated=cfg.compile_backend if cfg.compile else None,
             has=self.has,
             hinders=hinders,
@@ -66,6 +63,8 @@ class LocalPart:
             # The first rank of each stage, and of each host, on which something else may be missing.
             tells=ranks.rank_in(Group.DP) == 0 or ranks.local_rank == 0,
         ).begin(self.module)
+        if compiled and ranks.size(Group.TP) > 1:
+            TensorGroup.of(ranks).draws_in_graphs = True
 
     def has_tensor(self, name: str) -> bool:
         """Whether a parameter or buffer is on this rank, by its name."""
@@ -136,7 +135,7 @@ class Placed:
 def adapted_inside(block: nn.Module) -> str | None:
     """Why a block that tensor parallelism has split in place cannot be one graph, if so."""
     for part in block.modules():
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+        for hook in (*vars(part)["_forward_pre_hooks"].values(), *vars(part)["_forward_hooks"].values()):
             home = str(getattr(getattr(hook, "__self__", hook), "__module__", ""))
             if part is not block and home.startswith(("smp_runtime.tensor_parallel", "smp_runtime.replacement")):
                 return f"tensor parallelism changes what its {type(part).__name__} computes while it runs"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """Tensor parallelism comes first: what takes a module's place is what all others see; it is checkpointed and compiled as that was."""
+    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was."""
     checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)

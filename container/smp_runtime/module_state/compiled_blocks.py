@@ -196,8 +196,8 @@ class Compiling:
             block.__dict__[method] = CompiledForward(block, path, kinds[key], self.interrupts)
         if not found and self.repeated is not None:
             self._say(
-                "compile has no effect on this rank: it has no repeated blocks, which are elements of nn.ModuleList or nn.Sequential "
-                "of one class; name the modules to compile by smp.compile(module)"
+                "compile has no effect on this rank: it has no repeated blocks, which are elements of nn.ModuleList or "
+                "nn.Sequential of one class; name the modules to compile by smp.compile(module)"
             )
         return [path for path in found if path not in reasons]
 

@@ -8,7 +8,7 @@ graphs of all ranks are equal, and what one of them has compiled serves the othe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,7 +140,7 @@ class _Agreed(torch.autograd.Function):
 
 
 def agreed(x: torch.Tensor) -> torch.Tensor:
-    """``x``, once the ranks have found out that theirs have its shape; what comes out is used, so that nothing leaves the question out."""
+    """``x``, once the ranks have found out that theirs have its shape; what comes out must be used, or nobody asks."""
     return _Agreed.apply(x) if x.is_floating_point() else torch.ops.smp.agreed(x)
 
 
@@ -156,15 +156,23 @@ def _(like: torch.Tensor, replicated: bool) -> torch.Tensor:
 
 
 def dropout(x: torch.Tensor, probability: float, *, replicated: bool) -> torch.Tensor:
-    """Dropout whose random numbers are arithmetic of the compiler's graph: of the element's place, and of a seed.
-
-    A generator's numbers could not be those of the group: the compiler draws for the whole graph at once. The mixing is the
-    finaliser of splitmix64, as in :func:`.random_tracker.mixed`; 24 of its bits are compared with the probability.
+    """Dropout in a compiled graph, of whose randomness only a seed is an operation.
 
     Args:
         replicated: drop the same elements on every rank.
     """
-    seed = torch.ops.smp.dropout_seed(x.detach(), replicated)
+    return dropped(x, torch.ops.smp.dropout_seed(x.detach(), replicated), probability)
+
+
+def dropped(x: torch.Tensor, seed: torch.Tensor, probability: float) -> torch.Tensor:
+    """Dropout whose random numbers are arithmetic: of the element's place, and of a seed.
+
+    A generator's numbers could not be those of a group in a compiled graph, for all of which the compiler draws at once. The
+    mixing is the finaliser of splitmix64, as in :func:`.random_tracker.mixed`; 24 of its bits are compared with the probability.
+
+    Args:
+        seed: a whole number of 64 bits, without dims.
+    """
     state = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape) * _STRIDE + seed
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         state = (state ^ _shifted(state, shift)) * factor

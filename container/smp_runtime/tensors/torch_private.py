@@ -137,7 +137,7 @@ def backend_of_compiler(name: str) -> Callable[..., Any]:
     Raises:
         torch._dynamo.exc.InvalidBackend: there is none.
     """
-    from torch._dynamo.backends.registry import lookup_backend  # noqa: PLC0415 - seconds, where nothing is compiled
+    from torch._dynamo.backends.registry import lookup_backend
 
     found: Callable[..., Any] = lookup_backend(name)
     return found
