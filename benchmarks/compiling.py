@@ -168,6 +168,7 @@ def main() -> None:
             alone = spared
         elif alone is not None:
             line["kept"] = round(spared / alone, 2)
+            line["lost"] = round(1 - line["kept"], 2)
         print(json.dumps(line), flush=True)
 
 

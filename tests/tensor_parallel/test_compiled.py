@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from support.closeness import close
@@ -44,9 +42,9 @@ class Net(nn.Module):
         return x @ self.embedding.weight.t()
 
 
-def _one_process(plain):
+def _one_process(kind):
     torch.manual_seed(0)
-    return Net(Block if plain else lambda: Layer(**SIZES, causal_mask_size=6))
+    return Net(Block if kind != "layers" else lambda: Layer(**SIZES, causal_mask_size=6))
 
 
 def _batches():
@@ -64,22 +62,24 @@ def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-def _trained(plain):
+def _trained(kind, checkpointed):
     import torch._dynamo
     from torch._dynamo.utils import counters
 
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.module_state.compiled_blocks import is_compiled
 
-    if plain:
-        net = _one_process(plain)
-        for layer in net.layers:
-            smp.set_tensor_parallelism(layer.up)
-            smp.set_tensor_parallelism(layer.down)
-    else:
+    if kind == "layers":
         net = Net(lambda: smp.nn.DistributedTransformerLayer(**SIZES, **QUIET))
+    else:
+        net = _one_process(kind)
+        for layer in net.layers:
+            for part in (layer.up, layer.down) if kind == "linear" else (layer,):
+                smp.set_tensor_parallelism(part)
     model = smp.DistributedModel(net)
-    model.load_state_dict(_one_process(plain).state_dict())
+    model.load_state_dict(_one_process(kind).state_dict())
+    for layer in model.module.layers if checkpointed else ():
+        smp.set_activation_checkpointing(layer)
     torch.manual_seed(smp.rank())
     optimizer = smp.DistributedOptimizer(_adamw(model.parameters()))
     torch._dynamo.reset()  # what other tests have compiled in this process
@@ -94,34 +94,35 @@ def _trained(plain):
     return losses, model.state_dict(), blocks, stats
 
 
+ONE_BATCH, OWN_BATCHES = {"prescaled_batch": True}, {"prescaled_batch": False}
+STAGES = {**ONE_BATCH, "pipeline_parallel_degree": 2, "microbatches": 2}
+#: What is distributed, the configuration, the backend, whether blocks are checkpointed.
 CASES = [
-    *itertools.product((False,), ("speed", "memory"), (True, False), (1, 2), (1,), ("aot_eager",)),
-    *itertools.product((False,), ("speed",), (True,), (2,), (2,), ("aot_eager",)),
-    *itertools.product((True,), ("speed",), (True, False), (1,), (1,), ("aot_eager",)),
-    (False, "speed", True, 2, 1, "inductor"),
-    (False, "memory", False, 2, 1, "inductor"),
+    ("layers", {**OWN_BATCHES, "optimize": "memory", "microbatches": 2}, "aot_eager", False),
+    *(("layers", {**batch, "optimize": "speed"}, "aot_eager", False) for batch in (ONE_BATCH, OWN_BATCHES)),
+    ("layers", {**ONE_BATCH, "optimize": "memory"}, "aot_eager", True),
+    ("layers", STAGES, "aot_eager", False),
+    ("layers", {**STAGES, "pipeline": "zero_bubble"}, "aot_eager", True),
+    *((kind, batch, "aot_eager", False) for kind in ("linear", "block") for batch in (ONE_BATCH, OWN_BATCHES)),
+    ("layers", {**ONE_BATCH, "microbatches": 2}, "inductor", True),
+    ("layers", {**OWN_BATCHES, "optimize": "memory"}, "inductor", False),
+    ("block", ONE_BATCH, "inductor", False),
 ]
 
 
 @pytest.mark.parametrize(
-    ("plain", "optimize", "prescaled", "microbatches", "stages", "backend"),
-    [pytest.param(*case, marks=[] if case == CASES[1] else pytest.mark.full) for case in CASES],
+    ("kind", "more", "backend", "checkpointed"),
+    [
+        pytest.param(*case, marks=[] if number == 0 else pytest.mark.full, id=f"{number}-{case[0]}-{case[2]}")
+        for number, case in enumerate(CASES)
+    ],
 )
-def test_compiled_blocks_train_as_one_process(ranks, plain, optimize, prescaled, microbatches, stages, backend):
-    config = {
-        "tensor_parallel_degree": 2,
-        "ddp": True,
-        "optimize": optimize,
-        "prescaled_batch": prescaled,
-        "microbatches": microbatches,
-        "pipeline_parallel_degree": stages,
-        "compile": True,
-        "compile_backend": backend,
-    }
-    alone = train_alone(_one_process(plain), _adamw, _batches(), _loss_of)
-    results = ranks(_trained, 2 * stages, plain, config=config, timeout=300)
-    found = {path for _, _, blocks, _ in results for path in blocks}
-    assert found == {f"layers.{i}" for i in range(4)}
+def test_compiled_blocks_train_as_one_process(ranks, kind, more, backend, checkpointed):
+    config = {"tensor_parallel_degree": 2, "ddp": True, **more, "compile": True, "compile_backend": backend}
+    alone = train_alone(_one_process(kind), _adamw, _batches(), _loss_of)
+    world = 2 * more.get("pipeline_parallel_degree", 1)
+    results = ranks(_trained, world, kind, checkpointed, config=config, timeout=500)
+    assert {path for _, _, blocks, _ in results for path in blocks} == {f"layers.{i}" for i in range(4)}
     for losses, state, _, (after_three, graphs, breaks) in results:
         assert losses == pytest.approx(alone.losses, abs=1e-5)
         for name, value in alone.model.state_dict().items():
@@ -152,7 +153,8 @@ def _dropped(backend):
     return found, model(ids).detach()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_dropout_agrees_over_ranks_and_with_what_is_recomputed(ranks, backend):
     config = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
     config |= {"compile": True, "compile_backend": backend}
