@@ -46,7 +46,10 @@ class Collectives(Protocol):
     """Asynchronous collectives over a process group; tensors are contiguous and used in place."""
 
     def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
-        """A vector with anything in it, which collectives of the group need not copy before they begin."""
+        """A vector with anything in it, which reductions over the group need not copy.
+
+        Once a reduce-scatter of it has begun, it is not written to any more: other ranks may read it after this one has waited.
+        """
         ...
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:

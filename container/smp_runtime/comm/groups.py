@@ -132,6 +132,7 @@ class ProcessGroups:
 
     def cut_off(self) -> None:
         """End all connections to other ranks at once; for drills."""
+        self._tell_end()
         self._peers.cut()
 
     def let_end(self, is_under_way: Callable[[], bool]) -> None:
@@ -147,8 +148,7 @@ class ProcessGroups:
 
     def close(self, patience: float = _UNDER_WAY_SECONDS) -> None:
         """Shut down what was started here, within ``patience`` seconds for what is still under way."""
-        while self._at_end:
-            self._at_end.pop()()
+        self._tell_end()
         if self._owns_default and dist.is_initialized():
             deadline = time.monotonic() + patience
             while any(is_under_way() for is_under_way in self._under_way) and time.monotonic() < deadline:
@@ -156,6 +156,10 @@ class ProcessGroups:
             self._under_way.clear()
             dist.destroy_process_group()
             self._hang_up()
+
+    def _tell_end(self) -> None:
+        while self._at_end:
+            self._at_end.pop()()
 
     def _hang_up(self) -> None:
         """End the connections of gloo, which has no such call: a model that the script still holds would keep them.

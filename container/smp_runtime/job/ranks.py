@@ -131,10 +131,9 @@ class Ranks:
         groups = ProcessGroups(control, topology, backend, parameters.ddp_port, device)
         if collectives is None:
             collectives = collectives_of(backend)
-            host = host_of(control, neighbours) if backend == "gloo" else None
-            if host is not None:
+            if backend == "gloo" and (host := host_of(control, neighbours)) is not None:
                 collectives = HostCollectives(host)
-                groups.at_end(host.arena.leave)
+                groups.at_end(collectives.close)
         ranks = cls(
             cfg=parameters,
             topology=topology,

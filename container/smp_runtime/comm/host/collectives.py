@@ -7,6 +7,7 @@ competes for processors with what the ranks compute.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -42,14 +43,13 @@ class _Members:
         self.readers = [host.position_of[rank] for rank in ranks if rank != host.rank]
         name = f"{group.group_name} {list(ranks)}"
         self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-        self.begun = 0
+        self._places = itertools.count(2, 2)
         self.unfinished: deque[_Work] = deque()
         self.lock = threading.Lock()
 
     def place(self) -> int:
         """The next place in the order of the group; a collective has two."""
-        self.begun += 2
-        return self.begun
+        return next(self._places)
 
     def publish(self, place: int, tensor: torch.Tensor) -> None:
         """Let the others read a tensor of the arena."""
@@ -147,7 +147,8 @@ class HostCollectives(TorchCollectives):
         return _Gather(members, full.detach().view(-1), shard.detach().view(-1))
 
     def close(self) -> None:
-        """This rank takes part in nothing any more."""
+        """This rank takes part in nothing any more, and lets go of the groups."""
+        self._groups.clear()
         self._host.arena.leave()
 
     def _members(self, group: dist.ProcessGroup) -> _Members | None:
@@ -165,13 +166,18 @@ def _is_served(tensor: torch.Tensor) -> bool:
 
 
 class _Work:
-    """A collective under way. Those of a group end in their order, so what nobody waits for ends with what comes after it."""
+    """A collective under way. Those of a group end in their order, so what nobody waits for ends with what comes after it.
 
-    def __init__(self, members: _Members, source: torch.Tensor) -> None:
+    Args:
+        source: what the others read of this rank.
+        in_place: whether they may read it where it is, if that is in the arena.
+    """
+
+    def __init__(self, members: _Members, source: torch.Tensor, *, in_place: bool = False) -> None:
         self._members = members
         self._place = members.place()
         arena = members.host.arena
-        if arena.offset_of(source) is None:
+        if not in_place or arena.offset_of(source) is None:
             given, source = source, arena.empty(source.numel(), source.dtype)
             source.copy_(given)
         self._source: torch.Tensor | None = source
@@ -233,9 +239,7 @@ class _WholeSum(_Work):
 
     def __init__(self, members: _Members, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        if members.host.arena.offset_of(tensor) is not None:  # others still read it when the sum is written
-            tensor = tensor.clone()
-        super().__init__(members, tensor)
+        super().__init__(members, tensor)  # others may still read it when the sum is written
 
     def _finish(self, source: torch.Tensor) -> None:
         self._sum(source, 0, self._tensor)
@@ -246,7 +250,7 @@ class _SumInParts(_Work):
 
     def __init__(self, members: _Members, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        super().__init__(members, tensor)
+        super().__init__(members, tensor, in_place=True)
 
     def _finish(self, source: torch.Tensor) -> None:
         members, tensor = self._members, self._tensor
@@ -268,7 +272,7 @@ class _PartOfSum(_Work):
 
     def __init__(self, members: _Members, shard: torch.Tensor, full: torch.Tensor) -> None:
         self._shard = shard
-        super().__init__(members, full)
+        super().__init__(members, full, in_place=True)
 
     def _finish(self, source: torch.Tensor) -> None:
         self._sum(source, self._members.mine * self._shard.numel(), self._shard)

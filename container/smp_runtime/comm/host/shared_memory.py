@@ -112,8 +112,9 @@ class Arena(_Words):
         self.words[_TOKEN] = int.from_bytes(os.urandom(7), "little")
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.mapped))
         self._end = self._begin
-        self._free: dict[int, list[int]] = {}  # by bytes, blocks that nobody uses
-        self._free_bytes = 0
+        #: By bytes, blocks that nobody uses, and whether they are in memory.
+        self._free: dict[int, list[tuple[int, bool]]] = {}
+        self._free_bytes = 0  # in memory
         self._returned: deque[tuple[int, int]] = deque()  # blocks of tensors that are gone
         #: By number, what was published and not read by all: the tensor, which keeps its block, and the readers' positions.
         self._unread: dict[int, tuple[torch.Tensor, Sequence[int]]] = {}
@@ -125,14 +126,17 @@ class Arena(_Words):
         return Invitation(os.getpid(), self._descriptor, self.words[_TOKEN])
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A vector in the arena, with anything in it; its memory is used again when the last tensor of it is gone and was read."""
+        """A vector in the arena, with anything in it.
+
+        Its memory is used again when no tensor of it is left, and all have read it for whom it was published.
+        """
         wanted = block_bytes(elements * dtype.itemsize)
         with self._lock:
             self._tidy()
             blocks = self._free.get(wanted)
             if blocks:
-                offset = blocks.pop()
-                self._free_bytes -= wanted
+                offset, is_there = blocks.pop()
+                self._free_bytes -= wanted * is_there
             else:
                 offset, self._end = self._end, self._end + wanted
                 if self._end > self._bytes:
@@ -162,6 +166,8 @@ class Arena(_Words):
     def _publish(self, group: int, place: int, readers: Sequence[int], tensor: torch.Tensor, offset: int) -> bool:
         with self._lock:
             words, number = self.words, self.words[_PUBLISHED]
+            if words[_LEFT]:
+                raise RuntimeError("Connection closed by peer: this rank has left the collectives of its host")
             if number - self._entries in self._unread:
                 self._tidy()
                 if number - self._entries in self._unread:
@@ -179,8 +185,6 @@ class Arena(_Words):
     def leave(self) -> None:
         """This rank publishes nothing any more; what it has can still be read."""
         self.words[_LEFT] = 1
-        with self._lock:  # else those who wait for a number would not look up
-            self.words[_PUBLISHED] += 0
         _call(self.counter_address, _FUTEX_WAKE, 2**31 - 1, None)
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -197,10 +201,12 @@ class Arena(_Words):
                 del self._unread[number]
         while self._returned:
             offset, size = self._returned.popleft()
-            if self._free_bytes + size > _KEPT_BYTES:
+            stays = self._free_bytes + size <= _KEPT_BYTES
+            if stays:
+                self._free_bytes += size
+            else:
                 self.mapped.madvise(mmap.MADV_REMOVE, offset, size)
-            self._free.setdefault(size, []).append(offset)
-            self._free_bytes += size
+            self._free.setdefault(size, []).append((offset, stays))
 
 
 class Neighbour(_Words):
