@@ -405,11 +405,7 @@ class ModelParallelParameters(BaseModel):
     def _of_compiling(self) -> list[str]:
         """Settings of the compiler that change nothing."""
         said = []
-        if self.compile and self.tensor_parallel_degree > 1:
-            said.append(
-                "compile ignored: with tensor parallelism collectives run inside blocks, which would break every graph"
-            )
-        elif self.compile and self.pipeline == "zero_bubble":
+        if self.compile and self.pipeline == "zero_bubble":
             said.append(
                 "zero_bubble computes the gradients of compiled blocks whole: only what is not compiled can come later"
             )

@@ -158,6 +158,8 @@ def _hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
     weak = weakref.ref(watch)
 
     def called(module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():  # inside a compiled block, whose own results count
+            return
         if (found := weak()) is not None:
             found.called(name, result)
 
