@@ -269,8 +269,8 @@ def test_the_public_surface_is_frozen():
 
     expected = """
         CommGroup DP_GROUP DistributedModel DistributedOptimizer MP_GROUP PP_GROUP RDP_GROUP RankType StepOutput
-        TP_GROUP WORLD __version__ allgather amp auto_resume barrier broadcast comm comm_hooks data delay_param_initialization
-        dp_barrier
+        TP_GROUP WORLD __version__ allgather amp auto_resume barrier broadcast comm comm_hooks compile data
+        delay_param_initialization dp_barrier
         dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
         get_world_process_group hvd_average_grads init is_initialized is_tracing load local_rank local_size log memory_checkpoint

@@ -408,6 +408,21 @@ def _(request):
         assert not seen
 
 
+@of("backend_of_compiler")
+def _(_):
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    assert door.backend_of_compiler("eager")(graph, []) == graph.forward
+
+
+@of("caching_autograd_functions")
+def _(_):
+    import torch._functorch.config as config
+
+    with door.caching_autograd_functions():
+        assert config.autograd_cache_allow_custom_autograd_functions
+    assert not config.autograd_cache_allow_custom_autograd_functions
+
+
 @of("compile_errors")
 def _(request):
     import torch._dynamo

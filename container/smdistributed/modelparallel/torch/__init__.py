@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from smp_config.version import __version__
     from smp_runtime.activations.marking import set_activation_checkpointing
     from smp_runtime.job.older_names import hvd_average_grads
-    from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
+    from smp_runtime.model.creation import compile, delay_param_initialization, model_creation, partition, set_partition
     from smp_runtime.replacement.registration import tp_register, tp_register_with_module
     from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
     from smp_runtime.sharding.module_hooks import register_parameter
@@ -114,6 +114,7 @@ __all__ = [
     "broadcast",
     "comm",
     "comm_hooks",
+    "compile",
     "data",
     "delay_param_initialization",
     "dp_barrier",
@@ -260,7 +261,13 @@ __getattr__, __dir__ = lazy_names(
         "smp_config.version": ("__version__",),
         "smp_runtime.activations.marking": ("set_activation_checkpointing",),
         "smp_runtime.job.older_names": ("hvd_average_grads",),
-        "smp_runtime.model.creation": ("delay_param_initialization", "model_creation", "partition", "set_partition"),
+        "smp_runtime.model.creation": (
+            "compile",
+            "delay_param_initialization",
+            "model_creation",
+            "partition",
+            "set_partition",
+        ),
         "smp_runtime.replacement.registration": ("tp_register", "tp_register_with_module"),
         "smp_runtime.replacement.scopes": ("set_tensor_parallelism", "tensor_parallelism"),
         "smp_runtime.sharding.module_hooks": ("register_parameter",),
