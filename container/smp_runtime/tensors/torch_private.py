@@ -13,6 +13,7 @@ knows, for which a function would only hide what happens. The same tests try the
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import weakref
@@ -139,6 +140,8 @@ def backend_of_compiler(name: str) -> Callable[..., Any]:
     """
     from torch._dynamo.backends.registry import lookup_backend
 
+    if name == "inductor":  # which would import this in its first call
+        importlib.import_module("torch._inductor.compile_fx")
     found: Callable[..., Any] = lookup_backend(name)
     return found
 
