@@ -7,8 +7,8 @@ A model of ``smp.nn.DistributedTransformerLayer`` as Llama's are (root mean squa
 float32 trains with AdamW. In the same processes steps run with compiled blocks and eagerly, in turns A B A B …; the gain is the
 median of the ratios of neighbours, and what is kept of it the part of the step's time that is spared, over the part that is spared
 in one process. Each case begins with an empty folder of compiled code and is then started a second time with the folder that the
-first has left: ``first_s`` and ``second_s`` are the seconds that PyTorch counts for tracing, compiling and loading, of the rank that
-took longest, waiting for the other included. A result on CPU with gloo says nothing about NCCL and Triton.
+first has left: ``first_s`` and ``second_s`` are the seconds that PyTorch counts for tracing, compiling and loading, of the rank
+that took longest, waiting for the other included. A result on CPU with gloo says nothing about NCCL and Triton.
 """
 
 from __future__ import annotations

@@ -86,7 +86,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
     os.environ.pop(TIMELINE_VARIABLE, None)  # for which ranks compare their clocks
-    importlib.import_module(_PUBLIC)  # once, for the scripts of all kinds
+    public = importlib.import_module(_PUBLIC)
+    for name in public.__all__:  # loaded once, for the scripts of all kinds
+        getattr(public, name)
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
@@ -264,7 +266,7 @@ class _Kind:
         failure = Failure(
             stage=self._kind,
             rank=self._rank,
-            error=f"{type(error).__name__}: {error}",
+            error=f"{type(error).__name__}: {'it ends itself with ' if isinstance(error, SystemExit) else ''}{error}",
             line=_line_of(error),
             is_last=self._last,
         )
