@@ -72,8 +72,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 def _notebook(text: str, name: str) -> str:
     """A notebook as a page: its texts, its code, and where it lies."""
-    cells = ["".join(cell["source"]) if cell["cell_type"] == "markdown" else _code(cell) for cell in json.loads(text)["cells"]]
-    return "\n\n".join([cells[0], f"*This page is `{name}`; run it in Jupyter to see its tables and pictures.*", *cells[1:], ""])
+    cells = [
+        "".join(cell["source"]) if cell["cell_type"] == "markdown" else _code(cell)
+        for cell in json.loads(text)["cells"]
+    ]
+    return "\n\n".join(
+        [cells[0], f"*This page is `{name}`; run it in Jupyter to see its tables and pictures.*", *cells[1:], ""]
+    )
 
 
 def _code(cell: dict[str, Any]) -> str:

@@ -32,8 +32,7 @@ def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
     checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
-    compiled_blocks.carry_over(compiled, module)
-    return module
+    return compiled_blocks.carry_over(compiled, module)
 
 
 def place(
@@ -95,6 +94,6 @@ def _created(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
     stages.drop_others()
     later = frozenset(id(parameter) for _, parameter in created_later)
     split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
-    shards = ShardedParameters(part.module, list(part.parameters()), ranks, stages.precision, deferred=later, split=split)
+    shards = ShardedParameters(part.module, [*part.parameters()], ranks, stages.precision, deferred=later, split=split)
     create_shards(ranks, part.module, created_later, shards)
     return shards
