@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_config import ConfigError, Group, Topology
 from smp_config.whereabouts import FORWARD, here
 from smp_runtime.comm.control import Arrival, ControlPlane, host_name
 from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from smp_config import ModelParallelParameters
     from smp_runtime.comm.collectives import Collectives
 
 #: Where the launcher and the training toolkit leave ``mp_parameters``.
