@@ -1,8 +1,8 @@
 """What mkdocs needs to know of this repository: pages that lie outside ``docs/``, and links to files that are no pages.
 
-Documents are written for whoever reads them in the repository. README, CONTRIBUTING, CHANGELOG and the notebooks become pages of the
-site; a file of Python, YAML or JSON that a page links to becomes a page with its text, so that no link of the site leads nowhere.
-Drawings become part of the page, whose colour their texts then take, in either scheme.
+Documents are written for whoever reads them in the repository. README, CONTRIBUTING, CHANGELOG and the notebooks become pages of
+the site; a file of Python, YAML or JSON that a page links to becomes a page with its text, so that no link of the site leads
+nowhere. Drawings become part of the page, whose colour their texts then take, in either scheme.
 """
 
 from __future__ import annotations
