@@ -74,6 +74,7 @@ def test_trees_on_stages(ranks: Any, seed: int, record_property: Any) -> None:
     assert worst <= NEAR
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kind", "name"), sampled(FAMILIES, {("causal", "gpt2")}))
 def test_families(kind: str, name: str, record_property: Any) -> None:
     """Two microbatches of a whole model on one rank: what is taken apart does not depend on where it runs."""

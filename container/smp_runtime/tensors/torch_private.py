@@ -120,9 +120,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def taken_apart(function: Callable[..., Any]) -> Callable[..., Any]:
     """One of PyTorch's functions in Python, which hands what it calls to modes, but not itself as a whole."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    made = types.FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 
