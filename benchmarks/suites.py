@@ -101,6 +101,27 @@ SUITES = (
         {"save": ("time_ratio", 0.7), "reshard": ("time_ratio", 0.7), "async stall": ("over_sync", 0.04)},
     ),
     Suite(
+        "compiling",
+        "Compiled blocks",
+        "compiling.py",
+        (),
+        None,
+        (
+            CASE,
+            RANKS,
+            Column("eager ÷ compiled (quartiles)", "{gain:.2f} ({gain_quartiles[0]:.2f}–{gain_quartiles[1]:.2f})"),
+            Column("step, ms (eager, compiled)", "{eager_ms:.1f}, {compiled_ms:.1f}"),
+            Column("of the gain kept", "{kept:.2f}"),
+            Column("graphs; later; breaks", "{graphs}; {recompilations}; {graph_breaks}"),
+            Column("compiling, s (first job, second)", "{first_s:.1f}, {second_s:.1f}"),
+            Column("second ÷ first", "{second_over_first:.2f}"),
+        ),
+        {
+            "one process": ("second_over_first", 0.2),
+            **dict.fromkeys(("pp 2", "sdp 2", "tp 2"), ("lost", 0.1)),
+        },
+    ),
+    Suite(
         "starting",
         "Starting",
         "starting.py",

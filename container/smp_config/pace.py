@@ -11,8 +11,10 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from smp_config.records import PaceRecord
+if TYPE_CHECKING:
+    from smp_config.records import PaceRecord
 
 #: What a rank does; between two steps it is the script's turn, which mostly means that data is loaded.
 START, BETWEEN, STEP, REDUCTION, UPDATE, SAVE = range(6)
@@ -151,6 +153,8 @@ def _reading(fields: tuple[float, ...], now: float) -> Reading:
 
 def record_between(before: Reading, after: Reading, rank: int) -> PaceRecord:
     """What a rank did between two readings; what is no counter, as memory, is for the caller to add."""
+    from smp_config.records import PaceRecord
+
     seconds, collectives, waits = (
         [max(0.0, late - early) for late, early in zip(getattr(after, name), getattr(before, name), strict=True)]
         for name in ("seconds", "collectives", "waits")

@@ -1,13 +1,18 @@
-"""What griffe, which reads code without running it, cannot see: functions that the façade calls with the current session."""
+"""What griffe, which reads code without running it, cannot see: functions that the façade calls with the current session.
+
+And what its pages would show as it stands: roles of Sphinx, by which docstrings name what they mean.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import griffe
 
 _HOME = "smdistributed.modelparallel.torch.checkpoint"
 _WRAPPER = "_of_current_session"
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc|obj):`~?([^`]+)`")
 
 
 class SessionFunctions(griffe.Extension):
@@ -34,3 +39,19 @@ class SessionFunctions(griffe.Extension):
                 parent=module,
             )
             module.set_member(name, shown)
+
+
+class PlainNames(griffe.Extension):
+    """Shows ``:class:`StepOutput` `` in a docstring as the name alone."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Change the docstrings of a package when it is read."""
+        _without_roles(pkg)
+
+
+def _without_roles(owner: griffe.Object) -> None:
+    if owner.docstring is not None:
+        owner.docstring.value = _ROLE.sub(r"`\1`", owner.docstring.value)
+    for member in owner.members.values():
+        if not member.is_alias:
+            _without_roles(member)

@@ -1,11 +1,14 @@
 """What mkdocs needs to know of this repository: pages that lie outside ``docs/``, and links to files that are no pages.
 
-Documents are written for whoever reads them in the repository. README, CONTRIBUTING and CHANGELOG become pages of the site; a file
-of Python, YAML or JSON that a page links to becomes a page with its text, so that no link of the site leads nowhere.
+Documents are written for whoever reads them in the repository. README, CONTRIBUTING, CHANGELOG and the notebooks become pages of the
+site; a file of Python, YAML or JSON that a page links to becomes a page with its text, so that no link of the site leads nowhere.
+Drawings become part of the page, whose colour their texts then take, in either scheme.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -16,7 +19,16 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 
 #: Documents outside ``docs/``, by the name of their page.
-PAGES = {"index.md": "README.md", **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}}
+PAGES = {
+    "index.md": "README.md",
+    **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md")},
+    **{f"examples/{path.stem}.md": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.ipynb"))},
+}
+
+#: Of a drawing that stands in a line of its own, but none of those that come as a pair for light and dark.
+_DRAWING = re.compile(r"^!\[([^\]]+)\]\(([^)#\s]+\.svg)\)$", re.MULTILINE)
+#: Its colours where no page is around it.
+_SCHEMES = re.compile(r"<style>.*?</style>")
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 _LANGUAGES = {".py": "python", ".json": "json", ".ipynb": "json", ".yaml": "yaml", ".sbatch": "bash", ".cfg": "ini"}
@@ -28,7 +40,10 @@ _FOLDER = "files"
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the pages that ``docs/`` does not hold."""
     for page, source in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(
+            File.generated(config, page, content=_notebook(text, source) if source.endswith(".ipynb") else text)
+        )
     linked = {path for file in files.documentation_pages() for path in _outside(file.src_uri, file.content_string)}
     for path in sorted(linked):
         files.append(File.generated(config, _text_page(path), content=_text(path)))
@@ -47,7 +62,22 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         here = posixpath.dirname(page.file.src_uri)
         return f"{found[1]}{posixpath.relpath(target, here or '.')}{found[3] or ''}{found[4]}"
 
-    return _LINK.sub(relinked, markdown)
+    def drawn(found: re.Match[str]) -> str:
+        drawing = ROOT / _in_repository(page.file.src_uri, found[2])
+        svg = _SCHEMES.sub("", drawing.read_text(encoding="utf-8").strip())
+        return f'<div class="drawing" aria-label="{html.escape(found[1])}">{svg}</div>'
+
+    return _LINK.sub(relinked, _DRAWING.sub(drawn, markdown))
+
+
+def _notebook(text: str, name: str) -> str:
+    """A notebook as a page: its texts, its code, and where it lies."""
+    cells = ["".join(cell["source"]) if cell["cell_type"] == "markdown" else _code(cell) for cell in json.loads(text)["cells"]]
+    return "\n\n".join([cells[0], f"*This page is `{name}`; run it in Jupyter to see its tables and pictures.*", *cells[1:], ""])
+
+
+def _code(cell: dict[str, Any]) -> str:
+    return f"```python\n{''.join(cell['source']).rstrip()}\n```"
 
 
 def _is_relative(link: str) -> bool:

@@ -137,7 +137,7 @@ def compare(one: RecordedRun, other: RecordedRun) -> Comparison:
     first = True
     for at in common:
         totals = one.moments[at], other.moments[at]
-        if max(one.degrees["pp"], other.degrees["pp"]) > 1:
+        if one.was_pipeline or other.was_pipeline:
             totals = without_calls(totals[0]), without_calls(totals[1])
         keys = _in_order(
             *((totals[0], totals[1]) if one.degrees["pp"] <= other.degrees["pp"] else (totals[1], totals[0]))

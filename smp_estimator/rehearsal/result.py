@@ -139,14 +139,14 @@ class Rehearsed(Shown):
             ("verdict", [Said(verdict.value, verdict), fullest]),
             *self._other_order(),
             *self._offloaded(),
-            ("rehearsed", [f"{where}: {len(found.kinds)} kinds of ranks in {found.seconds:.0f} s"]),
+            ("rehearsed", [f"{where}: {_kinds(len(found.kinds))} in {found.seconds:.0f} s"]),
         ]
         if found.step_seconds:
             lines.append(("step", [f"{found.step_seconds:.3g} s by {self._basis()}{self._speed()}{self._idle()}"]))
         if self.training_hours is not None:
             passes = self.training_epochs
             epochs = "" if passes is None else f" ({passes:g} epoch{'' if passes == 1 else 's'})"
-            price = "" if self.training_usd is None else f", {self.training_usd:,.0f} USD at EC2's on-demand price"
+            price = "" if self.training_usd is None else f", {_dollars(self.training_usd)} USD at EC2's on-demand price"
             lines.append(
                 ("training", [f"{self.training_steps:,} steps{epochs} take {_hours(self.training_hours)}{price}"])
             )
@@ -272,11 +272,23 @@ def _names(paths: Sequence[str]) -> str:
     return ", ".join(paths[:_SHOWN_MODULES]) + (f" and {more} more" if more > 0 else "")
 
 
+def _kinds(number: int) -> str:
+    return f"{number} kinds of ranks" if number > 1 else "1 kind of rank"
+
+
 def _hours(hours: float) -> str:
-    """Hours, minutes where these are few."""
-    return (
-        f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.2g} min" if hours * 60 < 10 else f"{hours * 60:,.0f} min"
-    )
+    """Hours, or what is easier to read of a short training."""
+    if hours >= 1:
+        return f"{hours:,.1f} h"
+    minutes = hours * 60
+    if minutes < 1:
+        return f"{minutes * 60:,.2g} s"
+    return f"{minutes:,.2g} min" if minutes < 10 else f"{minutes:,.0f} min"
+
+
+def _dollars(price: float) -> str:
+    """Whole dollars, of small prices cents."""
+    return f"{price:,.0f}" if price >= 100 else f"{price:,.2f}" if price >= 0.01 else "less than 0.01"
 
 
 def on_gpu(kind: KindReport) -> int:

@@ -43,7 +43,7 @@ SHELL = all_blocks("sh")
 
 def test_languages_are_those_that_are_checked() -> None:
     found = {block.language for document in DOCUMENTS for block in blocks(document)}
-    assert found == {"", "python", "sh", "mermaid"}
+    assert found == {"", "python", "sh"}
     assert len(PYTHON) > 55
     assert len(SHELL) > 12
 

@@ -52,5 +52,6 @@ def test_every_page_is_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"^ +- ([\w./-]+\.md)$", text, re.MULTILINE))
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
-    assert named - pages == {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    notebooks = {f"examples/{path.stem}.md" for path in (ROOT / "examples").glob("*.ipynb")}
+    assert named - pages == {"index.md", "CONTRIBUTING.md", "CHANGELOG.md", *notebooks}
     assert pages - named == set()

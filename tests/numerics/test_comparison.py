@@ -14,8 +14,9 @@ from support.recorded_steps import HEAD, STEP, changed, value
 
 from smp_config.numerics import PROJECTIONS, Moment, Value, head_line, moment_line
 from smp_estimator.numerics.comparison import compare
+from smp_estimator.numerics.picture import save_picture
 from smp_estimator.numerics.recorded_run import RecordedRun
-from smp_estimator.numerics.report import save_picture, verdict
+from smp_estimator.numerics.report import verdict
 
 
 def run(values: Iterable[Value] = STEP, steps: int = 2, name: str = "A", **head: Any) -> RecordedRun:

@@ -8,6 +8,7 @@ from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import seeing_own_batch, sharing_group
+from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.deferred_creation import Deferrals, materialize
 from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
 from smp_runtime.replacement.replacing import distribute
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 
 def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """Tensor parallelism comes first: what takes a module's place is what all others see; it is checkpointed as that was."""
-    checkpointed = marks(module)
+    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was."""
+    checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
+    compiled_blocks.carry_over(compiled, module)
     return module
 
 

@@ -39,6 +39,7 @@ from smp_runtime.comm.carriers import SoloCarrier, StoreCarrier
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
+from smp_runtime.module_state.compiled_blocks import eagerly
 from smp_runtime.pipeline.transport import tensor_channels
 from smp_runtime.rehearsal.calls import Agreement, CallLog, Difference, file_of_calls
 from smp_runtime.rehearsal.control import Kinds, RehearsedControl
@@ -85,7 +86,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
     os.environ.pop(TIMELINE_VARIABLE, None)  # for which ranks compare their clocks
-    importlib.import_module(_PUBLIC)  # once, for the scripts of all kinds
+    public = importlib.import_module(_PUBLIC)
+    for name in public.__all__:  # loaded once, for the scripts of all kinds
+        getattr(public, name)
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
@@ -214,7 +217,8 @@ class _Kind:
         self._counters.start()
         self._loaders.start()
         try:
-            runpy.run_path(script, run_name="__main__")
+            with eagerly():  # what would be compiled computes on more than shapes
+                runpy.run_path(script, run_name="__main__")
         except RehearsalOver:
             pass
         except _OtherKinds as other:
@@ -262,7 +266,7 @@ class _Kind:
         failure = Failure(
             stage=self._kind,
             rank=self._rank,
-            error=f"{type(error).__name__}: {error}",
+            error=f"{type(error).__name__}: {'it ends itself with ' if isinstance(error, SystemExit) else ''}{error}",
             line=_line_of(error),
             is_last=self._last,
         )
