@@ -45,7 +45,10 @@ SUITES = (
         "Pipeline parallelism",
         "pipeline.py",
         ("--rounds", "16"),
-        ("--case", "sleep", "--case", "sleep-zero", "--case", "sleep-torch", "--case", "torch", "--rounds", "8"),
+        (
+            *("--case", "sleep", "--case", "sleep-last", "--case", "sleep-zero", "--case", "sleep-zero-last"),
+            *("--case", "sleep-torch", "--case", "sleep-torch-zbv", "--case", "torch", "--case", "live", "--rounds", "8"),
+        ),
         (
             CASE,
             RANKS,
@@ -55,10 +58,12 @@ SUITES = (
             BYTES,
             Column("makespan ÷ closed form of 1F1B (best step)", "{makespan_over_closed_form:.3f} ({best:.3f})"),
             Column("idle ÷ 1F1B's", "{idle_over_1f1b:.2f}"),
+            Column("most held ÷ interleaved's", "{peak_over_interleaved:.2f}"),
         ),
         {
-            "sleep": ("makespan_over_closed_form", 1.02),
-            "sleep-zero": ("idle_over_1f1b", 0.45),
+            **dict.fromkeys(("sleep", "sleep-last"), ("makespan_over_closed_form", 1.02)),
+            **dict.fromkeys(("sleep-zero", "sleep-zero-last"), ("idle_over_1f1b", 0.45)),
+            "live": ("peak_over_interleaved", 1.05),
             "torch": ("time_ratio", 0.97),
         },
     ),
