@@ -47,7 +47,18 @@ SUITES = (
         ("--rounds", "16"),
         (
             *("--case", "sleep", "--case", "sleep-last", "--case", "sleep-zero", "--case", "sleep-zero-last"),
-            *("--case", "sleep-torch", "--case", "sleep-torch-zbv", "--case", "torch", "--case", "live", "--rounds", "8"),
+            *(
+                "--case",
+                "sleep-torch",
+                "--case",
+                "sleep-torch-zbv",
+                "--case",
+                "torch",
+                "--case",
+                "live",
+                "--rounds",
+                "8",
+            ),
         ),
         (
             CASE,
