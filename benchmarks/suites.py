@@ -122,7 +122,7 @@ SUITES = (
             RANKS,
             Column("eager ÷ compiled (quartiles)", "{gain:.2f} ({gain_quartiles[0]:.2f}–{gain_quartiles[1]:.2f})"),
             Column("step, ms (eager, compiled)", "{eager_ms:.1f}, {compiled_ms:.1f}"),
-            Column("of the gain kept", "{kept:.2f}"),
+            Column("of the gain kept (lost)", "{kept:.2f} ({lost:.2f})"),
             Column("graphs; later; breaks", "{graphs}; {recompilations}; {graph_breaks}"),
             Column("compiling, s (first job, second)", "{first_s:.1f}, {second_s:.1f}"),
             Column("second ÷ first", "{second_over_first:.2f}"),
