@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Collectives
 
 #: By the collective's name, bytes sent for each byte of its first argument; by the number of ranks.
 _SENT = {
@@ -74,13 +77,20 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class CountingCollectives:
-    """The library's collectives, with the bytes that this rank sends added up (bandwidth-optimal algorithms)."""
+    """The library's collectives, with the bytes that this rank sends added up (bandwidth-optimal algorithms).
 
-    def __init__(self) -> None:
+    Args:
+        inner: do the work; None for PyTorch's.
+    """
+
+    def __init__(self, inner: Collectives | None = None) -> None:
         from smp_runtime.comm.collectives import TorchCollectives
 
-        self._inner = TorchCollectives()
+        self._inner = inner or TorchCollectives()
         self.sent = 0.0
+
+    def empty(self, elements, dtype, device, group):
+        return self._inner.empty(elements, dtype, device, group)
 
     def all_reduce(self, tensor, group):
         self.sent += 2 * (group.size() - 1) / group.size() * tensor.nbytes

@@ -52,7 +52,7 @@ def run_rank(case: str, rounds: int, batch: int, precision: str) -> None:
 
     config = {**CASES[case][2], **({precision: True} if precision != "fp32" else {})}
     session = smp.init(config)
-    collectives = CountingCollectives()
+    collectives = CountingCollectives(session.ranks.collectives)
     session.ranks = replace(session.ranks, collectives=collectives)
     device = session.device
     ours = smp.DistributedModel(make_gpt())

@@ -11,9 +11,11 @@ torch-interleaved`` and ``sleep-torch-zbv``: the same work as eight links, two o
 ScheduleZBVZeroBubble. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on 2 ranks with 4 microbatches, in turns
 with Schedule1F1B. ``alone``: the same GPT with its tied output layer, partitioned automatically, in turns with one process with
 one thread. ``gpt2``: the same against one process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no
-dropout, no cache). Bytes are counted at the transport and divided by what must cross the boundary. All ranks are on this machine
-and read one clock: a step lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing
-about GPUs.
+dropout, no cache). ``live``: that GPT on 4 stages with 8 microbatches in ``interleaved`` and then in ``zero_bubble``: the most
+bytes of activations and gradients that each stage holds at once, counted at every operation; that of the fullest stage ÷ that in
+``interleaved``. Bytes are counted at the transport and divided by what must cross the boundary. All ranks are on this machine and
+read one clock: a step lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing about
+GPUs.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "torch": (2, {"partitions": 2, "microbatches": 4}),
     "alone": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
     "gpt2": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
+    "live": (4, {"partitions": 4, "microbatches": 8, "memory_weight": 0.0}),
 }
 
 
@@ -259,6 +262,41 @@ def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
     }
 
 
+def run_live(smp: Any, config: dict[str, Any], batch: int) -> dict[str, Any]:
+    """Bytes that each stage holds at most, in both schedules."""
+    import torch
+    import torch.nn.functional as F
+    from live_bytes import LiveBytes
+
+    peaks: dict[str, list[int]] = {}
+    for schedule in ("interleaved", "zero_bubble"):
+        smp.init({**config, "pipeline": schedule})
+        torch.manual_seed(0)
+        model = smp.DistributedModel(network("live"))
+        ids = torch.randint(256, (batch, 129), generator=torch.Generator().manual_seed(0))
+
+        @smp.step
+        def step(x, wanted, model=model):
+            loss = F.cross_entropy(model(x).flatten(0, 1), wanted.flatten())
+            model.backward(loss)
+            return loss
+
+        for _ in range(10):  # planned, and with gradients for all parameters
+            step(ids[:, :-1], ids[:, 1:])
+        live = LiveBytes([*model.local_parameters(), *(p.grad for p in model.local_parameters() if p.grad is not None)])
+        with live.watching_tasks():
+            step(ids[:, :-1], ids[:, 1:])
+        peaks[schedule] = smp.allgather(live.peak, smp.PP_GROUP)
+        smp.shutdown()
+    whole, halves = peaks["interleaved"], peaks["zero_bubble"]
+    return {
+        "peak_mb": [round(peak / 1e6, 2) for peak in halves],
+        "interleaved_mb": [round(peak / 1e6, 2) for peak in whole],
+        "peak_over_interleaved": round(max(halves) / max(whole), 3),
+        "by_stage": [round(a / b, 2) for a, b in zip(halves, whole, strict=True)],
+    }
+
+
 def _torch_chain(smp: Any, link: Any, inputs: Any) -> Callable[[], None]:
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -394,6 +432,11 @@ def run_rank(case: str, rounds: int, batch: int) -> None:
     torch.set_num_threads(1)
     import smdistributed.modelparallel.torch as smp
 
+    if case == "live":
+        found = run_live(smp, CASES[case][1], batch)
+        if int(os.environ["RANK"]) == 0:
+            print(json.dumps({"case": case, "ranks": CASES[case][0], **found}), flush=True)
+        return
     smp.init(CASES[case][1])
     found = run_sleep(smp, rounds, case) if case.startswith("sleep") else run_gpt(smp, rounds, batch, case)
     if smp.rank() == 0:

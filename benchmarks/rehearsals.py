@@ -55,9 +55,11 @@ def sharded(degree: int, tensor: int = 1) -> dict[str, Any]:
 ROWS = {
     "10B, tensor 4": Row("gpt2-10b", 16, 40, state_sharding(4)),
     "30B, tensor 8": Row("gpt2-30b", 16, 32, state_sharding(8)),
+    "30B, tensor 4": Row("gpt2-30b", 16, 32, state_sharding(4)),
     "60B, tensor 8, 2 stages": Row(
         "gpt2-60b", 32, 56, state_sharding(8, pipeline_parallel_degree=2, microbatches=4, active_microbatches=2)
     ),
+    "60B, tensor 8": Row("gpt2-60b", 32, 56, state_sharding(8)),
     "NeoX-20B, sharded 16": Row("gpt-neox-20b", 2, 4, sharded(16)),
     "NeoX-20B, sharded 32": Row("gpt-neox-20b", 8, 12, sharded(32)),
     "NeoX-65B, sharded 16, tensor 8": Row("gpt-neox-65b", 64, 8, sharded(16, 8), activation_offloading=True),
@@ -90,6 +92,7 @@ def line(name: str, row: Row) -> str:
         row.batch,
         activation_checkpointing="each",
         fused_attention=True,
+        fp32_loss=True,  # as the models of Transformers compute it
         **({} if row.sequence is None else {"sequence": row.sequence}),
     )
     began = time.monotonic()

@@ -9,7 +9,8 @@ timelines say how long its steps took. ``sleep-2`` and ``sleep-4``: a chain of 2
 and 40 ms backward, 8 microbatches. ``gpt-pp2``: a GPT (8 layers, hidden 256, 128 tokens) on two stages with 4 microbatches of 4
 samples. ``gpt-dp2``: the same as two replicas without microbatches. Compared are makespans, from a step's first block to its
 last, and for replicas the length of the step with its all-reduce; medians of the steps that were kept. Rates of links are those
-that this machine's all-reduce shows first.
+that this machine's all-reduce shows first. With ``--beside`` as many processes as the job has ranks run at once while modules are
+measured: ranks of one machine share its caches and its memory, all of the time where they are replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def train(name: str, stages: int) -> None:
     smp.shutdown()
 
 
-def run(name: str, ranks: int, parameters: Mapping[str, Any], folder: Path, stages: int) -> None:
+def start(name: str, ranks: int, parameters: Mapping[str, Any], folder: Path, stages: int) -> subprocess.Popen[bytes]:
     """A job on this machine that leaves its timelines in a folder."""
     environ = {
         "SM_HP_MP_PARAMETERS": json.dumps(dict(parameters)),
@@ -87,7 +88,21 @@ def run(name: str, ranks: int, parameters: Mapping[str, Any], folder: Path, stag
     }
     words = [__file__, "--train", name, "--stages", str(stages)]
     command = [sys.executable, "-m", "smp_launch", "run", "--processes", str(ranks), *words]
-    subprocess.run(command, check=True, env={**os.environ, **environ}, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.DEVNULL)
+
+
+def wait(jobs: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended well."""
+    codes = [job.wait() for job in jobs]
+    if any(codes):
+        raise SystemExit("a job failed; what it said is above")
+
+
+def alone(name: str, copies: int, microbatches: int, folder: Path, stages: int) -> Path:
+    """The timelines of one process, while ``copies - 1`` others do the same."""
+    folders = [folder / str(copy) for copy in range(copies)]
+    wait([start(name, 1, {"microbatches": microbatches}, each, stages) for each in folders])
+    return folders[0]
 
 
 def this_machine(ranks: int, reduces: bool) -> Any:
@@ -142,19 +157,23 @@ dist.destroy_process_group()
     return Link(bytes_per_second=sent / max(whole - least, 1e-6), latency=least / (2 * (ranks - 1)))
 
 
-def compare(case: str) -> dict[str, float]:
-    """Makespans in milliseconds: as rehearsed, and as the job had them."""
+def compare(case: str, *, beside: bool = False) -> dict[str, float]:
+    """Makespans in milliseconds: as rehearsed, and as the job had them.
+
+    Args:
+        beside: modules are measured while as many processes compute as the job has ranks.
+    """
     from smp_estimator.rehearsal import rehearse
     from smp_estimator.timeline import read_timeline
 
     name, ranks, parameters = CASES[case]
     stages = int(parameters.get("pipeline_parallel_degree", 1))
-    alone = {"microbatches": parameters.get("microbatches", 1)}
+    microbatches = int(parameters.get("microbatches", 1))
     if name == "sleep":
         parameters = {**parameters, "auto_partition": False, "default_partition": 0}
     with tempfile.TemporaryDirectory() as folder:
         one, all_ranks = Path(folder, "one"), Path(folder, "all")
-        run(name, 1, alone, one, stages)
+        one = alone(name, ranks if beside else 1, microbatches, one, stages)
         card = Path(folder, "card.json")
         card.write_text(this_machine(ranks, stages == 1).to_json())
         began = time.monotonic()
@@ -168,7 +187,7 @@ def compare(case: str) -> dict[str, float]:
             measured=one,
         ).rehearsal
         seconds = time.monotonic() - began
-        run(name, ranks, parameters, all_ranks, stages)
+        wait([start(name, ranks, parameters, all_ranks, stages)])
         # The first steps are recorded, planned, and planned again.
         steps = [step for step in read_timeline(all_ranks).steps if step.trains][-KEPT // 2 :]
         if stages > 1:
@@ -190,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--beside", action="store_true", help="measure modules while other processes do the same")
     parser.add_argument("--train", choices=("sleep", "gpt"), help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -199,7 +219,7 @@ def main() -> None:
     print_machine()
     for _ in range(args.rounds):
         for case in args.case or list(CASES):
-            print(json.dumps({"case": case, **compare(case)}), flush=True)
+            print(json.dumps({"case": case, "beside": args.beside, **compare(case, beside=args.beside)}), flush=True)
 
 
 if __name__ == "__main__":

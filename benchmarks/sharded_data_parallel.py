@@ -75,7 +75,7 @@ def run_rank(case: str, rounds: int, batch: int) -> None:
             "sdp_gradient_clipping": 1e9,
         }
     )
-    collectives = CountingCollectives()
+    collectives = CountingCollectives(session.ranks.collectives)
     session.ranks = replace(session.ranks, collectives=collectives)
     device = session.device
     ours = smp.DistributedModel(make_gpt())

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
+from smp_config.errors import shown
 from smp_config.job import INSTANCE_TYPE
 from smp_estimator.cloud import restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
@@ -38,7 +39,7 @@ from smp_estimator.sdk import (
 from smp_estimator.settings import advice, checks, plain, translation
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.distribution import SettingsReader
-from smp_estimator.settings.numerics import with_numerics
+from smp_estimator.settings.numerics import with_numerics, with_other_numerics
 from smp_estimator.settings.recovery import with_recovery
 from smp_estimator.settings.tracking import with_tracking
 from smp_estimator.stock_image import InStockImage
@@ -301,6 +302,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         logs: Any = "All",
         job_name: str | None = None,
         experiment_config: dict[str, str] | None = None,
+        record_numerics: bool | dict[str, Any] | None = None,
     ) -> Any:
         """Train.
 
@@ -312,6 +314,7 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
                 together with the live progress.
             job_name: default: made from the image's name and the time.
             experiment_config: as in the SDK; without effect in process mode.
+            record_numerics: of this job, in place of the constructor's.
 
         Raises:
             ConfigError: a setting that cannot work; nothing has been started.
@@ -319,6 +322,18 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
                 its exception, and where the log is.
             KeyboardInterrupt: in process mode after every process of the job has ended; in the cloud the job goes on.
         """
+        if record_numerics is not None:
+            if isinstance(self.sagemaker_session, PipelineSession):
+                raise ConfigError(
+                    f"fit() got record_numerics={shown(record_numerics)}, and a step of a pipeline is made of the estimator later: "
+                    f"give it to {type(self).__name__}(record_numerics=…)"
+                )
+            given = self._own_environment()
+            self.environment = with_other_numerics(given, record_numerics)
+            try:
+                return self.fit(inputs, wait, logs, job_name, experiment_config)
+            finally:
+                self.environment = given
         distribution = self._check_settings()
         self._check_code()
         shows_training(logs)  # refuses words that the SDK does not know

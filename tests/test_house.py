@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
 import inspect
 import re
 import subprocess
@@ -217,7 +218,44 @@ def test_no_file_is_too_long_to_read():
 def test_the_facade_holds_no_logic():
     for path in _files("smdistributed"):
         for node in ast.walk(_tree(path)):
-            assert not isinstance(node, ast.If | ast.For | ast.While | ast.Try), path.relative_to(ROOT)
+            if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+                assert not isinstance(node, ast.If | ast.For | ast.While | ast.Try), path.relative_to(ROOT)
+
+
+def _written_names(path):
+    """Of a package whose names load later: by name, the module that type checkers read; and ``__all__``."""
+    typed, listed = {}, []
+    for node in _tree(path).body:
+        if isinstance(node, ast.If):
+            typed |= {alias.name: each.module for each in node.body for alias in each.names}
+        elif isinstance(node, ast.ImportFrom) and node.module != "typing":
+            typed |= {alias.name: node.module for alias in node.names if not alias.asname}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = ast.literal_eval(node.value)
+    return typed, listed
+
+
+@pytest.mark.parametrize("package", ["smp_config", "smdistributed.modelparallel.torch"])
+def test_names_that_load_later_are_those_of_type_checkers(package):
+    typed, listed = _written_names(PACKAGES[package.split(".")[0]].joinpath(*package.split(".")[1:], "__init__.py"))
+    loaded = importlib.import_module(package)
+    assert sorted(typed.keys() - {"lazy_names"}) == sorted(listed)
+    for name in listed:
+        assert getattr(loaded, name) is getattr(importlib.import_module(typed[name]), name), name
+    assert set(listed) <= set(dir(loaded))
+
+
+@pytest.mark.parametrize(
+    ("module", "most"), [("smdistributed.modelparallel.torch", 90), ("smp_config", 2), ("smp_runtime.step.step", 90)]
+)
+def test_what_scripts_import_loads_little_beside_pytorch(module, most):
+    code = (
+        f"import sys, torch; before = set(sys.modules); import {module}; new = set(sys.modules) - before; "
+        "print(len(new), *(m for m in ('pydantic', 'torch._dynamo', 'sympy') if m in new))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(found[0]) <= most, f"{module} loads {found[0]} modules"
+    assert found[1:] == []
 
 
 def test_the_estimator_imports_fast_and_without_heavy_packages():
@@ -231,8 +269,8 @@ def test_the_public_surface_is_frozen():
 
     expected = """
         CommGroup DP_GROUP DistributedModel DistributedOptimizer MP_GROUP PP_GROUP RDP_GROUP RankType StepOutput
-        TP_GROUP WORLD __version__ allgather amp auto_resume barrier broadcast comm comm_hooks data delay_param_initialization
-        dp_barrier
+        TP_GROUP WORLD __version__ allgather amp auto_resume barrier broadcast comm comm_hooks compile data
+        delay_param_initialization dp_barrier
         dp_rank dp_size exceptions get_dp_group get_dp_process_group get_mp_group get_mp_process_group get_pp_group
         get_pp_process_group get_rdp_group get_rdp_process_group get_tp_group get_tp_process_group
         get_world_process_group hvd_average_grads init is_initialized is_tracing load local_rank local_size log memory_checkpoint

@@ -1,8 +1,8 @@
 """What ranks write down of the numbers of a training, one file each, and how a job is told to: both sides read this.
 
-A file is lines of JSON that are only appended. The first of each start of the job is its :class:`Head`; every other has a
-:class:`Moment` of a step with the :class:`Value` of each tensor, as a list in the order of the fields. A line that is being
-written has no end yet, and is not read.
+A file is lines of JSON that are only appended. The first of each start of the job, and of the degrees that it goes over to, is its
+:class:`Head`; every other has a :class:`Moment` of a step with the :class:`Value` of each tensor, as a list in the order of the
+fields. A line that is being written has no end yet, and is not read.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class Head:
     projections: int = PROJECTIONS
     restart: int = 0  # how often the ranks were started before
     start: dict[str, Any] = field(default_factory=dict)  # how the script was started, the fields of :class:`Start`
+    was_pipeline: bool = False  # at these degrees or at some that the job had before :func:`smp.reshape`
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 from smp_config import strict_json
 from smp_config.errors import ConfigError, shown, suggest
 from smp_config.in_flight import Schedule, default_active
+from smp_config.numerics import MOST_EVERY
 from smp_config.topology import Topology
 
 #: The largest whole number of a setting: what a rank counts with, in 64 bits.
@@ -160,6 +161,12 @@ class ModelParallelParameters(BaseModel):
     deterministic_server: StrictBool = Field(False, description="Same order of requests on all data parallel ranks.")
     deterministic: StrictBool = Field(
         False, description="Runs at the same degrees are equal in every bit; what prevents it is an error or a warning."
+    )
+    record_numerics: Whole = Field(
+        0,
+        ge=0,
+        le=MOST_EVERY,
+        description="Updates from one step recorded for smp-estimator diff to the next; 0: none.",
     )
     sdp_reduce_bucket_size: Whole = Field(500_000_000, ge=1, description="Elements per gradient bucket.")
     sdp_param_persistence_threshold: Whole = Field(
@@ -398,11 +405,7 @@ class ModelParallelParameters(BaseModel):
     def _of_compiling(self) -> list[str]:
         """Settings of the compiler that change nothing."""
         said = []
-        if self.compile and self.tensor_parallel_degree > 1:
-            said.append(
-                "compile ignored: with tensor parallelism collectives run inside blocks, which would break every graph"
-            )
-        elif self.compile and self.pipeline == "zero_bubble":
+        if self.compile and self.pipeline == "zero_bubble":
             said.append(
                 "zero_bubble computes the gradients of compiled blocks whole: only what is not compiled can come later"
             )

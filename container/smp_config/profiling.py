@@ -22,7 +22,8 @@ CLOCK_MARK = "smp clock "
 #: What a trace says of its rank.
 ABOUT = "smp"
 
-_MOST_STEPS = 1_000
+#: That are profiled at once.
+MOST_STEPS = 1_000
 _LAST_STEP = 10**12
 
 
@@ -76,8 +77,8 @@ class Profile:
         if steps is None:
             raise _refusal(text, "the steps are missing")
         first, last = steps
-        if not 1 <= first <= last <= _LAST_STEP or last - first >= _MOST_STEPS:
-            raise _refusal(text, f"steps {first} to {last} are no window of 1 to {_MOST_STEPS:,} steps from 1 on")
+        if not 1 <= first <= last <= _LAST_STEP or last - first >= MOST_STEPS:
+            raise _refusal(text, f"steps {first} to {last} are no window of 1 to {MOST_STEPS:,} steps from 1 on")
         if any(rank >= MOST_RANKS for rank in ranks):
             raise _refusal(text, f"no job has rank {max(ranks)}")
         return cls(first, last, "memory" in flags, "shapes" in flags, "stacks" in flags, ranks)

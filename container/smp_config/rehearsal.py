@@ -206,6 +206,7 @@ class KindReport(BaseModel):
     step_seconds: float  # that the rank computes in the last step, and waits for collectives
     measured_seconds: float = 0.0  # of these, what durations from a timeline say, not rates
     pipeline_seconds: float | None = None  # makespan of the pipeline's planned order; on the stage that plans
+    pipeline_runs: int = 1  # of that order in a step: calls of a step function that trains, as of an accumulation
     pipeline_idle: dict[int, float] = {}  # by stage, the part of it in which the stage computes nothing
     microbatch_bytes: int = 0  # that the forward pass of one microbatch made, alive together, at most
     active_microbatches: int = 1  # that may be in flight
@@ -243,11 +244,11 @@ class Rehearsal(BaseModel):
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step: the pipeline's makespan, and what the slowest stage does before and after it."""
+        """Seconds of a step: the pipeline's makespan, as often as it runs, and what the slowest stage does besides."""
         planned = next((kind for kind in self.kinds if kind.pipeline_seconds), None)
         if planned is None or planned.pipeline_seconds is None:
             return max(kind.step_seconds for kind in self.kinds)
-        makespan = planned.pipeline_seconds
+        makespan = planned.pipeline_runs * planned.pipeline_seconds
         busy = {kind.stage: makespan * (1 - planned.pipeline_idle.get(kind.stage, 0.0)) for kind in self.kinds}
         return makespan + max(0.0, *(kind.step_seconds - busy[kind.stage] for kind in self.kinds))
 

@@ -30,6 +30,7 @@ def add_commands(main: click.Group) -> None:
 @click.argument("one", type=click.Path(file_okay=False))
 @click.argument("other", type=click.Path(file_okay=False))
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw how the error grows; .svg, .png or .pdf.")
+@click.option("--dark", is_flag=True, help="Draw it for a dark background.")
 @click.option(
     "--bisect", is_flag=True, help="Repeat both up to there, and look at the module's tensors element by element."
 )
@@ -40,6 +41,7 @@ def diff(
     one: str,
     other: str,
     picture: str | None,
+    dark: bool,
     bisect: bool,
     command_one: str,
     command_other: str,
@@ -59,7 +61,7 @@ def diff(
     if bisect:
         with tempfile.TemporaryDirectory(prefix="smp-bisect-") as alone:
             _bisect(found, (command_one, command_other), _empty(folder, alone))
-    _show(found, picture)
+    _show(found, picture, dark=dark)
 
 
 def _bisect(found: Comparison, commands: tuple[str, str], folder: Path) -> None:
@@ -115,6 +117,7 @@ def _empty(folder: str | None, otherwise: str) -> Path:
     "--folder", type=click.Path(file_okay=False), help="Keep both runs' numbers and logs there; default: removed."
 )
 @click.option("--picture", type=click.Path(dir_okay=False), help="Draw how the error grows; .svg, .png or .pdf.")
+@click.option("--dark", is_flag=True, help="Draw it for a dark background.")
 def verify(
     script: str,
     words: tuple[str, ...],
@@ -124,6 +127,7 @@ def verify(
     seed: int,
     folder: str | None,
     picture: str | None,
+    dark: bool,
 ) -> None:
     """Run SCRIPT at the wanted degrees and in one process, and compare.
 
@@ -142,12 +146,14 @@ def verify(
         for run in (found.other, found.one):
             losses = ", ".join(f"{loss:.7g}" for loss in loss_of(run))
             out.print(f"losses of {escape(run.name)}: {losses}", soft_wrap=True)
-        _show(found, picture)
+        _show(found, picture, dark=dark)
 
 
-def _show(found: Comparison, picture: str | None) -> None:
+def _show(found: Comparison, picture: str | None, *, dark: bool) -> None:
     # rich is imported with them
-    from smp_estimator.numerics.report import phase_table, save_picture, verdict
+    from smp_estimator.numerics.picture import save_picture
+    from smp_estimator.numerics.report import phase_table, verdict
+    from smp_estimator.timeline.drawing import DARK, LIGHT
 
     out = console()
     for run in (found.one, found.other):
@@ -163,7 +169,7 @@ def _show(found: Comparison, picture: str | None) -> None:
         )
     if picture:
         try:
-            out.print(f"picture: {escape(str(save_picture(found, picture)))}", soft_wrap=True)
+            out.print(f"picture: {escape(str(save_picture(found, picture, DARK if dark else LIGHT)))}", soft_wrap=True)
         except OSError as error:
             raise ConfigError(
                 f"{picture} cannot be written: {error.strerror}; name a file in a folder that exists"

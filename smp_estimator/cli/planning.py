@@ -50,7 +50,11 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--checkpointing", "activation_checkpointing", help="each, contiguous or group_N; default: none."),
         click.option("--fused-attention/--no-fused-attention", default=True, show_default=True),
         click.option("--dropout/--no-dropout", default=True, show_default=True),
-        click.option("--fp32-loss", is_flag=True, help="The script computes the loss on fp32 logits."),
+        click.option(
+            "--fp32-loss/--no-fp32-loss",
+            default=None,
+            help="The script computes the loss on fp32 logits; default: for a configuration of Transformers.",
+        ),
         click.option("--optimizer", default="adam", show_default=True),
         click.option("--accumulation", type=click.IntRange(1), default=1, show_default=True),
         click.option("--samples", type=click.IntRange(1), help="Of the data set: how many steps an epoch has."),

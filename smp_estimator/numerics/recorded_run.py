@@ -172,6 +172,11 @@ class RecordedRun:
         return self.heads[0].degrees
 
     @property
+    def was_pipeline(self) -> bool:
+        """Whether it was, at any time: stages may make the calls of a module in another order."""
+        return self.degrees["pp"] > 1 or any(head.was_pipeline for head in self.heads)
+
+    @property
     def title(self) -> str:
         """Its degrees in words."""
         head = self.heads[0]

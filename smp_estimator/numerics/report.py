@@ -1,17 +1,14 @@
-"""A comparison in words, as a table, and as a picture of how the error grows."""
+"""A comparison in words, and as a table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
 
-from smp_config import ConfigError
-from smp_config.errors import PackageMissing
 from smp_config.numerics import LOSS, OUTPUT, OUTPUT_GRADIENT, PHASES, UPDATE, WEIGHT
 
 if TYPE_CHECKING:
@@ -20,8 +17,6 @@ if TYPE_CHECKING:
 
 #: Ranks that a sentence lists.
 _MOST_RANKS = 16
-#: Smaller errors are drawn there.
-_FLOOR = 1e-17
 
 
 def verdict(found: Comparison) -> list[str]:
@@ -123,63 +118,3 @@ def phase_table(found: Comparison) -> Table:
 
 def _used(each: Compared) -> float:
     return each.error / each.allowed if each.allowed else math.inf if each.error else 0.0
-
-
-def save_picture(found: Comparison, path: str) -> Path:
-    """Draw every tensor's error in causal order beside what rounding explains; the ending of ``path`` says in which format.
-
-    Raises:
-        ConfigError: a format that matplotlib does not know.
-        PackageMissing: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PackageMissing(f'drawing needs matplotlib ({error}); pip install "smp-estimator[plots]"') from None
-    figure = Figure(figsize=(12.0, 5.0), dpi=120)
-    canvas = FigureCanvasAgg(figure)
-    target = Path(path)
-    if target.suffix[1:].lower() not in canvas.get_supported_filetypes():
-        raise ConfigError(
-            f"the picture {target} ends with {target.suffix!r}; the ending says the format: use .svg, .png or .pdf"
-        )
-    axes = figure.add_subplot()
-    shown = [each for each in found.compared if math.isfinite(each.allowed)]
-    for number, phase in enumerate(PHASES):
-        points = [(at, each) for at, each in enumerate(shown) if each.key.phase == phase]
-        if points:
-            errors = [min(max(each.error, _FLOOR), 2.0) for _, each in points]
-            axes.plot([at for at, _ in points], errors, ".", markersize=4, color=f"C{number}", label=phase)
-    axes.plot(
-        range(len(shown)),
-        [max(each.allowed, _FLOOR) for each in shown],
-        linewidth=0.6,
-        color="0.5",
-        label="explained by rounding",
-    )
-    first = found.first
-    if first is not None and first in shown:
-        at = shown.index(first)
-        axes.axvline(at, color="red", linewidth=0.8)
-        right = at > len(shown) / 2
-        axes.annotate(
-            f"first: {first.where}",
-            (at, 3.0),
-            xytext=(-4 if right else 4, 0),
-            textcoords="offset points",
-            color="red",
-            fontsize=8,
-            ha="right" if right else "left",
-        )
-    starts = {each.step: at for at, each in reversed(list(enumerate(shown)))}
-    axes.set_xticks(list(starts.values()), [f"step {step}" for step in starts], fontsize=8)
-    axes.set_yscale("log")
-    axes.set_ylim(_FLOOR / 3, 10)
-    axes.set_ylabel("relative error")
-    axes.set_xlabel("tensors in the order in which one makes the next")
-    axes.set_title(f"{found.one.name} and {found.other.name}", fontsize=10)
-    axes.grid(visible=True, axis="x", linewidth=0.3)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=5, fontsize=8, frameon=False)
-    figure.savefig(target, bbox_inches="tight")
-    return target

@@ -95,13 +95,20 @@ class StageActivations:
 
     Attributes:
         kept: activations (or checkpoints) of all microbatches in flight, on the GPU.
-        working: the layers that are recomputed, or the loss, whichever needs more.
+        layers: what is needed beside them in the backward pass of a layer, and for the layers that are recomputed.
+        loss: what is needed beside them at the loss; 0 where the stage has none.
         offloaded: checkpoints that wait in the memory of the host.
     """
 
     kept: int
-    working: int
+    layers: int
+    loss: int
     offloaded: int
+
+    @property
+    def working(self) -> int:
+        """Of the two moments the one that needs more; they never coincide."""
+        return max(self.layers, self.loss)
 
     @property
     def total(self) -> int:
@@ -135,13 +142,12 @@ def stage_activations(
     loss = loss_bytes(shape, cost, distributed=distributed_loss, fp32_loss=workload.fp32_loss) if has_loss else 0
     group = workload.checkpointed_layers(layers)
     if not group:
-        return StageActivations(kept=layer * layers * in_flight, working=max(backward, loss), offloaded=0)
+        return StageActivations(kept=layer * layers * in_flight, layers=backward, loss=loss, offloaded=0)
     units = -(-layers // group)
     unit = checkpoint_bytes(shape, cost)
     kept = unit * units * in_flight
     on_gpu = kept
     if horizon is not None:
         on_gpu = min(kept, unit * (1 + horizon))
-    return StageActivations(
-        kept=on_gpu, working=max(layer * group + backward, loss), offloaded=kept if horizon is not None else 0
-    )
+    offloaded = kept if horizon is not None else 0
+    return StageActivations(kept=on_gpu, layers=layer * group + backward, loss=loss, offloaded=offloaded)

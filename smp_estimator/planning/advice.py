@@ -43,7 +43,7 @@ class SmallerCluster:
 
 
 def amount(forecast: Forecast) -> str:
-    """``"31.7 GB of 42.9 (74 %), fits"``."""
+    """``"30.7 GB of 42.9 (71 %), fits"``."""
     size, fraction = forecast.request.gpu_memory_bytes, forecast.fraction
     if size is None or fraction is None:
         return f"{forecast.total_bytes / GB:.3g} GB per GPU"

@@ -3,9 +3,10 @@
 State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2 (gradient)
 + 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With ``shard_optimizer_state`` over n ranks
 4 + 12/n, or 8 + 8/n, and a rank's share of the reduced gradients; with sharded data parallelism of degree s all 16 are
-divided by s, and in bfloat16, whose gradients are then summed and kept in fp32, 18. Two moments are compared: backward,
-with activations, and ``optimizer.step()``, when these are gone and half precision gradients are there a second time, in
-fp32: 20 bytes. Gradients that are kept in fp32 need no copy.
+divided by s, and in bfloat16, whose gradients are then summed and kept in fp32, 18. Moments are compared: backward, with
+activations, and ``optimizer.step()``, when these are gone and half precision gradients are there a second time, in fp32:
+20 bytes. Gradients that are kept in fp32 need no copy. Where state is shared out, gradients are let go of after each update:
+a step of one pass has none at its loss, which is a moment of its own.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class StageMemory:
         stage: counted from 0.
         elements: parameter elements that this rank computes with (after pipeline and tensor parallelism).
         kinds: bytes by kind, in backward.
+        at_loss: bytes at the loss, where no gradient is there yet; 0 where it is part of backward like any other moment.
         gradient_copy: bytes of the fp32 copy of half precision gradients, in ``optimizer.step()`` only.
         in_update: bytes in ``optimizer.step()``, when activations and buckets are gone.
     """
@@ -60,6 +62,7 @@ class StageMemory:
     elements: int
     kinds: dict[Kind, int]
     activations: StageActivations
+    at_loss: int = field(repr=False)
     gradient_copy: int = field(repr=False)
     in_update: int = field(repr=False)
 
@@ -71,7 +74,7 @@ class StageMemory:
     @property
     def total(self) -> int:
         """Bytes at the worst moment."""
-        return max(self.in_backward, self.in_update)
+        return max(self.in_backward, self.at_loss, self.in_update)
 
     @property
     def state(self) -> int:
@@ -117,7 +120,7 @@ def embedding_is_distributed(parameters: ModelParallelParameters, workload: Work
 
 def _activations(request: Request, batch: Batches, stage: int, layers: int, *, has_loss: bool) -> StageActivations:
     if not request.shape.has_layers:
-        return StageActivations(0, 0, 0)
+        return StageActivations(0, 0, 0, 0)
     parameters, workload = request.parameters, request.workload
     stages = parameters.pipeline_parallel_degree
     cost = LayerCost(
@@ -212,25 +215,30 @@ def _stage(
         buckets, staying = summed * (min(trainable, bucket) if largest_unit <= bucket else largest_unit + bucket), 0
     else:
         buckets, staying = _bucket_bytes(request, reduced, shares_state=sharers > 1)
+    # Between two updates there are none of these; with several passes, those of the first are there at the next one's loss.
+    let_go = round(leaving + in_shards) if parameters.microbatches * workload.accumulation == 1 else 0
     kinds = {
         Kind.PARAMETERS: round(stored * element),
         Kind.GRADIENTS: round(whole + in_shards),
         Kind.MASTER: round(updated * master),
         Kind.OPTIMIZER: round(updated * state),
-        Kind.ACTIVATIONS: activations.total,
+        Kind.ACTIVATIONS: activations.kept + (activations.layers if let_go else activations.working),
         Kind.GATHERED: gathered * element,
         Kind.BUCKETS: buckets,
         Kind.SMDDP: buffer_bytes(request, topology),
     }
     comes_and_goes = kinds[Kind.ACTIVATIONS] + kinds[Kind.BUCKETS]
+    stays = sum(kinds.values()) - comes_and_goes
+    at_loss = stays - let_go + activations.kept + activations.loss if let_go and activations.loss else 0
     return StageMemory(
         stage,
         layers,
         total,
         kinds,
         activations,
+        at_loss=at_loss,
         gradient_copy=round(copied),
-        in_update=sum(kinds.values()) - comes_and_goes + staying + round(copied - leaving),
+        in_update=stays + staying + round(copied - leaving),
     )
 
 

@@ -61,6 +61,7 @@ class Plan(Shown, Forecast):
                     "stage": s.stage,
                     "layers": s.layers,
                     "total": s.total,
+                    "at_loss": s.at_loss,
                     "in_optimizer_step": s.in_update,
                     **{k.value: v for k, v in s.kinds.items()},
                 }

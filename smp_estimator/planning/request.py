@@ -38,7 +38,8 @@ class Workload:
         optimizer: one of :data:`OPTIMIZER_BYTES`.
         distribute_embedding: the word embedding is divided by tensor parallelism; sharded data parallelism with
             tensor parallelism turns it on by itself.
-        fp32_loss: the script computes the loss on logits turned into fp32.
+        fp32_loss: the script computes the loss on logits turned into fp32, as the models of Transformers do; where it is not
+            given, of a configuration or module of Transformers it is taken to be so.
         gradient_as_bucket_view: one set of reduction buffers stays for all steps.
         samples: of the data set; None when its size is not known, and from ``tokens`` where these are.
         tokens: of the data set, before samples are cut or filled to the length of a sequence.
@@ -228,6 +229,8 @@ def request_for(
         script["batch"] = parameters.microbatches
         many = parameters.microbatches > 1
         script["batch_source"] = "one sample per microbatch, as none was given" if many else "1, as none was given"
+    if script.get("fp32_loss") is None:
+        script["fp32_loss"] = is_of_transformers(model)
     described = _workload(script)
     _refuse_unknown_types(described.prices, instance_type)
     return Request(
@@ -269,6 +272,17 @@ def shape_given(model: Any, sequence: int | None) -> ModelShape:
     else:
         return ModelShape.from_module(model, sequence=sequence)
     return shape.with_sequence(sequence)
+
+
+def is_of_transformers(model: Any) -> bool:
+    """Whether a model is given by a configuration of Transformers, or is a module that has one."""
+    if isinstance(model, ModelShape | int | float):
+        return False
+    if isinstance(model, str) and model in SHAPES:
+        return False
+    if isinstance(model, Mapping | str | Path):
+        return True
+    return hasattr(getattr(model, "config", model), "model_type")
 
 
 def _workload(fields: Mapping[str, Any]) -> Workload:

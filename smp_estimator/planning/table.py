@@ -158,9 +158,15 @@ def _memory(plan: Forecast) -> Grid:
         if any(stage.kinds[kind] for stage in plan.stages)
     ]
     totals = [["total", *(f"{stage.in_backward / GB:,.2f}" for stage in plan.stages)]]
-    if any(stage.gradient_copy for stage in plan.stages):
-        totals[0][0] = "total in backward"
-        totals.append(["in optimizer.step()", *(f"{stage.in_update / GB:,.2f}" for stage in plan.stages)])
+    moments = {
+        "at the loss": [stage.at_loss for stage in plan.stages],
+        "in optimizer.step()": [stage.in_update if stage.gradient_copy else 0 for stage in plan.stages],
+    }
+    for name, sizes in moments.items():
+        if any(sizes):
+            totals[0][0] = "total in backward"
+            shown = [f"{size / GB:,.2f}" if size else "–" for size in sizes]
+            totals.append([name, *shown])
     return Grid(columns, rows, frozenset(range(1, len(columns))), totals)
 
 

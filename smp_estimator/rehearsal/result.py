@@ -94,6 +94,27 @@ class Rehearsed(Shown):
             return None
         return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
 
+    def to_dict(self) -> dict[str, object]:
+        """All figures, for JSON: the fields of :class:`~smp_config.rehearsal.Rehearsal`, and under ``found`` what follows."""
+        found = self.rehearsal
+        return {
+            **found.model_dump(mode="json"),
+            "found": {
+                "verdict": self.verdict.name.lower(),
+                "gpu_memory_bytes": self.gpu_memory_bytes,
+                "fullest_stage": self.fullest.stage,
+                "on_gpu_bytes": {str(kind.stage): on_gpu(kind) for kind in found.kinds},
+                "most_bytes": {str(kind.stage): self._most_on_gpu(kind) for kind in found.kinds},
+                "unused_stages": [kind.stage for kind in self.unused],
+                "step_seconds": found.step_seconds,
+                "samples_per_second": found.samples_per_second,
+                "training_steps": self.training_steps,
+                "training_epochs": self.training_epochs,
+                "training_hours": self.training_hours,
+                "training_usd": self.training_usd,
+            },
+        }
+
     def _basis(self) -> str:
         """Where the seconds of a step come from."""
         card = self.rehearsal.request.rates
@@ -139,14 +160,14 @@ class Rehearsed(Shown):
             ("verdict", [Said(verdict.value, verdict), fullest]),
             *self._other_order(),
             *self._offloaded(),
-            ("rehearsed", [f"{where}: {len(found.kinds)} kinds of ranks in {found.seconds:.0f} s"]),
+            ("rehearsed", [f"{where}: {_kinds(len(found.kinds))} in {found.seconds:.0f} s"]),
         ]
         if found.step_seconds:
             lines.append(("step", [f"{found.step_seconds:.3g} s by {self._basis()}{self._speed()}{self._idle()}"]))
         if self.training_hours is not None:
             passes = self.training_epochs
             epochs = "" if passes is None else f" ({passes:g} epoch{'' if passes == 1 else 's'})"
-            price = "" if self.training_usd is None else f", {self.training_usd:,.0f} USD at EC2's on-demand price"
+            price = "" if self.training_usd is None else f", {_dollars(self.training_usd)} USD at EC2's on-demand price"
             lines.append(
                 ("training", [f"{self.training_steps:,} steps{epochs} take {_hours(self.training_hours)}{price}"])
             )
@@ -272,11 +293,23 @@ def _names(paths: Sequence[str]) -> str:
     return ", ".join(paths[:_SHOWN_MODULES]) + (f" and {more} more" if more > 0 else "")
 
 
+def _kinds(number: int) -> str:
+    return f"{number} kinds of ranks" if number > 1 else "1 kind of rank"
+
+
 def _hours(hours: float) -> str:
-    """Hours, minutes where these are few."""
-    return (
-        f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.2g} min" if hours * 60 < 10 else f"{hours * 60:,.0f} min"
-    )
+    """Hours, or what is easier to read of a short training."""
+    if hours >= 1:
+        return f"{hours:,.1f} h"
+    minutes = hours * 60
+    if minutes < 1:
+        return f"{minutes * 60:,.2g} s"
+    return f"{minutes:,.2g} min" if minutes < 10 else f"{minutes:,.0f} min"
+
+
+def _dollars(price: float) -> str:
+    """Whole dollars, of small prices cents."""
+    return f"{price:,.0f}" if price >= 100 else f"{price:,.2f}" if price >= 0.01 else "less than 0.01"
 
 
 def on_gpu(kind: KindReport) -> int:

@@ -301,7 +301,8 @@ class _Rehearsals:
         fits = found.verdict in (Verdict.FITS, Verdict.UNKNOWN)
         self.tell(f"{at}: {seconds:.3g} s, {peak / _GB:.1f} GB, {found.verdict.value}")
         why = "" if fits else f"{found.verdict.value}: {peak / _GB:.1f} GB on stage {found.fullest.stage}"
-        passing = next((kind.pipeline_seconds for kind in found.rehearsal.kinds if kind.pipeline_seconds), None)
+        planned = next((kind for kind in found.rehearsal.kinds if kind.pipeline_seconds), None)
+        passing = None if planned is None else planned.pipeline_runs * (planned.pipeline_seconds or 0.0)
         return Evaluated(seconds, peak, fits, why, passing)
 
     def _rehearse(self, hosts: int, per_host: int, settings: Mapping[str, Any], batch: int) -> Rehearsed:

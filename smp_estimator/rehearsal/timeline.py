@@ -43,7 +43,13 @@ def _of_kind(kind: KindReport, planned: KindReport | None, job: str, per_host: i
     if planned is None:
         blocks, ends = list(kind.blocks), kind.step_seconds
     else:
-        blocks, ends = list(planned.pipeline_blocks.get(kind.stage, [])), planned.pipeline_seconds or 0.0
+        makespan, runs = planned.pipeline_seconds or 0.0, planned.pipeline_runs
+        blocks = [
+            block.model_copy(update={"start": block.start + run * makespan, "stop": block.stop + run * makespan})
+            for run in range(runs)
+            for block in planned.pipeline_blocks.get(kind.stage, [])
+        ]
+        ends = runs * makespan
         around = kind.step_seconds - sum(block.stop - block.start for block in blocks)
         if around > 0:
             last = max((block.microbatch for block in blocks), default=0)

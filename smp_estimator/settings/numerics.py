@@ -12,6 +12,7 @@ from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
 
 _EVERY, _GUARDS = "every", "guards"
+_VARIABLES = (VARIABLE, EVERY_VARIABLE, GUARDS_VARIABLE)
 
 
 def with_numerics(environment: Any, record_numerics: Any) -> Any:
@@ -49,3 +50,9 @@ def with_numerics(environment: Any, record_numerics: Any) -> Any:
             Guards.of(guards if isinstance(guards, str) else shown(guards))
         wanted[GUARDS_VARIABLE] = 'record_numerics={"guards": …}', guards
     return with_variables(environment, wanted)
+
+
+def with_other_numerics(environment: Any, record_numerics: Any) -> Any:
+    """Likewise, in place of what the environment says about recorded numbers."""
+    others = {name: value for name, value in (environment or {}).items() if name not in _VARIABLES}
+    return with_numerics(others, record_numerics)

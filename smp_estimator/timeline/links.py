@@ -19,6 +19,9 @@ _NUMBERED = 16
 #: Frames around more are thin, or they would hide the squares.
 _FRAMED = 32
 
+#: Of full colour, what the faintest square has: on a dark page too it must be seen.
+_FAINTEST = 0.3
+
 #: Ends of more squares are thinner than a dot.
 _MOST_ENDS = 256
 
@@ -72,9 +75,9 @@ def link_table(links: Sequence[LinkTraffic]) -> Table:
 
 
 def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: Theme = LIGHT) -> Path:
-    """Draw the bytes from each end (a row) to each other (a column) as squares; the darker, the more, by powers of ten.
+    """Draw the bytes from each end that sends (a row) to each that receives (a column) as squares.
 
-    A square with a frame goes between hosts.
+    The fuller a square, the more bytes, by powers of ten. One with a frame goes between hosts.
 
     Raises:
         ConfigError: no links, too many ends, or a format that matplotlib does not know.
@@ -87,33 +90,40 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
         sent[pair] = sent.get(pair, 0) + link.sent_bytes
         if not link.same_host:
             between.add(pair)
-    ends = list(dict.fromkeys(end for pair in sorted(sent, key=_in_numbers) for end in pair))
-    ends.sort(key=lambda end: _in_numbers((end, "")))
+    rows = sorted({source for source, _ in sent}, key=_in_numbers)
+    # Groups of ranks send nothing themselves; they stand behind those who do.
+    columns = sorted({target for _, target in sent}, key=lambda end: (end not in rows, _in_numbers(end)))
+    count = max(len(rows), len(columns))
     if not any(sent.values()):
         raise ConfigError(
             "there are no bytes per link to draw: no rank sends anything in the step, or no link was given"
         )
-    if len(ends) > _MOST_ENDS:
+    if (ends := len({*rows, *columns})) > _MOST_ENDS:
         raise ConfigError(
-            f"the links have {len(ends)} ends, too many rows for one picture (most: {_MOST_ENDS}); draw stages or hosts instead "
+            f"the links have {ends} ends, too many rows for one picture (most: {_MOST_ENDS}); draw stages or hosts instead "
             "of ranks, or use the table"
         )
     # From a thousandth of the most on; less is drawn as nothing next to it.
     most = max(sent.values())
     least = max(1.0, min(size for size in sent.values() if size), most / 1000)
-    side = min(9.0, max(3.0, 0.62 * len(ends)))
-    figure = figure_for(path, side + 2.2, side + 1.0, theme)
+    each = min(0.62, 9.0 / count)
+    # No narrower than the title.
+    figure = figure_for(path, max(5.6, each * len(columns) + 1.6), max(1.2, each * len(rows)) + 1.4, theme)
     axes = coloured(figure.add_subplot(), theme)
     for (source, target), size in sent.items():
         if size:
-            strength = 0.2 + 0.8 * max(0.0, math.log(size / least) / math.log(most / least) if most > least else 1.0)
-            _draw(axes, ends, (source, target), size, strength, theme, is_framed=(source, target) in between)
-    axes.set_xlim(-0.5, len(ends) - 0.5)
-    axes.set_ylim(len(ends) - 0.5, -0.5)
-    axes.set_aspect("equal")
-    shown = range(0, len(ends), -(-len(ends) // 32))
-    axes.set_xticks(shown, [ends[at] for at in shown], fontsize=7, rotation=45, ha="right")
-    axes.set_yticks(shown, [ends[at] for at in shown], fontsize=7)
+            part = max(0.0, math.log(size / least) / math.log(most / least) if most > least else 1.0)
+            square = _Square(rows.index(source), columns.index(target), size, _FAINTEST + (1 - _FAINTEST) * part)
+            square.draw(axes, theme, count, is_framed=(source, target) in between)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_aspect("equal", anchor="W")
+    for set_ticks, names, more in (
+        (axes.set_xticks, columns, {"rotation": 45, "ha": "right"}),
+        (axes.set_yticks, rows, {}),
+    ):
+        shown = range(0, len(names), -(-len(names) // 32))
+        set_ticks(shown, [names[at] for at in shown], fontsize=7, **more)
     axes.set_xlabel("to", color=theme.ink)
     axes.set_ylabel("from", color=theme.ink)
     framed = f", {amount(sum(sent[pair] for pair in between))} of them between hosts (framed)" if between else ""
@@ -123,33 +133,36 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
     return save(figure, path)
 
 
-def _in_numbers(pair: tuple[str, str]) -> list[tuple[str, int]]:
+def _in_numbers(end: str) -> list[tuple[str, int]]:
     """What sorts ``stage 2`` before ``stage 10``."""
     parts: list[tuple[str, int]] = []
-    for word in " ".join(pair).split():
+    for word in end.split():
         parts.append(("", int(word)) if word.isdecimal() else (word, 0))
     return parts
 
 
-def _draw(
-    axes: Any, ends: list[str], pair: tuple[str, str], size: int, strength: float, theme: Theme, *, is_framed: bool
-) -> None:
-    from matplotlib.patches import Rectangle
+@dataclass(frozen=True)
+class _Square:
+    """One pair of ends; ``strength`` is the part of full colour."""
 
-    row, column = ends.index(pair[0]), ends.index(pair[1])
-    edge, width = theme.warning if is_framed else "none", 1.2 if len(ends) <= _FRAMED else 0.4
-    square = Rectangle(
-        (column - 0.46, row - 0.46),
-        0.92,
-        0.92,
-        facecolor=("#0072b2", strength),
-        edgecolor=edge,
-        linewidth=width,
-    )
-    axes.add_patch(square)
-    if len(ends) <= _NUMBERED:
-        ink = "#ffffff" if strength > 0.55 else theme.ink
-        axes.text(column, row, amount(size).replace(" ", "\n"), ha="center", va="center", fontsize=6.5, color=ink)
+    row: int
+    column: int
+    size: int
+    strength: float
+
+    def draw(self, axes: Any, theme: Theme, count: int, *, is_framed: bool) -> None:
+        """Draw it, with its bytes where ``count`` rows or columns leave room."""
+        from matplotlib.patches import Rectangle
+
+        edge, width = theme.warning if is_framed else "none", 1.2 if count <= _FRAMED else 0.4
+        corner = self.column - 0.46, self.row - 0.46
+        axes.add_patch(
+            Rectangle(corner, 0.92, 0.92, facecolor=("#0072b2", self.strength), edgecolor=edge, linewidth=width)
+        )
+        if count <= _NUMBERED:
+            ink = "#ffffff" if self.strength > 0.55 else theme.ink
+            text = amount(self.size).replace(" ", "\n")
+            axes.text(self.column, self.row, text, ha="center", va="center", fontsize=6.5, color=ink)
 
 
 __all__ = ["LinkTraffic", "amount", "link_table", "save_link_picture"]

@@ -27,6 +27,9 @@ _MOST_PANELS = 8
 #: The device's size is drawn as a line where the curve comes this near to it, or a note would be all that is seen.
 _NEAR = 0.4
 
+#: Characters of a peak's owner that are drawn; of a longer path the end tells more than the middle.
+_MOST_CHARACTERS = 80
+
 #: Points of one curve; of more, each part of the time keeps its highest.
 _MOST_POINTS = 2000
 
@@ -138,9 +141,16 @@ def save_memory_picture(curves: Sequence[MemoryCurve], path: str | Path, theme: 
         if number + 1 < len(drawn):
             axes.set_xticklabels([])
     left = f" ({len(curves) - len(drawn)} with lower peaks are not drawn)" if len(curves) > len(drawn) else ""
-    figure.suptitle(f"memory over a step, by owner{left}", fontsize=11, color=theme.ink)
+    figure.suptitle(
+        f"memory over a step, by owner{left}",
+        y=1 - 0.1 / figure.get_size_inches()[1],
+        va="top",
+        fontsize=11,
+        color=theme.ink,
+    )
     axes.set_xlabel("milliseconds", color=theme.ink, fontsize=9)
-    figure.tight_layout(rect=(0, 0.42 / figure.get_size_inches()[1], 1, 0.995))
+    high = figure.get_size_inches()[1]
+    figure.tight_layout(rect=(0, 0.42 / high, 1, 1 - 0.3 / high))
     _legend(figure, colours, theme, has_phases=any(curve.phases for curve in drawn))
     return save(figure, path)
 
@@ -168,7 +178,7 @@ def _draw(
     at, most = (curve.peak[0] - start) * 1e3, curve.peak[1] / GB
     axes.plot([at], [most], marker="v", markersize=5, color=theme.ink)
     right = at < 0.5 * times[-1]
-    said = amount(curve.peak[1]) + (f": {curve.peak_owner}" if curve.peak_owner else "")
+    said = amount(curve.peak[1]) + (f": {_shortened(curve.peak_owner)}" if curve.peak_owner else "")
     axes.annotate(
         said,
         (at, most),
@@ -193,6 +203,14 @@ def _draw(
     axes.set_ylabel("GB", color=theme.ink, fontsize=8)
     axes.grid(visible=True, axis="y", color=theme.faint, linewidth=0.4)
     axes.set_axisbelow(True)
+
+
+def _shortened(owner: str) -> str:
+    """``"backward model.layers.…self_attention.query"``."""
+    if len(owner) <= _MOST_CHARACTERS:
+        return owner
+    begin = _MOST_CHARACTERS // 3
+    return f"{owner[:begin]}…{owner[begin + 1 - _MOST_CHARACTERS :]}"
 
 
 def _draw_phases(axes: Any, curve: MemoryCurve, theme: Theme, start: float, top: float) -> None:

@@ -121,13 +121,15 @@ def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
     )
     axes.set_xlabel("milliseconds", color=theme.ink)
     axes.set_title(step.headline, fontsize=10, color=theme.ink)
+    there = {block.kind for rank in step.ranks for block in rank.blocks}
     for kind, word in KIND_WORDS.items():
-        axes.plot([], [], linewidth=6, color=colour_of(kind, 0), label=word)
+        if kind in there:
+            axes.plot([], [], linewidth=6, color=colour_of(kind, 0), label=word)
     axes.plot([], [], linestyle="", label="colour and number: microbatch")
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.35 / len(step.ranks) - 0.12),
-        ncol=4,
+        ncol=len(there) + 1,
         fontsize=8,
         frameon=False,
         labelcolor=theme.ink,
@@ -142,7 +144,7 @@ def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float
     line = 0.4 if len(bars) < 600 else 0.0
     axes.broken_barh(bars, (lane - _LANE / 2, _LANE), facecolors=colours, edgecolor=theme.background, linewidth=line)
     for begin, end, (kind, microbatch) in _runs(rank, origin, width):
-        if end - begin >= _WIDE_ENOUGH * width:
+        if kind != "S" and end - begin >= _WIDE_ENOUGH * width:  # which is grey, whatever its microbatch
             ink = "black" if kind == "F" else "white"
             axes.text((begin + end) / 2, lane, str(microbatch), ha="center", va="center", fontsize=7, color=ink)
 

@@ -100,7 +100,7 @@ def test_plan_says_what_fits() -> None:
     options = ["--instance-count", "2", "--batch", "4", "--checkpointing", "each"]
     parameters = '{"ddp": true, "fp16": true, "sharded_data_parallel_degree": %d}'
     fits = flat(call("plan", "gpt-neox-20b", *options, "--parameters", parameters % 16))
-    assert "31.7 GB of 42.9 (74%), fits" in fits
+    assert "30.7 GB of 42.9 (71%), fits" in fits
     not_fit = flat(call("plan", "gpt-neox-20b", *options, "--parameters", parameters % 8, code=1))
     assert "does not fit" in not_fit
     assert "Error" not in not_fit
@@ -112,7 +112,8 @@ def test_plan_as_json() -> None:
     assert found["verdict"] == "fits"
     assert found["model"]["parameters"] == 124_439_808
     stage = found["stages"][0]
-    kinds = [size for kind, size in stage.items() if kind not in ("stage", "layers", "total", "in_optimizer_step")]
+    others = {"stage", "layers", "total", "at_loss", "in_optimizer_step"}
+    kinds = [size for kind, size in stage.items() if kind not in others]
     assert found["total_bytes"] == max(sum(kinds), stage["in_optimizer_step"]) == sum(kinds)
 
 

@@ -119,6 +119,31 @@ def test_a_variable_may_change_between_two_jobs(cloud: Cloud, script: Path) -> N
         job.fit(wait=False)
 
 
+def test_one_job_of_an_estimator_may_record_numbers(cloud: Cloud, script: Path) -> None:
+    from sagemaker.workflow.pipeline_context import PipelineSession
+
+    distribution = model_parallel(8, ddp=True)
+    distribution["mpi"]["custom_mpi_options"] = "-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=16384"  # goes both ways
+    job = cloud.estimator(script, distribution=distribution, environment={"MINE": "2"}, record_numerics={"every": 5})
+    usual = {"MINE": "2", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
+    always = {"SMP_RECORD_NUMERICS": "1", "SMP_RECORD_NUMERICS_EVERY": "5"}
+    once = {"SMP_RECORD_NUMERICS": "1", "SMP_NUMERICS_GUARDS": "finite"}
+    for given, sent in (
+        (None, always),
+        ({"guards": "finite"}, once),
+        (False, {"SMP_RECORD_NUMERICS": "0"}),
+        (None, always),
+    ):
+        job.fit(wait=False, record_numerics=given)
+        assert cloud.requests[-1]["Environment"] == {**usual, **sent}
+    with pytest.raises(ConfigError, match="record_numerics is 3"):
+        job.fit(wait=False, record_numerics=3)
+    assert len(cloud.requests) == 4
+    job.sagemaker_session = Cloud(cloud.boto, PipelineSession).session
+    with pytest.raises(ConfigError, match=r"give it to SMPEstimator\(record_numerics="):
+        job.fit(record_numerics=True)
+
+
 @pytest.mark.parametrize("options", ["", "-verbose -x A=1", f"{VADER} -x NCCL_PROTO=simple -x B=2"])
 def test_attach_restores_the_distribution(cloud: Cloud, script: Path, options: str) -> None:
     distribution = model_parallel(8, pipeline_parallel_degree=2, partitions=2, ddp=True, microbatches=4)

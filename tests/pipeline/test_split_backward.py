@@ -202,7 +202,22 @@ PARTS = {
     "penalised": Penalised,
     "vmap": Batched,
     "recurrent": lambda: _Recurrent(),
+    "multihead attention": lambda: Multihead(True),
+    "multihead attention over others": lambda: Multihead(False),
 }
+
+
+class Multihead(nn.Module):
+    """PyTorch's attention, whose products are inside one function."""
+
+    def __init__(self, to_itself: bool) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.to_itself = to_itself
+
+    def forward(self, x):
+        others = x if self.to_itself else x.flip(1)
+        return self.inner(x, others, others, need_weights=self.to_itself)[0]
 
 
 class _Recurrent(nn.Module):
@@ -256,6 +271,18 @@ WHOLE = {"same", "listened", "vmap", "recurrent"}
 def test_gradients_are_those_of_a_whole_backward_pass(name):
     torch.manual_seed(3)
     assert (same(PARTS[name]().double()) == 0) == (name in WHOLE)
+
+
+def test_what_attention_projects_is_taken_apart_too():
+    for to_itself, late in ((True, 4), (False, 2)):  # a chunk of its weight is no leaf
+        attention, x, left = Multihead(to_itself), torch.randn(2, 4, WIDTH), WeightGradients()
+        left.is_open = True
+        with splitting(left, SplitOperations()):
+            attention(x).sum().backward()
+        missing = [name for name, parameter in attention.named_parameters() if parameter.grad is None]
+        left.run()
+        assert len(missing) == late
+        assert all(parameter.grad is not None for parameter in attention.parameters())
 
 
 @pytest.mark.parametrize(

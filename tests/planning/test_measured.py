@@ -120,7 +120,8 @@ def _peak(sizes: tuple[int, ...], batch: int) -> int:
 
         @smp.step
         def step(ids: torch.Tensor) -> None:
-            model.backward(F.cross_entropy(model(ids).view(-1, sizes[3]), ids.view(-1)))
+            logits = model(ids).view(-1, sizes[3])  # which a script holds until its step ends
+            model.backward(F.cross_entropy(logits, ids.view(-1)))
 
         for _ in range(3):
             # Gradients that stay from step to step are what the plan counts; cleared to None, a step needs less.
@@ -145,6 +146,15 @@ def test_predicted_bytes_are_near_the_measured_ones_under_data_parallelism(ranks
     )
     for peak in ranks(_peak, 2, tuple(shape), batch, config=config):
         assert peak == pytest.approx(predicted.total_bytes, rel=0.1)
+
+
+def test_at_the_loss_of_a_single_pass_shared_state_has_no_gradients(ranks) -> None:
+    config = {"ddp": True, "shard_optimizer_state": True}
+    *shape, batch = (2, 256, 8, 4096, 64, 16)  # logits are most of it
+    predicted = plan(ModelShape(*shape), "local", 1, config, batch, processes_per_host=2, dropout=False)
+    assert predicted.total_bytes == predicted.worst.at_loss
+    for peak in ranks(_peak, 2, tuple(shape), batch, config=config):
+        assert peak == pytest.approx(predicted.total_bytes, rel=0.03)
 
 
 # -- state, by precision -----------------------------------------------------------------------------------------

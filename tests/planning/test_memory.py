@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from smp_config import ConfigError
-from smp_estimator.planning import Kind, ModelShape, Plan, Workload, plan
+from smp_estimator.planning import Kind, ModelShape, Plan, Workload, plan, suggest
 from smp_estimator.planning.activations import LayerCost, checkpoint_bytes, layer_bytes
 
 SHAPE = ModelShape(8, 1024, 16, 32_000, 512)
@@ -215,6 +215,36 @@ def test_fp32_loss_needs_more() -> None:
     half = planned({"ddp": True, "fp16": True}, batch=4)
     full = planned({"ddp": True, "fp16": True}, batch=4, fp32_loss=True)
     assert full.total_bytes - half.total_bytes == 4 * 512 * 32_000 * (14 - 8)
+
+
+def test_where_gradients_are_let_go_of_the_loss_of_a_single_pass_is_a_moment_without_them() -> None:
+    shared = {"ddp": True, "shard_optimizer_state": True, "fp16": True}
+    one = planned(shared, batch=16, activation_checkpointing="each").worst
+    loss = 16 * 512 * 32_000 * 8 + 2 * 16 * 512 * 1024 * 2
+    # Parameters, a rank's part of masters and Adam's state, and the inputs of the layers; no gradients, no buckets.
+    assert one.at_loss == pytest.approx(COUNT * (2 + 12 / 8) + one.activations.kept + loss, rel=1e-6)
+    assert one.in_backward == sum(one.kinds.values()) < one.at_loss == one.total
+    assert one.kinds[Kind.ACTIVATIONS] == one.activations.kept + one.activations.layers
+    # Gradients of the pass before are there at the loss of the next.
+    for more in ({"accumulation": 2}, {"parameters": {**shared, "microbatches": 2}}):
+        several = planned(more.pop("parameters", shared), batch=16, activation_checkpointing="each", **more).worst
+        assert several.at_loss == 0
+        assert several.kinds[Kind.ACTIVATIONS] == several.activations.total
+    # Without sharing a script decides whether they stay from step to step.
+    assert planned({"ddp": True, "fp16": True}, batch=16).worst.at_loss == 0
+    assert "at the loss" in str(planned(shared, batch=16))
+
+
+def test_the_loss_of_transformers_is_in_fp32() -> None:
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 32_000, "n_positions": 128}
+    config = {"model_type": "gpt2", **sizes}
+    half = {"ddp": True, "fp16": True}
+    assert planned(half, model=config).request.workload.fp32_loss
+    assert not planned(half, model=config, fp32_loss=False).request.workload.fp32_loss
+    assert not planned(half).request.workload.fp32_loss
+    assert not planned(half, model="gpt2-xl").request.workload.fp32_loss
+    chosen = suggest(config, "ml.p4d.24xlarge", 1)
+    assert chosen.plan.request.workload.fp32_loss
 
 
 def test_frozen_parameters_have_no_gradient() -> None:

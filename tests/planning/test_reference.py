@@ -116,8 +116,8 @@ def test_half_of_a_degree_needs_more(row: tuple[Any, ...]) -> None:
     ("number", "settings"),
     [
         (0, {"tensor_parallel_degree": 1, "prescaled_batch": False}),
-        (1, {"tensor_parallel_degree": 4}),
-        (2, {"pipeline_parallel_degree": 1, "partitions": 1, "microbatches": 1}),
+        (1, {"tensor_parallel_degree": 2}),
+        (2, {"pipeline_parallel_degree": 1, "partitions": 1, "tensor_parallel_degree": 4}),
         (3, {"sharded_data_parallel_degree": 8}),
         (4, {"sharded_data_parallel_degree": 8}),
         (5, {"sharded_data_parallel_degree": 2}),

@@ -38,6 +38,11 @@ def train_step(model, x):
     return loss
 
 
+@smp.step
+def evaluate(model, x):
+    return model(x).sum()
+
+
 smp.init()
 model = smp.DistributedModel(Chain(smp.pp_size()))
 optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -45,3 +50,5 @@ for _ in range(10):
     optimizer.zero_grad()
     train_step(model, torch.ones(MICROBATCHES, 4))
     optimizer.step()
+    with torch.no_grad():
+        evaluate(model, torch.ones(MICROBATCHES, 4))

@@ -46,6 +46,21 @@ def test_a_pipeline_s_planned_order_is_read_as_a_job_s_timeline(tmp_path):
     assert CliRunner().invoke(main, ["timeline", str(tmp_path)]).exit_code == 0
 
 
+def test_each_run_of_the_order_in_a_step_is_there():
+    found = piped().rehearsal
+    twice = [one.model_copy(update={"pipeline_runs": 2, "step_seconds": 9.0}) for one in found.kinds]
+    made = rehearsed(*twice)
+    assert made.rehearsal.step_seconds == 2 * 6 + 9 - 2 * 3
+    second = job_timeline(timelines_of(made)).step().ranks[1]
+    assert [(one.name, one.start, one.stop) for one in second.blocks] == [
+        ("F0 blocks.1", 1, 2),
+        ("B0 (model)", 2, 4),
+        ("F0 blocks.1", 7, 8),
+        ("B0 (model)", 8, 10),
+        ("S0 update", 12, 15),
+    ]
+
+
 def test_without_a_pipeline_the_rank_s_own_blocks_are_the_timeline():
     found = rehearsed(kind(0, GIB, blocks=[block("F", 0, 0, 0.1), block("B", 0, 0.1, 0.3), block("S", 0, 0.4, 0.5)]))
     (rank,) = job_timeline(timelines_of(found)).step().ranks

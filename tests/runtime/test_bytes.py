@@ -20,7 +20,7 @@ def _sent(batches):
     import smdistributed.modelparallel.torch as smp
 
     session = smp.init()
-    collectives = CountingCollectives()
+    collectives = CountingCollectives(session.ranks.collectives)
     session.ranks = replace(session.ranks, collectives=collectives)
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(128, 128) for _ in range(24))), bucket_cap_mb=0.25)

@@ -27,8 +27,8 @@ def _count(microbatches, passes, updates=2):
     import smdistributed.modelparallel.torch as smp
 
     class Counting(CountingCollectives):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, inner):
+            super().__init__(inner)
             self.calls = {}
 
         def __getattribute__(self, name):
@@ -37,7 +37,7 @@ def _count(microbatches, passes, updates=2):
             return super().__getattribute__(name)
 
     session = smp.init()
-    counting = Counting()
+    counting = Counting(session.ranks.collectives)
     session.ranks = replace(session.ranks, collectives=counting)
     torch.manual_seed(0)
     model = smp.DistributedModel(_stack(), backward_passes_per_step=passes)

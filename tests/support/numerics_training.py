@@ -154,11 +154,12 @@ class Fault:
 
 
 def train(folder: str, fault: Fault | None = None, *, steps: int = 3, seed: int = 0, adam: bool = True) -> list[float]:
-    """Train with numbers recorded into a folder; runs on every rank after ``smp.init``. Gives this rank's losses."""
+    """Train with numbers recorded into a folder, if there is one; every rank runs it after ``smp.init``. Gives its losses."""
     import smdistributed.modelparallel.torch as smp
 
     fault = fault or Fault(())
-    smp.record_numerics(folder, every=1)
+    if folder:
+        smp.record_numerics(folder, every=1)
     torch.manual_seed(seed)
     module = Decoder()
     if fault.before is not None:

@@ -155,6 +155,7 @@ _OPTIONS: dict[str, list[Any]] = {
     "skip_tracing": [True],
     "deterministic_server": [True],
     "deterministic": [True, False],
+    "record_numerics": [0, 10],
     "sdp_reduce_bucket_size": [5e8, 1000],
     "sdp_param_persistence_threshold": [0, 10],
     "sdp_max_live_parameters": [1e9],

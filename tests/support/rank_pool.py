@@ -7,6 +7,7 @@ and a fresh session. A pool that saw a failure is thrown away, so no case inheri
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,6 +20,9 @@ from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
+
+#: What scripts reach ``smp.init`` by, with all that waits for it.
+_INIT = "smdistributed.modelparallel.torch.session_mod"
 
 
 class RankFailed(AssertionError):
@@ -39,7 +43,9 @@ class RankPool:
         )
         # Forked from a server that has imported PyTorch, for which each would need three seconds of its processor.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["smp_runtime.job.session", "torch._dynamo", "support.rank_pool"])
+        context.set_forkserver_preload(
+            ["torch._dynamo", _INIT, "smp_runtime.model.distributed_model", "support.rank_pool"]
+        )
         self._ranks = []
         self._ready = 0
         self._case = 0
@@ -123,7 +129,7 @@ def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from smp_runtime.job import session
+    session = importlib.import_module(_INIT)
 
     gc.freeze()  # what every case needs is not looked at when a case's rest is collected
     pipe.send_bytes(b"ready")

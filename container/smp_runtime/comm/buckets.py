@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 if TYPE_CHECKING:
-    from smp_runtime.comm.collectives import Work
+    import torch
+    import torch.distributed as dist
+
+    from smp_runtime.comm.collectives import Collectives, Work
 
 
 @dataclass(eq=False)
@@ -36,10 +37,10 @@ class Bucket:
     pending: int = 0
     _buffer: torch.Tensor | None = field(default=None, repr=False)
 
-    def fresh_buffer(self) -> torch.Tensor:
-        """The buffer of the next reduction, ``[elements + tail]``, with anything in it."""
+    def fresh_buffer(self, collectives: Collectives, group: dist.ProcessGroup) -> torch.Tensor:
+        """The buffer of the next reduction over a group, ``[elements + tail]``, with anything in it."""
         if self._buffer is None or not self.persistent:
-            self._buffer = torch.empty(self.elements + self.tail, dtype=self.dtype, device=self.device)
+            self._buffer = collectives.empty(self.elements + self.tail, self.dtype, self.device, group)
         return self._buffer
 
     def release(self) -> None:

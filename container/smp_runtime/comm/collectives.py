@@ -45,6 +45,13 @@ NOTHING: Work = _Nothing()
 class Collectives(Protocol):
     """Asynchronous collectives over a process group; tensors are contiguous and used in place."""
 
+    def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+        """A vector with anything in it, which reductions over the group need not copy.
+
+        Once a reduce-scatter of it has begun, it is not written to any more: other ranks may read it after this one has waited.
+        """
+        ...
+
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """Sum ``tensor`` over the group, in place."""
         ...
@@ -68,6 +75,10 @@ class Collectives(Protocol):
 
 class TorchCollectives:
     """NCCL or gloo, whichever the group's backend is for the tensor's device."""
+
+    def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+        """See :class:`Collectives`."""
+        return torch.empty(elements, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""

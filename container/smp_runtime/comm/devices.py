@@ -12,14 +12,17 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import smp_emulation
-from smp_config import ModelParallelParameters, smddp
+from smp_config import smddp
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import tensors_in
+
+if TYPE_CHECKING:
+    from smp_config import ModelParallelParameters
 
 #: Differs between machines, and is the same in all containers of one.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

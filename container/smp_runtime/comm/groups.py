@@ -81,6 +81,7 @@ class ProcessGroups:
             )
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: list[Callable[[], bool]] = []
+        self._at_end: list[Callable[[], None]] = []
         world = dist.group.WORLD
         if world is None:
             raise AssertionError("torch.distributed has no default group after it was started")
@@ -131,6 +132,7 @@ class ProcessGroups:
 
     def cut_off(self) -> None:
         """End all connections to other ranks at once; for drills."""
+        self._tell_end()
         self._peers.cut()
 
     def let_end(self, is_under_way: Callable[[], bool]) -> None:
@@ -140,8 +142,13 @@ class ProcessGroups:
         """
         self._under_way.append(is_under_way)
 
+    def at_end(self, tell: Callable[[], None]) -> None:
+        """Have other ways between the same ranks know when these end."""
+        self._at_end.append(tell)
+
     def close(self, patience: float = _UNDER_WAY_SECONDS) -> None:
         """Shut down what was started here, within ``patience`` seconds for what is still under way."""
+        self._tell_end()
         if self._owns_default and dist.is_initialized():
             deadline = time.monotonic() + patience
             while any(is_under_way() for is_under_way in self._under_way) and time.monotonic() < deadline:
@@ -149,6 +156,10 @@ class ProcessGroups:
             self._under_way.clear()
             dist.destroy_process_group()
             self._hang_up()
+
+    def _tell_end(self) -> None:
+        while self._at_end:
+            self._at_end.pop()()
 
     def _hang_up(self) -> None:
         """End the connections of gloo, which has no such call: a model that the script still holds would keep them.

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 
 from smp_config.launchers import SECRET_VARIABLE
 from smp_runtime.errors import SMPUserError
@@ -109,13 +108,19 @@ def _fields_of(obj: Any) -> Any:
         return None
     if isinstance(obj, enum.Enum):
         return obj.name
-    if isinstance(obj, BaseModel):
+    if _is_model(kind):
         return obj.model_dump()
     if _is_named_tuple(kind):
         return dict(zip(vars(kind)["_fields"], obj, strict=True))
     if dataclasses.is_dataclass(obj):
         return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
     return None
+
+
+def _is_model(kind: type) -> bool:
+    from pydantic import BaseModel  # here: the ranks of a script without records need not wait for it
+
+    return issubclass(kind, BaseModel)
 
 
 def _is_named_tuple(kind: type) -> bool:
@@ -131,7 +136,7 @@ def _record(module: str, name: str, fields: Any) -> Any:
         raise ValueError(f"{module}.{name} is no record")
     if issubclass(kind, enum.Enum):
         return kind[fields]
-    if issubclass(kind, BaseModel):
+    if _is_model(kind):
         return kind.model_validate(fields)
     if _is_named_tuple(kind):
         return kind(**fields)

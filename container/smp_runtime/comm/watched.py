@@ -41,6 +41,10 @@ class WatchedCollectives:
         self._groups: dict[int, _Group] = {}
         self._dtypes: dict[torch.dtype, int] = {}
 
+    def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+        """See :class:`Collectives`."""
+        return self._inner.empty(elements, dtype, device, group)
+
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         return self._watched("all_reduce", tensor, group, lambda: self._inner.all_reduce(tensor, group))

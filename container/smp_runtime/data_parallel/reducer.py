@@ -183,7 +183,7 @@ class GradientReducer:
     def _launch_next(self) -> None:
         position = len(self._travels)
         bucket = self._buckets[position]
-        buffer = bucket.fresh_buffer()
+        buffer = bucket.fresh_buffer(self._collectives, self._group)
         # Averaging before the sum keeps half precision sums in range.
         scale = 1.0 / self._divisor if self._transport.divides else 1.0
         for index, view in zip(bucket.indices, bucket.views(buffer, self._parameters), strict=True):

@@ -13,6 +13,7 @@ import torch
 from smp_config import Group
 from smp_runtime.comm.devices import in_order_with_script, keep_for_script
 from smp_runtime.module_state.absent_tensors import appearing_on
+from smp_runtime.module_state.compiled_blocks import eagerly
 from smp_runtime.step.first_stage_inputs import Arguments, arguments_of_all
 from smp_runtime.step.microbatches import shapes_in
 from smp_runtime.step.step import StepCall
@@ -77,7 +78,7 @@ def call_whole(
         turns = _turns(ranks, arguments, mine, name)
         model.begin_step()
         try:
-            with _on_all_ranks(model, ranks):
+            with _on_all_ranks(model, ranks), eagerly():
                 outcomes = [_run(model, ranks, name, function, turn) for turn in turns]
         except BaseException:
             model.abandon_step()

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
 from smp_runtime.comm.devices import peak_memory_bytes
 
 #: Hyperparameters by which scripts commonly name the number of optimizer steps.
@@ -148,16 +147,20 @@ class ProgressReporter:
             if self.enabled and self.step != self._printed_step:
                 self._print(self._stepped_at)
             if self._rank is not None:
-                self._print_line(format_usage(self._usage(self._rank)))
+                self._print_line(self._usage(self._rank))
         self.enabled, self._rank = False, None
 
-    def _usage(self, rank: int) -> UsageRecord:
+    def _usage(self, rank: int) -> str:
+        from smp_config.records import UsageRecord, format_usage
+
         since, before = self._joined
         elapsed = time.monotonic() - since
         cores = (processor_seconds() - before) / elapsed if elapsed > 0 else None
-        return UsageRecord(rank=rank, memory_bytes=peak_memory_bytes(self._device), cpu_cores=cores)
+        return format_usage(UsageRecord(rank=rank, memory_bytes=peak_memory_bytes(self._device), cpu_cores=cores))
 
     def _print(self, now: float) -> None:
+        from smp_config.records import ProgressRecord, format_progress
+
         samples_before, then = self._window
         rate = (self._samples - samples_before) / (now - then) if self._started is not None and now > then else None
         record = ProgressRecord(

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from smp_config import ConfigError, Group, ModelParallelParameters, Topology
+from smp_config import ConfigError, Group, Topology
 from smp_config.whereabouts import FORWARD, here
 from smp_runtime.comm.control import Arrival, ControlPlane, host_name
 from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
 from smp_runtime.comm.groups import ProcessGroups
+from smp_runtime.comm.host.collectives import HostCollectives, host_of
 from smp_runtime.comm.watched import WatchedCollectives
 from smp_runtime.parameters.arriving import Arrivals
 from smp_runtime.smddp.process_group import collectives_of
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from smp_config import ModelParallelParameters
     from smp_runtime.comm.collectives import Collectives
 
 #: Where the launcher and the training toolkit leave ``mp_parameters``.
@@ -122,22 +124,28 @@ class Ranks:
             ConfigError: the ranks were configured differently, or their number does not fit.
         """
         topology = parameters.topology(control.size)
-        local_rank, local_size, hosts, instance_type, gpus = _agree(control, parameters)
+        neighbours, hosts, instance_type, gpus = _agree(control, parameters)
         device = use_device(assign_gpus(gpus)[control.rank])
         backend = choose_backend(parameters, device, hosts, instance_type, gpus)
         if backend == BACKEND:
             register()
+        groups = ProcessGroups(control, topology, backend, parameters.ddp_port, device)
+        if collectives is None:
+            collectives = collectives_of(backend)
+            if backend == "gloo" and (host := host_of(control, neighbours)) is not None:
+                collectives = HostCollectives(host)
+                groups.at_end(collectives.close)
         ranks = cls(
             cfg=parameters,
             topology=topology,
             rank=control.rank,
-            local_rank=local_rank,
-            local_size=local_size,
+            local_rank=neighbours.index(control.rank),
+            local_size=len(neighbours),
             device=device,
             backend=backend,
             control=control,
-            groups=ProcessGroups(control, topology, backend, parameters.ddp_port, device),
-            collectives=_watched(collectives or collectives_of(backend)),
+            groups=groups,
+            collectives=_watched(collectives),
             step=StepState(has_threads=topology.size(Group.PP) > 1),
         )
         return ranks, sharing_warning(parameters, device, gpus)
@@ -199,15 +207,15 @@ def _watched(collectives: Collectives) -> Collectives:
 
 def _agree(
     control: ControlPlane, parameters: ModelParallelParameters
-) -> tuple[int, int, int, str | None, list[list[str]]]:
+) -> tuple[list[int], int, str | None, list[list[str]]]:
     """Check that all ranks read one configuration.
 
     Returns:
-        Local rank, local size, the number of hosts, the type of instance where all hosts are of one, and the GPUs
+        The ranks of this host, the number of hosts, the type of instance where all hosts are of one, and the GPUs
         that each rank sees.
 
-    The local rank is the position among the ranks whose launcher announced the same host name, so that
-    several hosts simulated on one machine count as several. Their ranks see the same GPUs all the same.
+    Of one host are ranks whose launcher announced the same host name, so that several hosts simulated on one machine
+    count as several. Their ranks see the same GPUs all the same.
     """
     settings = json.dumps(parameters.to_mp_parameters(), sort_keys=True)
     mine = Arrival(host_name(), settings, os.environ.get(INSTANCE_VARIABLE), visible_gpus())
@@ -224,8 +232,7 @@ def _agree(
     # Of a job with several, no rank may decide by its own: they would not choose the same backend.
     instances = {one.instance for one in everyone}
     return (
-        neighbours.index(control.rank),
-        len(neighbours),
+        neighbours,
         len(hosts),
         instances.pop() if len(instances) == 1 else None,
         [one.gpus for one in everyone],

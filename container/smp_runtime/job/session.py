@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_config import Group, ModelParallelParameters, whereabouts
+from smp_config import Group, whereabouts
 from smp_config.launchers import SECRET_VARIABLE
 from smp_config.whereabouts import here
 from smp_runtime.comm.control import ControlPlane, connect
@@ -33,6 +33,7 @@ from smp_runtime.tensors.determinism import Determinism, TracedFirstStep
 if TYPE_CHECKING:
     from torch import nn
 
+    from smp_config import ModelParallelParameters
     from smp_runtime.comm.collectives import Collectives
     from smp_runtime.job.trained import TrainedModel, TrainedOptimizer
     from smp_runtime.parameters.registry import ParameterRecord
@@ -212,6 +213,8 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
         >>> smp.init()  # the settings of the job, or of none
         >>> smp.init({"microbatches": 2})  # in a script that is started without an estimator
     """
+    from smp_config import ModelParallelParameters
+
     global _session
     if _session is not None:
         return _session

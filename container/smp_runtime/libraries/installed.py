@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
-from smp_runtime.generation import generate as _generate  # noqa: F401 - it waits for models to be wrapped
 from smp_runtime.libraries.import_hook import when_imported
+from smp_runtime.tensors.torch_private import load_compiler_later
 
 
 def _accelerate(module: ModuleType) -> None:
@@ -44,6 +45,9 @@ def _dpo(module: ModuleType) -> None:
     adapt_dpo(module)
 
 
+if "torch._dynamo" not in sys.modules:
+    _load_at_once = load_compiler_later()
+    when_imported("torch._dynamo", lambda _: _load_at_once())
 when_imported("accelerate", _accelerate)
 when_imported("transformers.training_args", _arguments)
 when_imported("transformers.sagemaker.training_args_sm", _arguments)

@@ -1,4 +1,4 @@
-"""``smp.model_creation`` and ``smp.delay_param_initialization``: the contexts in which a script builds its model."""
+"""Contexts in which a script builds its model, ``smp.model_creation`` and ``smp.delay_param_initialization``; ``smp.compile``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.deferred_creation import Deferrals, deferring
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 from smp_runtime.replacement import scopes
@@ -130,3 +131,29 @@ def manual_of(session: Session) -> ManualAssignment:
         return ManualAssignment(cfg.pipeline_parallel_degree, cfg.default_partition or 0, automatic=cfg.auto_partition)
 
     return ranks.keep(ManualAssignment, make)
+
+
+def compile(module: nn.Module, backend: str = "inductor") -> None:
+    """Compile a module of a model that will be wrapped, on the ranks that have it, by ``torch.compile``.
+
+    Modules of one class share what is compiled. Names of parameters, ``state_dict`` and checkpoints are as without. A module of
+    which several pipeline stages have parts runs eagerly, which the log says, and so does one that cannot be compiled.
+
+    Args:
+        module: part of a model, before ``smp.DistributedModel``; of an ``nn.ModuleList`` or ``nn.Sequential`` each child counts.
+        backend: of ``torch.compile``.
+
+    Raises:
+        SMPUserError: it is no module, or part of a wrapped model.
+    """
+    if not isinstance(module, nn.Module):
+        raise SMPUserError(
+            f"smp.compile got {module!r}, a {type(module).__name__}; pass a module of the model, such as model.layers"
+        )
+    for model in sessions.current().models if sessions.is_initialized() else []:
+        if any(part is module for part in model.modules()):
+            raise SMPUserError(
+                f"smp.compile got a {type(module).__name__} of a model that is wrapped already, whose modules have their place; "
+                "call it before smp.DistributedModel"
+            )
+    compiled_blocks.mark(module, backend)

@@ -184,7 +184,7 @@ class DistributedModel(WrappedModule):
             for text in describe_placement(self._part, self._placed.shards, self._ranks):
                 logger.info("%s", text)
         self._window.install_hook()
-        self._part.compile(self._ranks.cfg, self._placed)
+        self._part.compile(self._ranks, self._placed)
         self._placed.follow_calls(self._part)
         self.blueprint.note_settings()
 

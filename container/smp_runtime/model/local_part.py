@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from smp_runtime.module_state.compiled_blocks import compile_blocks
+from smp_config import Group
+from smp_runtime.activations.marking import is_marked
+from smp_runtime.module_state.compiled_blocks import Compiling
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.replacement.placing import place
 from smp_runtime.sharding.sharded_state import ShardedState
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from smp_config import ModelParallelParameters
+    from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
@@ -45,11 +47,21 @@ class LocalPart:
         """Whether a module is on this rank."""
         return self.stage_of is None or self.stage_of(path) == self.stage
 
-    def compile(self, cfg: ModelParallelParameters, placed: Placed) -> None:
-        """Have repeated blocks of this rank compiled, where the configuration says so and no collectives run inside."""
-        if cfg.compile and cfg.tensor_parallel_degree == 1:
-            shards = placed.shards
-            compile_blocks(self.module, self.has, cfg.compile_backend, shards.uses.leave_inside if shards else None)
+    def compile(self, ranks: Ranks, placed: Placed) -> None:
+        """Have blocks of this rank compiled: repeated ones if the configuration says so, and those of ``smp.compile``."""
+        cfg, shards = ranks.cfg, placed.shards
+
+        def hinders(block: nn.Module) -> str | None:
+            return adapted_inside(block) or (shards.uses.leave_inside(block) if shards is not None else None)
+
+        Compiling(
+            repeated=cfg.compile_backend if cfg.compile else None,
+            has=self.has,
+            hinders=hinders,
+            interrupts=checkpointed_inside,
+            # The first rank of each stage, and of each host, on which something else may be missing.
+            tells=ranks.rank_in(Group.DP) == 0 or ranks.local_rank == 0,
+        ).begin(self.module)
 
     def has_tensor(self, name: str) -> bool:
         """Whether a parameter or buffer is on this rank, by its name."""
@@ -115,3 +127,21 @@ class Placed:
                 yield record.name, record.parameter
             elif (shard := self.optimizer_shards[record.parameter]) is not None:
                 yield record.name, shard.optimized
+
+
+def adapted_inside(block: nn.Module) -> str | None:
+    """Why a block that tensor parallelism has split in place cannot be one graph, if so."""
+    for part in block.modules():
+        for hook in (*vars(part)["_forward_pre_hooks"].values(), *vars(part)["_forward_hooks"].values()):
+            home = str(getattr(getattr(hook, "__self__", hook), "__module__", ""))
+            if part is not block and home.startswith(("smp_runtime.tensor_parallel", "smp_runtime.replacement")):
+                return f"tensor parallelism changes what its {type(part).__name__} computes while it runs"
+    return None
+
+
+def checkpointed_inside(block: nn.Module) -> str | None:
+    """Why a block cannot be one graph whose parts are checkpointed by themselves, if some are."""
+    inside = next((part for part in block.modules() if part is not block and is_marked(part)), None)
+    if inside is None:
+        return None
+    return f"its {type(inside).__name__} is checkpointed by itself; checkpoint the whole block to have both"

@@ -8,6 +8,7 @@ from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import seeing_own_batch, sharing_group
+from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.deferred_creation import Deferrals, materialize
 from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
 from smp_runtime.replacement.replacing import distribute
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """Tensor parallelism comes first: what takes a module's place is what all others see; it is checkpointed as that was."""
-    checkpointed = marks(module)
+    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was."""
+    checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
-    return module
+    return compiled_blocks.carry_over(compiled, module)
 
 
 def place(
@@ -60,12 +61,11 @@ def place(
     if shards_state:
         sharing, own_batch = sharing_group(ranks), seeing_own_batch(part.registry, trained, ranks)
         state = ShardedState(ranks, sharing, trained, precision, masters, window.bucket_bytes, own_batch)
-        placed.sharded_state = state
     elif placed.shards is not None:
         placed.shards.add_whole({p: master_shard(p, masters[p]) if p in masters else parameter_shard(p) for p in whole})
-        placed.sharded_state = placed.shards
     elif masters:
         placed.optimizer_shards = {parameter: master_shard(parameter, masters[parameter]) for parameter in trained}
+    placed.sharded_state = state or placed.shards
     if placed.sharded_state is not None:
         placed.optimizer_shards = placed.sharded_state.optimizer_shards
         part.registry.place_shards(placed.sharded_state.places)
@@ -94,7 +94,6 @@ def _created(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
     stages.drop_others()
     later = frozenset(id(parameter) for _, parameter in created_later)
     split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
-    parameters = list(part.parameters())
-    shards = ShardedParameters(part.module, parameters, ranks, stages.precision, deferred=later, split=split)
+    shards = ShardedParameters(part.module, [*part.parameters()], ranks, stages.precision, deferred=later, split=split)
     create_shards(ranks, part.module, created_later, shards)
     return shards

@@ -171,7 +171,12 @@ class Stages:
                 share=self._sharing(),
                 repeatable=ranks.cfg.deterministic,
                 make_group=groups,
-                watch=recorder_of_job(self.part.stage, ranks.control, replica=ranks.members(Group.PP)[0]),
+                watch=recorder_of_job(
+                    self.part.stage,
+                    ranks.control,
+                    replica=ranks.members(Group.PP)[0],
+                    updates=lambda: self._session.progress.step,
+                ),
             ),
         )
         self.regions = Placement(self.pipeline, is_manual=not ranks.cfg.auto_partition)

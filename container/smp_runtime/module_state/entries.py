@@ -18,7 +18,14 @@ REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 #: What PEFT switches on a layer with adapters: whether they are off, and which of them are on.
 ADAPTERS_OFF, ADAPTERS_ON = "_disable_adapters", "_active_adapter"
 #: All that PyTorch manages, or this library: the flag ``training`` and PEFT's travel with calls, hooks are the script's.
-MANAGED = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl", "forward", ADAPTERS_OFF, ADAPTERS_ON}
+MANAGED = frozenset(vars(nn.Module())) | {
+    "_call_impl",
+    "_compiled_call_impl",
+    "forward",
+    "_inside",
+    ADAPTERS_OFF,
+    ADAPTERS_ON,
+}
 #: Plain containers that their owners change in place.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 #: Values that are compared by equality, since each forward pass makes them anew.

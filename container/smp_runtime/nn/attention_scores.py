@@ -116,9 +116,15 @@ def _angles(
     """Cosine and sine, each ``[length, pairs]`` in float32."""
     # Kept for later calls, also those that train.
     with torch.inference_mode(False), torch.no_grad():
-        positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=device)
-        return angles.cos() * scale, angles.sin() * scale
+        return _computed_angles(frequencies, length, scale, device)
+
+
+def _computed_angles(
+    frequencies: tuple[float, ...], length: int, scale: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=device)
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(
@@ -139,7 +145,8 @@ def rotate(
     pairs = len(frequencies)
     if positions is None:
         length = -(-tensor.shape[2] // 256) * 256  # rounded, so that few lengths are kept
-        cos, sin = (table[: tensor.shape[2]] for table in _angles(frequencies, length, scale, tensor.device))
+        angles = _computed_angles if torch.compiler.is_compiling() else _angles
+        cos, sin = (table[: tensor.shape[2]] for table in angles(frequencies, length, scale, tensor.device))
     else:
         table = torch.tensor(frequencies, dtype=torch.float32, device=tensor.device)
         angles = positions[:, None, :, None].float() * table

@@ -16,6 +16,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.parameters.registry import TensorSlice
+from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
@@ -23,7 +24,9 @@ from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 
 def current_group() -> TensorGroup:
     """The tensor parallel group of the current session."""
-    return TensorGroup.of(sessions.current().ranks)
+    group = TensorGroup.of(sessions.current().ranks)
+    traced.serve(group)
+    return group
 
 
 # A module that is unpickled joins the group of the job that it is in then.

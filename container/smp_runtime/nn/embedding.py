@@ -10,8 +10,14 @@ from torch import nn
 
 from smp_runtime.job import session as sessions
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
-from smp_runtime.tensor_parallel.collectives import exchanged, gathered, scatter_summed, summed
-from smp_runtime.tensor_parallel.masks import agree_on_shape
+from smp_runtime.tensor_parallel.collectives import (
+    agreeing_on_shape,
+    exchanged,
+    gathered,
+    scatter_summed,
+    summed,
+    whole_batch,
+)
 
 if TYPE_CHECKING:
     from smp_config import Group
@@ -79,9 +85,7 @@ class DistributedEmbedding(DistributedModule):
         """Rows of the ids ``[batch, …]``, ``[batch, …, embedding_dim]``."""
         group = self.tensor_group
         own = group.size > 1 and not group.prescaled
-        if own:
-            agree_on_shape(group, input)
-        ids = group.gather(input, 0) if own else input
+        ids = whole_batch(agreeing_on_shape(input, group), group) if own else input
         mine = F.embedding(ids, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         if group.size == 1 or self._skip_allgather:
             return mine
@@ -108,7 +112,7 @@ def rows_of_all(
     Returns:
         ``[batch, …, hidden]``.
     """
-    ids = input if group.prescaled else group.gather(input, 0)
+    ids = input if group.prescaled else whole_batch(input, group)
     elsewhere = (ids < here.start) | (ids >= here.stop)
     local = padding - here.start if padding is not None and padding in here else None
     rows = F.embedding((ids - here.start).masked_fill(elsewhere, 0), weight, local)

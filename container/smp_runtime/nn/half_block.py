@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.norm import RowNorm
-from smp_runtime.tensor_parallel.activation_layout import choose_flow
+from smp_runtime.tensor_parallel.activation_layout import choose_flow, split_dropout
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,15 @@ class HalfBlock(DistributedModule):
         self.converts = True
         #: Of parameters that work on rows.
         self.row_reduction = Group.RDP if self.flow.rows_see_all else Group.DP
+
+    #: What is compiled of it: without the way in and out, on which the ranks may agree on shapes.
+    compiled_method = "_inside"
+
+    def around_compiled(self) -> contextlib.AbstractContextManager[None]:
+        """Random numbers of a compiled call, but for those that agree over the ranks, which :meth:`Flow.dropout` draws."""
+        return split_dropout(
+            self.tensor_group, self.tensor_group.device, self.training and self.settings.attention_dropout_prob > 0.0
+        )
 
     def become_whole(self, alone: TensorGroup) -> None:
         """See :class:`DistributedModule`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,13 @@ class DistributedTransformerLayer(DistributedModule):
         for half in (self.attention, self.cross_attention, self.output):
             if half is not None:
                 half.converts = False
+
+    #: What is compiled of it: without the way in and out, on which the ranks may agree on shapes.
+    compiled_method = "_inside"
+
+    def around_compiled(self) -> contextlib.AbstractContextManager[None]:
+        """See :class:`HalfBlock`."""
+        return self.attention.around_compiled()
 
     def become_whole(self, alone: TensorGroup) -> None:
         """See :class:`DistributedModule`."""

@@ -11,9 +11,8 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.tensor_parallel.collectives import exchanged, scatter_summed, sliced, summed
+from smp_runtime.tensor_parallel.collectives import agreeing_on_shape, exchanged, scatter_summed, sliced, summed
 from smp_runtime.tensor_parallel.initialisation import constant, normal, uniform_for
-from smp_runtime.tensor_parallel.masks import agree_on_shape
 
 
 class DistributedLinear(DistributedModule):
@@ -80,8 +79,7 @@ class DistributedLinear(DistributedModule):
                 "batch: add one with input.unsqueeze(0)"
             )
         else:
-            agree_on_shape(group, input)
-            features = exchanged(input, group, split=-1, joined=0)
+            features = exchanged(agreeing_on_shape(input, group), group, split=-1, joined=0)
             output = scatter_summed(F.linear(features, self._map()), group, 0)
         return output if self.bias is None else output + self.bias
 

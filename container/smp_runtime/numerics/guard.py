@@ -97,6 +97,7 @@ class UpdateGuard:
         self._seen: dict[str, deque[float]] = {kind: deque(maxlen=_REMEMBERED) for kind in ("loss", "gradient norm")}
         self._handles: list[RemovableHandle] = []
         self._watched: list[weakref.ref[nn.Module]] = []
+        self._topology = session.ranks.topology
         session.before_step.append(self.begin)
         session.after_step.append(self.end)
         session.before_update.append(self.before_update)
@@ -106,9 +107,11 @@ class UpdateGuard:
 
     def watch_models(self) -> None:
         """Follow the modules of all wrapped models, also of those that were laid out anew."""
-        modules = [model.module for model in self._session.models]
-        if not self._guards.finite or [reference() for reference in self._watched] == modules:
+        modules, topology = [model.module for model in self._session.models], self._session.ranks.topology
+        is_same = [reference() for reference in self._watched] == modules and self._topology is topology
+        if not self._guards.finite or is_same:
             return
+        self._topology = topology  # at other degrees a model has lost its hooks
         for handle in self._handles:
             handle.remove()
         self._watched = [weakref.ref(module) for module in modules]

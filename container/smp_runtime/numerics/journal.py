@@ -63,6 +63,10 @@ class Journal:
                 "SMP_RECORD_NUMERICS or smp.record_numerics: give a folder that all ranks can write into"
             ) from error
 
+    def begin(self, head: Head) -> None:
+        """From here on the rank has another place."""
+        self._write(head_line(head))
+
     def add(self, place: Place, sketch: Sketch, factor: float = 1.0) -> None:
         """Note a tensor's numbers; ``factor`` is what the tensor must be multiplied with to compare it with other jobs."""
         self._waiting.append(_Waiting(place, sketch, factor, time.time()))

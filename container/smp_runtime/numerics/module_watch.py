@@ -53,7 +53,7 @@ class ModuleWatch:
         factor: Callable[[], float],
     ) -> None:
         self._ranks, self._is_wanted, self._take, self._factor = ranks, is_wanted, take, factor
-        self._module = weakref.ref(module)
+        self._module, self._topology = weakref.ref(module), ranks.topology
         self._calls: dict[tuple[str, int | None, bool], int] = {}
         inside = _inside_split_blocks(module) if ranks.size(Group.TP) > 1 else frozenset()
         self._handles: list[RemovableHandle] = [
@@ -64,8 +64,8 @@ class ModuleWatch:
         self._handles.append(module.register_forward_pre_hook(_entering_hook(self, prefix), with_kwargs=True))
 
     def watches(self, module: nn.Module) -> bool:
-        """Whether it is the model that is watched."""
-        return self._module() is module
+        """Whether it is the model that is watched, as it is laid out now: at other degrees it has lost its hooks."""
+        return self._module() is module and self._topology is self._ranks.topology
 
     def begin(self) -> None:
         """A step begins: calls are counted anew."""
@@ -158,6 +158,8 @@ def _hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
     weak = weakref.ref(watch)
 
     def called(module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():  # inside a compiled block, whose own results count
+            return
         if (found := weak()) is not None:
             found.called(name, result)
 

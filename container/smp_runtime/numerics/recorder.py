@@ -58,8 +58,9 @@ class Recorder:
     outlives_regrouping = True
 
     def __init__(self, session: Session, folder: Path, every: int, environ: Mapping[str, str]) -> None:
-        self._session, self._every = session, every
-        self._journal = Journal(folder, _head(session.ranks, every, environ))
+        self._session, self._every, self._environ = session, every, environ
+        self._topology, self._head = session.ranks.topology, _head(session.ranks, every, environ)
+        self._journal = Journal(folder, self._head)
         self._watches: list[ModuleWatch] = []
         self._position, self._call = -1, 0
         self._state_of = -1  # the update whose weights are written
@@ -93,6 +94,10 @@ class Recorder:
         ] or len(self._watches) != len(models):
             for watch in self._watches:
                 watch.remove()
+            if self._session.ranks.topology is not self._topology:
+                self._topology = self._session.ranks.topology
+                self._head = _head(self._session.ranks, self._every, self._environ, self._head)
+                self._journal.begin(self._head)
             self._watches = [
                 ModuleWatch(
                     model.module,
@@ -236,7 +241,8 @@ def _difference(new: Sketch, old: Sketch) -> Sketch:
     return replace(new, numbers=numbers, bits=new.bits - old.bits)
 
 
-def _head(ranks: Ranks, every: int, environ: Mapping[str, str]) -> Head:
+def _head(ranks: Ranks, every: int, environ: Mapping[str, str], former: Head | None = None) -> Head:
+    """What this rank is; ``former`` is what it was at the degrees before."""
     coarse = ranks.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     groups = {"pp": Group.PP, "tp": Group.TP, "rdp": Group.RDP}
     return Head(
@@ -249,6 +255,7 @@ def _head(ranks: Ranks, every: int, environ: Mapping[str, str]) -> Head:
         owners=owners_of(ranks),
         every=every,
         rounding=2.0**-11 if coarse else 0.0,
+        was_pipeline=ranks.size(Group.PP) > 1 or (former is not None and former.was_pipeline),
         restart=restart_count(environ),
         start=asdict(_start(ranks, environ)),
     )

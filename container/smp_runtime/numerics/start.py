@@ -75,6 +75,8 @@ def _begin(session: Session) -> None:
     environ = os.environ
     if (folder := folder_of(environ)) is not None:
         record_numerics(session, folder, every_steps(environ))
+    elif VARIABLE not in environ and (every := session.ranks.cfg.record_numerics):
+        record_numerics(session, every=every)
     guards = Guards.of(environ.get(GUARDS_VARIABLE, ""))
     if guards != Guards():
         place = folder or default_folder(environ)

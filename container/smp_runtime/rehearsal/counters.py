@@ -72,7 +72,7 @@ class Counters:
         self._put_back: list[Callable[[], object]] = []
         self.holdings = Holdings()
         self.loaders: Loaders | None = None
-        self._samples = self._batches = 0
+        self._samples = self._batches = self._runs = 0
         self._made: KindReport | None = None
         self.step = -1
         self._uses_steps = False
@@ -121,8 +121,11 @@ class Counters:
         ]
 
     def _hear_plan(self, planned: Plan, segments: Sequence[Segment]) -> None:
-        self._planned = planned
-        self._segments = segments
+        if any(
+            segment.phase is TaskKind.BACKWARD for segment in segments
+        ):  # not of an evaluation, which has its own order
+            self._planned = planned
+            self._segments = segments
 
     def _pipeline_blocks(self) -> dict[int, list[TimedBlock]]:
         """What each stage computes when, in the planned order."""
@@ -179,6 +182,7 @@ class Counters:
 
         def count_samples(values: list[Any], axes: list[int | None]) -> list[Any]:
             if torch.is_grad_enabled():
+                self._runs += 1
                 split = [(value, axis) for value, axis in zip(values, axes, strict=True) if axis is not None]
                 self._samples += replicas * batch_samples([value for value, _ in split], [axis for _, axis in split])
             return values
@@ -214,7 +218,7 @@ class Counters:
         self.ledger.step = self.links.step = self.step
         if self.ledger.calls is not None:
             self.ledger.calls.step = self.step
-        self._samples = 0
+        self._samples = self._runs = 0
         self._began = self.clock.now
         self.work.begin()
         self.memory.begin_curve()
@@ -274,6 +278,7 @@ class Counters:
             in_flight={} if self._planned is None else dict(self._planned.in_flight),
             host_peak_bytes=memory.host_peak,
             pipeline_seconds=None if self._planned is None else self._planned.makespan,
+            pipeline_runs=max(1, self._runs),
             pipeline_idle={} if self._planned is None else dict(self._planned.idle),
             pipeline_blocks=self._pipeline_blocks(),
             blocks=self.work.blocks(self._began),

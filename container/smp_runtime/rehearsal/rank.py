@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
 from smp_config.launchers import SECRET_VARIABLE
@@ -39,6 +40,7 @@ from smp_runtime.comm.carriers import SoloCarrier, StoreCarrier
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
+from smp_runtime.module_state.compiled_blocks import eagerly
 from smp_runtime.pipeline.transport import tensor_channels
 from smp_runtime.rehearsal.calls import Agreement, CallLog, Difference, file_of_calls
 from smp_runtime.rehearsal.control import Kinds, RehearsedControl
@@ -85,7 +87,9 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
     os.environ.pop(TIMELINE_VARIABLE, None)  # for which ranks compare their clocks
-    importlib.import_module(_PUBLIC)  # once, for the scripts of all kinds
+    public = importlib.import_module(_PUBLIC)
+    for name in public.__all__:  # loaded once, for the scripts of all kinds
+        getattr(public, name)
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
@@ -204,6 +208,7 @@ class _Kind:
         sessions.at_init.append(self._begin)
         if self._request.on_gpu:
             F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
+        DistributedDataParallel.__init__ = _refused  # type: ignore[method-assign, assignment]
         torch.save = _save_nothing  # type: ignore[assignment]  # its names of arguments are not needed
         public: Any = sys.modules[_PUBLIC]
         public.save_checkpoint = self._agreed(public.save_checkpoint)
@@ -214,7 +219,8 @@ class _Kind:
         self._counters.start()
         self._loaders.start()
         try:
-            runpy.run_path(script, run_name="__main__")
+            with eagerly():  # what would be compiled computes on more than shapes
+                runpy.run_path(script, run_name="__main__")
         except RehearsalOver:
             pass
         except _OtherKinds as other:
@@ -262,7 +268,7 @@ class _Kind:
         failure = Failure(
             stage=self._kind,
             rank=self._rank,
-            error=f"{type(error).__name__}: {error}",
+            error=f"{type(error).__name__}: {'it ends itself with ' if isinstance(error, SystemExit) else ''}{error}",
             line=_line_of(error),
             is_last=self._last,
         )
@@ -344,6 +350,14 @@ _save = torch.save
 def _save_nothing(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
     """Write a file that can be read: the elements of what it should hold are nobody's."""
     _save(None, file)
+
+
+def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
+    """PyTorch's own data parallelism asks its backend for values in C++, and of ranks that are not there nobody has any."""
+    raise SMPUserError(
+        "DistributedDataParallel of PyTorch is made here, which cannot be rehearsed: its sums go past this library; wrap the model "
+        'with smp.DistributedModel, after smp.init(), and set "ddp": True for replicas'
+    )
 
 
 _init_process_group = dist.init_process_group

@@ -150,6 +150,10 @@ class CountedCollectives:
         self._timed = timed
         self.counted = _Counted()
 
+    def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+        """See :class:`Collectives`."""
+        return self._inner.empty(elements, dtype, device, group)
+
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         return self._do("all_reduce", tensor, group, lambda: self._inner.all_reduce(tensor, group))
@@ -201,6 +205,10 @@ class AbsentCollectives:
 
     def __init__(self, *, buffers: bool) -> None:
         self._buffers = buffers
+
+    def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+        """See :class:`Collectives`."""
+        return torch.empty(elements, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""

@@ -154,28 +154,33 @@ class FlatShards(Generic[Unit]):
             if not wanted:
                 continue
             dtype = known[self._numbers[unit.parameters[wanted[0]]]]
-            views = self._whole_of(unit, values, dtype, unit.device, self._ranks.collectives, self._group)
+            room = self._room([unit], dtype, unit.device)
+            views = self._whole_of(unit, values, room, self._ranks.collectives, self._group)
             if keep:
                 whole |= {unit.parameters[index]: views[index].to("cpu", copy=True) for index in wanted}
         return whole
+
+    def _room(self, units: Iterable[Unit], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for the whole of any of these units; used for one after the other, it is touched for the first time once."""
+        most = max((unit.shard_elements for unit in units), default=0)
+        return torch.empty(len(self._members) * most, dtype=dtype, device=device)
 
     def _whole_of(
         self,
         unit: Unit,
         values: Mapping[nn.Parameter, torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
+        room: torch.Tensor,
         collectives: Collectives,
         group: dist.ProcessGroup,
     ) -> list[torch.Tensor]:
-        """Whole tensors of a unit's parameters, views of one buffer; zero where no rank has a value."""
-        shard = torch.zeros(unit.shard_elements, dtype=dtype, device=device)
+        """Whole tensors of a unit's parameters, views of ``room`` (or of a copy); zero where no rank has a value."""
+        rows = room[: len(self._members) * unit.shard_elements].view(len(self._members), -1)
+        shard = rows[group.rank()].zero_()
         for parameter, fragment in zip(unit.parameters, unit.fragments, strict=True):
             value = values.get(parameter)
             if fragment is not None and value is not None:
                 part = unit.slice_of(shard, fragment)
                 part.copy_(value.reshape(part.shape))
-        rows = torch.empty(len(self._members), unit.shard_elements, dtype=dtype, device=device)
         collectives.all_gather(rows.view(-1), shard, group).wait()
         flat = rows if self._order is None else rows[self._order]
         return unit.views_of(flat.view(-1))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from smp_config import Group
-from smp_runtime.comm.collectives import NOTHING, Work
 from smp_runtime.comm.flags import Flags
 from smp_runtime.sharding.live_parameters import GatherTrace, refuse_unequal, sharing_positions
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.sharding.flat_unit import ShardedUnit
 
@@ -26,11 +29,20 @@ class _Filling:
     The buffer is ``[shards, columns]``: what each rank will get is one row.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], dtype: torch.dtype, rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        dtype: torch.dtype,
+        rows: Sequence[int],
+        collectives: Collectives,
+        group: dist.ProcessGroup,
+    ) -> None:
         self.units = list(units)
         self.columns = sum(unit.shard_elements for unit in units)
         first = units[0]
-        self.buffer = torch.zeros(first.shards, self.columns, dtype=dtype, device=first.device)
+        # What arrives is written, not added, so that nothing has to be cleared but what does not arrive.
+        flat = collectives.empty(first.shards * self.columns, dtype, first.device, group)
+        self.buffer = flat.view(first.shards, self.columns)
         self._rows = list(rows)
         self._begins = {}
         column = 0
@@ -46,31 +58,60 @@ class _Filling:
         flat = gradient.reshape(-1)
         again = index in self.arrived[id(unit)]
         self.arrived[id(unit)].add(index)
-        offset = unit.offsets[index]
-        if self._in_order:
-            _put(self.buffer.view(-1)[offset : offset + flat.numel()], flat, scale, again=again)
-            return
-        begin, length = self._begins[id(unit)], unit.shard_elements
         taken = 0
-        while taken < flat.numel():
-            shard, column = divmod(offset + taken, length)
-            count = min(length - column, flat.numel() - taken)
-            target = self.buffer[self._rows[shard], begin + column : begin + column + count]
-            _put(target, flat[taken : taken + count], scale, again=again)
-            taken += count
+        for target in self._places(unit, unit.offsets[index], flat.numel()):
+            _put(target, flat[taken : taken + target.numel()], scale, again=again)
+            taken += target.numel()
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Nothing arrives any more: what has not is zero, as is the end of a unit behind its parameters."""
+        for unit in self.units:
+            arrived = self.arrived[id(unit)]
+            gaps = [(unit.filled, unit.shards * unit.shard_elements - unit.filled)]
+            gaps += [
+                (offset, shape.numel())
+                for index, (offset, shape) in enumerate(zip(unit.offsets, unit.shapes, strict=True))
+                if index not in arrived
+            ]
+            for begin, elements in gaps:
+                for target in self._places(unit, begin, elements):
+                    target.zero_()
+
+    def _places(self, unit: ShardedUnit, begin: int, elements: int) -> Iterator[torch.Tensor]:
+        """Where some elements of a unit lie in the buffer, piece by piece."""
+        if self._in_order:
+            yield self.buffer.view(-1)[begin : begin + elements]
+            return
+        first, length, end = self._begins[id(unit)], unit.shard_elements, begin + elements
+        while begin < end:
+            shard, column = divmod(begin, length)
+            count = min(length - column, end - begin)
+            yield self.buffer[self._rows[shard], first + column : first + column + count]
+            begin += count
 
 
+@dataclass
 class _Travelling:
-    def __init__(self, filling: _Filling, works: list[tuple[Work, torch.Tensor]]) -> None:
-        self.filling = filling
-        self.works = works
+    """Gradients on their way.
+
+    Attributes:
+        filling: what was sent.
+        works: collectives that carry them, one after the other.
+        parts: of this rank's row, by collective.
+        is_sum: whether the row is the place of these units' sums itself, which are nothing else then.
+    """
+
+    filling: _Filling
+    works: list[Work]
+    parts: list[torch.Tensor]
+    is_sum: bool
 
     def land(self) -> torch.Tensor:
         """Wait; returns this rank's row."""
-        for work, _ in self.works:
+        for work in self.works:
             work.wait()
-        parts = [part for _, part in self.works]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
 
 class ShardedGradients:
@@ -104,6 +145,8 @@ class ShardedGradients:
         self._sharing = sharing_positions(ranks)
         self._groups: list[list[ShardedUnit]] = []
         self._group_of: dict[int, int] = {}
+        self._begin_of: dict[int, int] = {}
+        self._lengths: dict[torch.dtype, int] = {}
         self._divide(list(reversed(self._units)))
         self._order_is_fixed = False
         self._filling: dict[int, _Filling] = {}
@@ -112,13 +155,8 @@ class ShardedGradients:
         self._reached: set[int] = set()
         self._passed: set[int] = set()
         self._is_amid = False
-        self._begin_of: dict[int, int] = {}
-        self._lengths: dict[torch.dtype, int] = {}
-        for unit in self._units:
-            kind = self._dtype or unit.dtype
-            self._begin_of[id(unit)] = self._lengths.get(kind, 0)
-            self._lengths[kind] = self._begin_of[id(unit)] + unit.shard_elements
-        #: Sums of this window, and what is ready for the update; by type, shards of all units one after the other.
+        #: Sums of this window, and what is ready for the update; by type, shards of all units in the order of the groups. Sums
+        #: that are not noted in ``_summed`` have anything in them.
         self._sums: dict[torch.dtype, torch.Tensor] = {}
         self._ready: dict[torch.dtype, torch.Tensor] = {}
         self._summed: set[int] = set()
@@ -185,7 +223,8 @@ class ShardedGradients:
                 under_way = 2 * sum(other.filled for other in self._travelling.filling.units)
                 if elements + under_way > self._bucket_elements:
                     self._land()
-            self._filling[number] = _Filling(group, self._dtype or group[0].dtype, self._rows)
+            kind = self._dtype or group[0].dtype
+            self._filling[number] = _Filling(group, kind, self._rows, self._ranks.collectives, self._inside)
         return self._filling[number]
 
     @torch.no_grad()
@@ -197,23 +236,31 @@ class ShardedGradients:
         passed = self._passed.intersection(id(unit) for unit in filling.units)
         self._reached -= passed
         self._passed -= passed
+        filling.complete()
         shards, columns = filling.buffer.shape
         width = max(1, self._bucket_elements // shards)
-        works = []
+        if columns <= width:
+            is_first = not any(id(unit) in self._summed for unit in filling.units)
+            part = self._row_of(filling) if is_first else filling.buffer.new_empty(columns)
+            work = self._ranks.collectives.reduce_scatter(part, filling.buffer.view(-1), self._inside)
+            self._travelling = _Travelling(filling, [work], [part], is_first)
+            return
+        parts = []
         for begin in range(0, columns, width):
-            chunk = filling.buffer if columns <= width else filling.buffer[:, begin : begin + width].contiguous()
-            part = torch.empty(chunk.shape[1], dtype=chunk.dtype, device=chunk.device)
-            work = self._ranks.collectives.reduce_scatter(part, chunk.view(-1), self._inside)
-            if columns > width:  # a bucket at a time, so that no more than one waits
-                work.wait()
-            works.append((work if columns <= width else NOTHING, part))
-        self._travelling = _Travelling(filling, works)
+            chunk = filling.buffer[:, begin : begin + width].contiguous()
+            parts.append(chunk.new_empty(chunk.shape[1]))
+            # A bucket at a time, so that no more than one waits.
+            self._ranks.collectives.reduce_scatter(parts[-1], chunk.view(-1), self._inside).wait()
+        self._travelling = _Travelling(filling, [], parts, is_sum=False)
 
     def _land(self) -> None:
         if self._travelling is None:
             return
         travelling, self._travelling = self._travelling, None
         row = travelling.land()
+        if travelling.is_sum:
+            self._summed.update(id(unit) for unit in travelling.filling.units)
+            return
         begin = 0
         for unit in travelling.filling.units:
             part = row[begin : begin + unit.shard_elements]
@@ -228,8 +275,14 @@ class ShardedGradients:
     def _sum_of(self, unit: ShardedUnit) -> torch.Tensor:
         kind = self._dtype or unit.dtype
         if kind not in self._sums:
-            self._sums[kind] = torch.zeros(self._lengths[kind], dtype=kind, device=unit.device)
+            self._sums[kind] = torch.empty(self._lengths[kind], dtype=kind, device=unit.device)
         return self._sums[kind]
+
+    def _row_of(self, filling: _Filling) -> torch.Tensor:
+        """The place of the sums of all units that travel together."""
+        first = filling.units[0]
+        begin = self._begin_of[id(first)]
+        return self._sum_of(first)[begin : begin + filling.columns]
 
     def _part(self, flat: torch.Tensor, unit: ShardedUnit) -> torch.Tensor:
         begin = self._begin_of[id(unit)]
@@ -247,6 +300,9 @@ class ShardedGradients:
         for number in self._exchange():
             self._launch(number)
         self._land()
+        for unit in self._units:
+            if id(unit) not in self._summed and (self._dtype or unit.dtype) in self._sums:
+                self._part(self._sum_of(unit), unit).zero_()
         for kind, flat in self._sums.items():
             if self._ranks.size(Group.REPLICA) > 1:
                 for part in flat.split(self._bucket_elements):
@@ -292,6 +348,7 @@ class ShardedGradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self._land()  # into sums that are forgotten too
         self._filling = {}
         self._ready = {}
         self._sums = {}
@@ -329,6 +386,11 @@ class ShardedGradients:
                 groups.append([unit])
         self._groups = groups
         self._group_of = {id(unit): number for number, group in enumerate(groups) for unit in group}
+        self._lengths = {}
+        for unit in (unit for group in groups for unit in group):
+            kind = self._dtype or unit.dtype
+            self._begin_of[id(unit)] = self._lengths.get(kind, 0)
+            self._lengths[kind] = self._begin_of[id(unit)] + unit.shard_elements
 
 
 def _put(target: torch.Tensor, source: torch.Tensor, scale: float, *, again: bool) -> None:

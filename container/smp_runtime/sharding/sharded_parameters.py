@@ -251,11 +251,14 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         """
         collectives = self._ranks.collectives if apart is None else TorchCollectives()
         device = self._ranks.device if apart is None else torch.device("cpu")
+        rooms: dict[torch.dtype, torch.Tensor] = {}
         for unit in self.units:
             if not unit.trained:
                 continue
             dtype = torch.float32 if self._precision.is_half else unit.dtype
-            views = self._whole_of(unit, values, dtype, device, collectives, apart or self._group)
+            if dtype not in rooms:
+                rooms[dtype] = self._room([each for each in self.units if each.trained], dtype, device)
+            views = self._whole_of(unit, values, rooms[dtype], collectives, apart or self._group)
             yield from zip(unit.parameters, views, strict=True)
 
     # -- loading ---------------------------------------------------------------------------------------------------

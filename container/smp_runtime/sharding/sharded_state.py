@@ -11,7 +11,7 @@ from torch import nn
 from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.comm.buckets import Bucket, Reducing, Travel, make_buckets
-from smp_runtime.module_state.compiled_blocks import CompiledForward
+from smp_runtime.module_state.compiled_blocks import is_compiled
 from smp_runtime.parameters.arriving import Arrivals, wait_before_calls
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
@@ -131,7 +131,7 @@ class ShardedState(FlatShards[WholeUnit]):
             return
         self._arrives_late = True
         ours = set(self._where)
-        wait_before_calls(module, ours, lambda part: isinstance(vars(part).get("forward"), CompiledForward))
+        wait_before_calls(module, ours, is_compiled)
 
     @torch.no_grad()
     def gather_parameters(self) -> None:

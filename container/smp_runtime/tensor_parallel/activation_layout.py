@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from smp_runtime.tensor_parallel import collectives
+from smp_runtime.tensor_parallel import collectives, traced
 from smp_runtime.tensor_parallel.masks import additive, agree_on_mask, agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 from smp_runtime.tensor_parallel.split_functions import columns, rows
@@ -93,6 +93,8 @@ class Flow(abc.ABC):
         """Dropout of activations as they lie inside."""
         if not training or probability == 0.0:
             return hidden
+        if torch.compiler.is_compiling():
+            return traced.dropout(hidden, probability, replicated=self._dim is None)
         tracker = RandomTracker.of(self._group)
         family = tracker.replicated if self._dim is None else tracker.split
         with family(hidden.device):
@@ -205,7 +207,12 @@ class SlicedFlow(Flow):
 
 
 def split_dropout(group: TensorGroup, device: torch.device, active: bool) -> contextlib.AbstractContextManager[None]:
-    """Around attention on this rank's heads: its dropout is independent of the other ranks'."""
+    """Around attention on this rank's heads: its dropout is independent of the other ranks'.
+
+    A block that is compiled is called so as a whole, since the compiler draws for all of it at once.
+    """
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
     return RandomTracker.of(group).split(device) if active and group.size > 1 else contextlib.nullcontext()
 
 

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_runtime.tensor_parallel import traced
+from smp_runtime.tensor_parallel.masks import agree_on_shape
+from smp_runtime.tensor_parallel.traced import over
+
 if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
 
@@ -25,7 +29,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+        return over(ctx.group).all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Sum(torch.autograd.Function):
@@ -33,7 +37,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        return group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+        return over(group).all_reduce(tensor.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -59,11 +63,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.partial = group, dim, partial
-        return group.gather(tensor, dim)
+        return over(group).gather(tensor, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        take = ctx.group.scatter_sum if ctx.partial else ctx.group.slice
+        group = over(ctx.group)
+        take = group.scatter_sum if ctx.partial else group.slice
         return take(gradient, ctx.dim), None, None, None
 
 
@@ -73,11 +78,11 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.slice(tensor, dim).contiguous()
+        return over(group).slice(tensor, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.group.gather(gradient, ctx.dim), None, None
+        return over(ctx.group).gather(gradient, ctx.dim), None, None
 
 
 class _ScatterSum(_Slice):
@@ -86,7 +91,7 @@ class _ScatterSum(_Slice):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        return group.scatter_sum(tensor, dim)
+        return over(group).scatter_sum(tensor, dim)
 
 
 class _Exchange(torch.autograd.Function):
@@ -95,11 +100,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, split: int, joined: int) -> torch.Tensor:
         ctx.group, ctx.split, ctx.joined = group, split, joined
-        return group.exchange(tensor, split, joined)
+        return over(group).exchange(tensor, split, joined)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.group.exchange(gradient, ctx.joined, ctx.split), None, None, None
+        return over(ctx.group).exchange(gradient, ctx.joined, ctx.split), None, None, None
 
 
 class _Shared(torch.autograd.Function):
@@ -112,9 +117,22 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        flat = ctx.group.all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        flat = over(ctx.group).all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         parts = flat.split([gradient.numel() for gradient in gradients])
         return None, *(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
+
+
+def agreeing_on_shape(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """``tensor``, of which the ranks have found out that theirs, each of its own batch, have one shape."""
+    if torch.compiler.is_compiling():
+        return traced.agreed(tensor)
+    agree_on_shape(group, tensor)
+    return tensor
+
+
+def whole_batch(ids: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """All ranks' ids, joined along the first dim; they have no gradient."""
+    return over(group).gather(ids, 0)
 
 
 def replicated(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:

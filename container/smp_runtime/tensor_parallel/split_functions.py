@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.group import TensorGroup, join
+from smp_runtime.tensor_parallel.traced import over
 from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
 
@@ -34,56 +36,97 @@ def _bias_gradient(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).sum(0)
 
 
-class _Columns(torch.autograd.Function):
-    """Several linear maps of one input.
+def _columns_gradients(
+    group: TensorGroup,
+    gradients: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    dim: int | None,
+    needed: Sequence[bool],
+    may_wait: bool,
+) -> list[torch.Tensor | None]:
+    """Of the input, of each weight, and of each bias; None for what is not needed or comes later.
 
-    Backward, the input's gradient is on its way while the weights' are computed. Sliced inputs are kept as slices
-    and gathered again in backward.
+    The input's is on its way while the weights' are computed. Sliced inputs are gathered again meanwhile.
     """
+    count = len(weights)
+    needs_weights, needs_biases = needed[1 : 1 + count], needed[1 + count :]
+    regathering = None
+    if dim is not None and group.size > 1 and any(needs_weights):
+        regathering = group.start_gather(x)
+    dx, waiting = None, None
+    if needed[0]:
+        dx = gradients[0].matmul(weights[0])
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            dx += gradient.matmul(weight)
+        if group.size > 1:
+            if dim is None:
+                waiting = group.start_all_reduce(dx)
+            else:
+                dx, waiting = group.start_scatter_sum(dx, dim)
+    full = x
+    if regathering is not None:
+        regathering[1].wait()
+        full = join(regathering[0], dim)
+    weight_gradients = [
+        _now_or_later(gradient, full, weight, may_wait) if wanted else None
+        for gradient, weight, wanted in zip(gradients, weights, needs_weights, strict=True)
+    ]
+    bias_gradients = [
+        _bias_gradient(gradient) if wanted else None for gradient, wanted in zip(gradients, needs_biases, strict=True)
+    ]
+    if waiting is not None:
+        waiting.wait()
+    return [dx, *weight_gradients, *bias_gradients]
+
+
+@traced.define("columns_backward(Tensor[] gradients, Tensor x, Tensor[] weights, int? dim, bool[] needed) -> Tensor[]")
+def _columns_backward(
+    gradients: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    dim: int | None,
+    needed: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The same as one operation of a compiled graph; empty tensors for what is not needed."""
+    found = _columns_gradients(traced.group(), gradients, x, weights, dim, needed, may_wait=False)
+    return [x.new_empty(0) if each is None else each.contiguous() for each in found]
+
+
+@traced.shapes("columns_backward")
+def _(
+    gradients: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    dim: int | None,
+    needed: Sequence[bool],
+) -> list[torch.Tensor]:
+    shapes = [x.shape, *(weight.shape for weight in weights), *(weight.shape[:1] for weight in weights)]
+    return [x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, needed, strict=True)]
+
+
+class _Columns(torch.autograd.Function):
+    """Several linear maps of one input; sliced inputs are kept as slices."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup, dim: int | None, count: int, *tensors: Any) -> Any:
         weights, biases = tensors[:count], tensors[count:]
         ctx.group, ctx.dim = group, dim
         ctx.save_for_backward(x, *weights)
-        full = x if dim is None else group.gather(x, dim)
+        full = x if dim is None else over(group).gather(x, dim)
         return tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        group, dim, count = ctx.group, ctx.dim, len(weights)
-        needs_weights = ctx.needs_input_grad[4 : 4 + count]
-        regathering = None
-        if dim is not None and group.size > 1 and any(needs_weights):
-            regathering = group.start_gather(x)
-        dx, waiting = None, None
-        if ctx.needs_input_grad[0]:
-            dx = gradients[0].matmul(weights[0])
-            for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-                dx += gradient.matmul(weight)
-            if group.size > 1:
-                if dim is None:
-                    waiting = group.start_all_reduce(dx)
-                else:
-                    dx, waiting = group.start_scatter_sum(dx, dim)
-        full = x
-        if regathering is not None:
-            regathering[1].wait()
-            full = join(regathering[0], dim)
-        # Where they are kept as slices, what was gathered again would have to be kept.
-        may_wait = dim is None
-        weight_gradients = [
-            _now_or_later(gradient, full, weight, may_wait) if needed else None
-            for gradient, weight, needed in zip(gradients, weights, needs_weights, strict=True)
-        ]
-        bias_gradients = [
-            _bias_gradient(gradient) if needed else None
-            for gradient, needed in zip(gradients, ctx.needs_input_grad[4 + count :], strict=True)
-        ]
-        if waiting is not None:
-            waiting.wait()
-        return dx, None, None, None, *weight_gradients, *bias_gradients
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+        if torch.compiler.is_compiling() and ctx.group.size > 1:
+            found = torch.ops.smp.columns_backward(list(gradients), x, weights, ctx.dim, needed)
+            found = [each if wanted else None for each, wanted in zip(found, needed, strict=True)]
+        else:
+            # Where they are kept as slices, what was gathered again would have to be kept.
+            found = _columns_gradients(ctx.group, gradients, x, weights, ctx.dim, needed, may_wait=ctx.dim is None)
+        return found[0], None, None, None, *found[1:]
 
 
 class _Rows(torch.autograd.Function):
@@ -97,17 +140,18 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if group.size == 1:
             return F.linear(x, weight, bias)
-        partial = F.linear(x, weight)
-        output = group.all_reduce(partial) if dim is None else group.scatter_sum(partial, dim)
+        partial, ranks = F.linear(x, weight), over(group)
+        output = ranks.all_reduce(partial) if dim is None else ranks.scatter_sum(partial, dim)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         db = _bias_gradient(gradient) if ctx.needs_input_grad[4] else None
-        full = gradient if ctx.dim is None else ctx.group.gather(gradient, ctx.dim)
+        full = gradient if ctx.dim is None else over(ctx.group).gather(gradient, ctx.dim)
         dx = full.matmul(weight) if ctx.needs_input_grad[0] else None
-        dw = _now_or_later(full, x, weight, True) if ctx.needs_input_grad[3] else None
+        may_wait = not torch.compiler.is_compiling()
+        dw = _now_or_later(full, x, weight, may_wait) if ctx.needs_input_grad[3] else None
         return dx, None, None, dw, db
 
 

@@ -1,8 +1,9 @@
 """Operations whose weights' gradients can be computed apart: linear layers, embeddings, convolutions and norms.
 
 :class:`SplitOperations` takes the calls that PyTorch's modules and scripts make of them (``F.linear``, ``addmm``, ``matmul`` with a
-parameter, ``F.embedding``, ``F.conv1d`` to ``conv3d``, ``F.layer_norm``, ``F.group_norm``); everything else, and what cannot be
-split (a weight that is no leaf, autocast, vmap, tensors of other classes), runs as it is.
+parameter, ``F.embedding``, ``F.conv1d`` to ``conv3d``, ``F.layer_norm``, ``F.group_norm``), also inside
+``F.multi_head_attention_forward``; everything else, and what cannot be split (a weight that is no leaf, autocast, vmap, tensors of
+other classes), runs as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from smp_runtime.tensors.torch_private import is_transformed
+from smp_runtime.tensors.torch_private import is_transformed, taken_apart
 from smp_runtime.tensors.weight_gradients import Gradients, Operation, is_deferrable, split
 
 #: What backward needs; None for what an operation has not.
@@ -261,8 +262,13 @@ _CALLS: Mapping[Any, Callable[..., Operation | None]] = {
 }
 
 
+#: Made of operations that can be split, but a whole to modes otherwise.
+_ATTENTION = taken_apart(F.multi_head_attention_forward)
+
 #: Calls that run a backward pass and that modes can take.
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+#: What is taken besides operations that can be split.
+_TAKEN = {F.multi_head_attention_forward, *_BACKWARD}
 
 
 class SplitOperations(TorchFunctionMode):
@@ -271,8 +277,13 @@ class SplitOperations(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         make = _CALLS.get(func)
+        if make is None and func not in _TAKEN:
+            return func(*args, **kwargs)
         if make is not None and torch.is_grad_enabled() and (operation := _operation(make, args, kwargs)) is not None:
             return split(operation)
+        if func is F.multi_head_attention_forward and torch.is_grad_enabled() and _are_plain(args, kwargs):
+            with self:
+                return _ATTENTION(*args, **kwargs)
         if func in _BACKWARD and (edges := _edges(func, args, kwargs)) is not None:
             # Checkpointed regions run again inside, as they did in the forward pass; calls with tensors would come back here.
             with self:
@@ -304,11 +315,17 @@ def _edges(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
     return functools.partial(func, *bound.args, **bound.kwargs)
 
 
-def _operation(make: Callable[..., Operation | None], args: Any, kwargs: Any) -> Operation | None:
+def _are_plain(args: Any, kwargs: Any) -> bool:
+    """Whether a call's tensors are PyTorch's own, of which nobody else takes operations."""
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-    if any(type(each) not in (torch.Tensor, torch.nn.Parameter) or is_transformed(each) for each in given):
+    return all(type(each) in (torch.Tensor, torch.nn.Parameter) and not is_transformed(each) for each in given)
+
+
+def _operation(make: Callable[..., Operation | None], args: Any, kwargs: Any) -> Operation | None:
+    if not _are_plain(args, kwargs):
         return None
-    if torch.is_autocast_enabled(given[0].device.type):
+    device = next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+    if torch.is_autocast_enabled(device.type):
         return None  # casts inside the operation, whose gradients are autograd's own affair
     try:
         operation = make(*args, **kwargs)

@@ -12,7 +12,7 @@ from smp_config.instances import instance, require_usable
 from smp_estimator.planning.advice import GB, amount
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
-from smp_estimator.planning.request import Request, request_for, shape_given
+from smp_estimator.planning.request import Request, is_of_transformers, request_for, shape_given
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, Ask, Cluster, smallest, smallest_clusters
 from smp_estimator.planning.search.improvement import Improvement, improvements, search_dict, search_line
 from smp_estimator.planning.search.ladder import Step, climb, sharded
@@ -237,6 +237,8 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
         )
     require_usable(instance_type)
     shape = shape_given(model, sequence)  # read once, for all that is tried
+    if workload.get("fp32_loss") is None:
+        workload["fp32_loss"] = is_of_transformers(model)
 
     def ask(kind: str, count: int) -> tuple[Request, int]:
         request = request_for(

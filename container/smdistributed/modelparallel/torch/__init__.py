@@ -1,90 +1,98 @@
-"""``import smdistributed.modelparallel.torch as smp``: exactly the names that scripts rely on."""
+"""``import smdistributed.modelparallel.torch as smp``: exactly the names that scripts rely on.
 
-from smdistributed.modelparallel.torch import (
-    amp,
-    comm,
-    comm_hooks,
-    data,
-    exceptions,
-    model,
-    nn,
-    optimizer,
-    optimizers,
-    patches,
-    utils,
-)
-from smdistributed.modelparallel.torch.checkpoint import (
-    auto_resume,
-    load,
-    memory_checkpoint,
-    newest_memory_checkpoint,
-    record_numerics,
-    reshape,
-    resume_from_checkpoint,
-    save,
-    save_checkpoint,
-    wait_for_checkpoint,
-)
-from smdistributed.modelparallel.torch.comm import (
-    DP_GROUP,
-    MP_GROUP,
-    PP_GROUP,
-    RDP_GROUP,
-    TP_GROUP,
-    WORLD,
-    CommGroup,
-    RankType,
-    allgather,
-    barrier,
-    broadcast,
-    dp_barrier,
-    mp_barrier,
-    recv_from,
-    send,
-)
-from smdistributed.modelparallel.torch.model import DistributedModel
-from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
-from smdistributed.modelparallel.torch.ranks import (
-    dp_rank,
-    dp_size,
-    get_dp_group,
-    get_dp_process_group,
-    get_mp_group,
-    get_mp_process_group,
-    get_pp_group,
-    get_pp_process_group,
-    get_rdp_group,
-    get_rdp_process_group,
-    get_tp_group,
-    get_tp_process_group,
-    get_world_process_group,
-    local_rank,
-    local_size,
-    mp_rank,
-    mp_size,
-    pp_rank,
-    pp_size,
-    rank,
-    rdp_rank,
-    rdp_size,
-    size,
-    tp_rank,
-    tp_size,
-)
-from smdistributed.modelparallel.torch.state_mod import state
+All but ``step`` load when they are first used, so that the import takes little more than that of PyTorch.
+"""
+
+from typing import TYPE_CHECKING
+
+# Not later: whoever imports the submodule of this name would find that instead.
 from smdistributed.modelparallel.torch.step import StepOutput, step
-from smp_config.version import __version__
-from smp_runtime.activations.marking import set_activation_checkpointing
-from smp_runtime.job.older_names import hvd_average_grads
-from smp_runtime.job.session import init, is_initialized, is_tracing, shutdown
+from smp_config.lazy_names import lazy_names
 from smp_runtime.libraries import installed as _installed  # noqa: F401 - it waits for other libraries to be imported
-from smp_runtime.model.creation import delay_param_initialization, model_creation, partition, set_partition
-from smp_runtime.preemption import automatic as _automatic  # noqa: F401 - it waits for smp.init
-from smp_runtime.replacement.registration import tp_register, tp_register_with_module
-from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
-from smp_runtime.sharding.module_hooks import register_parameter
-from smp_runtime.tensors.weight_gradients import weight_gradient_later
-from smp_runtime.tracking.start import log
+
+if TYPE_CHECKING:
+    from smdistributed.modelparallel.torch import (
+        amp,
+        comm,
+        comm_hooks,
+        data,
+        exceptions,
+        model,
+        nn,
+        optimizer,
+        optimizers,
+        patches,
+        utils,
+    )
+    from smdistributed.modelparallel.torch.checkpoint import (
+        auto_resume,
+        load,
+        memory_checkpoint,
+        newest_memory_checkpoint,
+        record_numerics,
+        reshape,
+        resume_from_checkpoint,
+        save,
+        save_checkpoint,
+        wait_for_checkpoint,
+    )
+    from smdistributed.modelparallel.torch.comm import (
+        DP_GROUP,
+        MP_GROUP,
+        PP_GROUP,
+        RDP_GROUP,
+        TP_GROUP,
+        WORLD,
+        CommGroup,
+        RankType,
+        allgather,
+        barrier,
+        broadcast,
+        dp_barrier,
+        mp_barrier,
+        recv_from,
+        send,
+    )
+    from smdistributed.modelparallel.torch.model import DistributedModel
+    from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+    from smdistributed.modelparallel.torch.ranks import (
+        dp_rank,
+        dp_size,
+        get_dp_group,
+        get_dp_process_group,
+        get_mp_group,
+        get_mp_process_group,
+        get_pp_group,
+        get_pp_process_group,
+        get_rdp_group,
+        get_rdp_process_group,
+        get_tp_group,
+        get_tp_process_group,
+        get_world_process_group,
+        local_rank,
+        local_size,
+        mp_rank,
+        mp_size,
+        pp_rank,
+        pp_size,
+        rank,
+        rdp_rank,
+        rdp_size,
+        size,
+        tp_rank,
+        tp_size,
+    )
+    from smdistributed.modelparallel.torch.session_mod import init, is_initialized, is_tracing, shutdown
+    from smdistributed.modelparallel.torch.state_mod import state
+    from smp_config.version import __version__
+    from smp_runtime.activations.marking import set_activation_checkpointing
+    from smp_runtime.job.older_names import hvd_average_grads
+    from smp_runtime.model.creation import compile, delay_param_initialization, model_creation, partition, set_partition
+    from smp_runtime.replacement.registration import tp_register, tp_register_with_module
+    from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
+    from smp_runtime.sharding.module_hooks import register_parameter
+    from smp_runtime.tensors.weight_gradients import weight_gradient_later
+    from smp_runtime.tracking.start import log
 
 __all__ = [
     "DP_GROUP",
@@ -106,6 +114,7 @@ __all__ = [
     "broadcast",
     "comm",
     "comm_hooks",
+    "compile",
     "data",
     "delay_param_initialization",
     "dp_barrier",
@@ -172,3 +181,97 @@ __all__ = [
     "wait_for_checkpoint",
     "weight_gradient_later",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        __name__: (
+            "amp",
+            "comm",
+            "comm_hooks",
+            "data",
+            "exceptions",
+            "model",
+            "nn",
+            "optimizer",
+            "optimizers",
+            "patches",
+            "utils",
+        ),
+        f"{__name__}.checkpoint": (
+            "auto_resume",
+            "load",
+            "memory_checkpoint",
+            "newest_memory_checkpoint",
+            "record_numerics",
+            "reshape",
+            "resume_from_checkpoint",
+            "save",
+            "save_checkpoint",
+            "wait_for_checkpoint",
+        ),
+        f"{__name__}.comm": (
+            "DP_GROUP",
+            "MP_GROUP",
+            "PP_GROUP",
+            "RDP_GROUP",
+            "TP_GROUP",
+            "WORLD",
+            "CommGroup",
+            "RankType",
+            "allgather",
+            "barrier",
+            "broadcast",
+            "dp_barrier",
+            "mp_barrier",
+            "recv_from",
+            "send",
+        ),
+        f"{__name__}.model": ("DistributedModel",),
+        f"{__name__}.optimizer": ("DistributedOptimizer",),
+        f"{__name__}.ranks": (
+            "dp_rank",
+            "dp_size",
+            "get_dp_group",
+            "get_dp_process_group",
+            "get_mp_group",
+            "get_mp_process_group",
+            "get_pp_group",
+            "get_pp_process_group",
+            "get_rdp_group",
+            "get_rdp_process_group",
+            "get_tp_group",
+            "get_tp_process_group",
+            "get_world_process_group",
+            "local_rank",
+            "local_size",
+            "mp_rank",
+            "mp_size",
+            "pp_rank",
+            "pp_size",
+            "rank",
+            "rdp_rank",
+            "rdp_size",
+            "size",
+            "tp_rank",
+            "tp_size",
+        ),
+        f"{__name__}.session_mod": ("init", "is_initialized", "is_tracing", "shutdown"),
+        f"{__name__}.state_mod": ("state",),
+        "smp_config.version": ("__version__",),
+        "smp_runtime.activations.marking": ("set_activation_checkpointing",),
+        "smp_runtime.job.older_names": ("hvd_average_grads",),
+        "smp_runtime.model.creation": (
+            "compile",
+            "delay_param_initialization",
+            "model_creation",
+            "partition",
+            "set_partition",
+        ),
+        "smp_runtime.replacement.registration": ("tp_register", "tp_register_with_module"),
+        "smp_runtime.replacement.scopes": ("set_tensor_parallelism", "tensor_parallelism"),
+        "smp_runtime.sharding.module_hooks": ("register_parameter",),
+        "smp_runtime.tensors.weight_gradients": ("weight_gradient_later",),
+        "smp_runtime.tracking.start": ("log",),
+    },
+)

@@ -12,7 +12,6 @@ from smp_runtime.checkpoint import save_and_resume as checkpoints
 from smp_runtime.job.session import Session, current
 from smp_runtime.numerics import start as numerics
 from smp_runtime.preemption import auto_resume as preemption
-from smp_runtime.reshape import requests as _requests  # noqa: F401 - it waits for smp.init
 from smp_runtime.reshape import reshape as reshaping
 
 _Arguments = ParamSpec("_Arguments")

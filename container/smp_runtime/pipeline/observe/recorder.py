@@ -1,9 +1,9 @@
 """Recording what a rank computed and when, cheaply enough to stay on during a real run.
 
-Every rank has a :class:`Recorder` when ``SMP_TIMELINE`` says how many steps to keep. An action costs one appended tuple;
-only the newest steps are kept, so a long job does not grow. The file goes to the job's output data when that many steps
-are full for the first time, and again, with the newest steps, when the session ends: a job that is killed leaves the
-first ones. ``smp-estimator timeline`` reads the files of all ranks.
+Every rank has a :class:`Recorder` when ``SMP_TIMELINE`` says how many steps to keep, or in a pipeline when ``SMP_PROFILE`` says
+which ones to profile. An action costs one appended tuple; only the newest steps are kept, so a long job does not grow. The file
+goes to the job's output data when that many steps are full for the first time, and again, with the newest steps, when the session
+ends: a job that is killed leaves the first ones. ``smp-estimator timeline`` reads the files of all ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from smp_config.profiling import MOST_STEPS, Profile
+from smp_config.profiling import VARIABLE as PROFILE_VARIABLE
 from smp_config.timeline import TIMELINE_VARIABLE, Kind, RankTimeline, StepTimeline, StoredAction, steps_to_keep
 from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPRuntimeError
@@ -140,6 +142,7 @@ class Recorder:
         clock: what the ranks agreed on.
         replica: the same for all ranks of one pipeline, another for each pipeline beside it.
         world_size: ranks of the job that record; 0 when unknown.
+        within: whether the step that begins is recorded; by default each is. The file is written when one is not.
     """
 
     def __init__(
@@ -153,10 +156,12 @@ class Recorder:
         replica: int = 0,
         host: str = "",
         world_size: int = 0,
+        within: Callable[[], bool] | None = None,
     ) -> None:
         self.stage = stage
         self.rank = rank
         self.keep = keep
+        self._within = within
         self._folder = folder
         self._clock = clock or SharedClock(os.environ.get(_JOB_VARIABLE, ""))
         self._about: dict[str, Any] = {"replica": replica, "host": host, "world_size": world_size}
@@ -175,6 +180,9 @@ class Recorder:
         """A step begins. One that has not ended (it failed) is forgotten."""
         self._kinds.clear()
         self._cuts.clear()
+        if self._within is not None and not self._within():
+            self.close()
+            return
         self._number = number
         self._actions = []
         self._start = computing_time.now()
@@ -233,7 +241,7 @@ class Recorder:
             self._write_safely()
 
     def close(self) -> None:
-        """The session ends: write what has not been written."""
+        """The session ends, or what is recorded of it: write what has not been written."""
         if self._unwritten:
             self._write_safely()
 
@@ -294,26 +302,33 @@ def recorder_of_job(
     *,
     replica: int = 0,
     environ: Mapping[str, str] | None = None,
+    updates: Callable[[], int] | None = None,
 ) -> Recorder | None:
     """The recorder that the environment asks for; every rank of the job calls it, since they agree on a clock.
 
+    Args:
+        updates: how many there have been; where it is given and ``SMP_TIMELINE`` is not, steps that ``SMP_PROFILE`` names are
+            recorded.
+
     Returns:
-        None when ``SMP_TIMELINE`` is not set, or 0. Without ``SM_OUTPUT_DATA_DIR`` one that writes no file, since the
+        None when neither is set, or ``SMP_TIMELINE`` is 0. Without ``SM_OUTPUT_DATA_DIR`` one that writes no file, since the
         working directory may be anybody's.
 
     Raises:
-        ConfigError: ``SMP_TIMELINE`` is no number of steps.
+        ConfigError: ``SMP_TIMELINE`` is no number of steps, or ``SMP_PROFILE`` names none.
     """
     environ = os.environ if environ is None else environ
-    keep = steps_to_keep(environ)
+    keep, within = steps_to_keep(environ), None
+    if updates is not None and not environ.get(TIMELINE_VARIABLE) and (profiled := Profile.of(environ)) is not None:
+        keep, within = MOST_STEPS, lambda: profiled.first <= updates() + 1 <= profiled.last
     if not keep:
         return None
     folder = environ.get(_FOLDER_VARIABLE)
     if not folder and control.rank == 0:
         logger.warning(
-            "%s is %d, but %s is not set: the timelines have no folder to go to and are not kept; set it to one",
-            TIMELINE_VARIABLE,
-            keep,
+            "%s is %s, but %s is not set: the timelines have no folder to go to and are not kept; set it to one",
+            TIMELINE_VARIABLE if within is None else PROFILE_VARIABLE,
+            environ[TIMELINE_VARIABLE if within is None else PROFILE_VARIABLE],
             _FOLDER_VARIABLE,
         )
     return Recorder(
@@ -325,4 +340,5 @@ def recorder_of_job(
         replica=replica,
         host=environ.get("SMP_HOST") or environ.get("SM_CURRENT_HOST") or socket.gethostname(),
         world_size=control.size,
+        within=within,
     )

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 #: best on its first microbatches are tried on the whole.
 _BUDGET = 400_000
 
+#: Segments shorter than this fraction of a microbatch's work on the busiest rank go first, since they are what others wait for:
+#: as a rule the step function's own code.
+_QUICK = 0.06
+
 #: Random changes that are tried on the best schedule of a small graph.
 _ROUNDS = 300
 
@@ -107,7 +111,7 @@ class _Facts:
         self.late = self._late()
         self.need = self._need(0)
         #: The same without what the step function's own code takes, which may begin long before.
-        self.fill = self._need(self.period // 50)
+        self.fill = self._need(int(_QUICK * self.period))
 
     def _period(self) -> int:
         """Work per microbatch of the busiest rank, in nanoseconds."""
@@ -151,7 +155,7 @@ class _Facts:
         """
         graph = self.graph
         bound = max(self.tail)
-        for shortest in (0, self.period // 50):
+        for shortest in (0, int(_QUICK * self.period)):
             for rank in range(len(graph.ranks)):
                 nodes = [i for i, r in enumerate(graph.rank) if r == rank and graph.ns[i] >= shortest]
                 if nodes:
@@ -217,7 +221,6 @@ class _Rule:
     #: Whether gradients of weights may wait longer than for the next forward pass: on each rank those of so many microbatches that
     #: it has as many in flight as the rank that needs most.
     weights_wait: bool = False
-    quick: float = 0.02  # segments shorter than this fraction of the period go first: they are what others wait for
 
     def __str__(self) -> str:
         spare = "free" if self.spare is None else f"+{self.spare}"
@@ -268,7 +271,7 @@ class _Choice:
 
     def _key(self) -> Callable[[int], tuple[int, ...]]:
         facts, graph, priority = self.facts, self.facts.graph, self.rule.priority
-        quick = int(self.rule.quick * facts.period)
+        quick = int(_QUICK * facts.period)
 
         def key(i: int) -> tuple[int, ...]:
             microbatch, tail = graph.microbatch[i], -facts.tail[i]
@@ -281,7 +284,7 @@ class _Choice:
 
     def _turn_key(self) -> Callable[[int], tuple[int, ...]]:
         facts, graph = self.facts, self.facts.graph
-        quick, count = int(self.rule.quick * facts.period), len(graph.microbatches)
+        quick, count = int(_QUICK * facts.period), len(graph.microbatches)
         cycles = [_cycle(count, own, waiting) for own, waiting in zip(self.fill, self.waiting, strict=True)]
 
         def turn(i: int) -> int:

@@ -1,0 +1,1 @@
+"""Ranks of one host exchange tensors through memory that they share."""

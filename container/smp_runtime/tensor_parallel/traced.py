@@ -1,0 +1,200 @@
+"""Collectives of the tensor parallel group as operations that a compiler takes into its graph as they are.
+
+Python code of a collective would interrupt a compiled block. An operation of ``torch.library`` is one node of its graph, forward
+and backward, with a stand-in that says what shape comes out. No node holds the group or this rank's place in it, so that the
+graphs of all ranks are equal, and what one of them has compiled serves the others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from smp_runtime.tensor_parallel.masks import agree_on_shape
+from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+
+if TYPE_CHECKING:
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
+_LIBRARY = torch.library.Library("smp", "DEF")
+#: The group of the job that this process is in, under one name; weak, since a job may end before its process.
+_groups: weakref.WeakValueDictionary[str, TensorGroup] = weakref.WeakValueDictionary()
+
+
+def serve(served: TensorGroup) -> None:
+    """From now on the operations are collectives of this group."""
+    _groups["tp"] = served
+
+
+def group() -> TensorGroup:
+    """The group that the operations are collectives of."""
+    return _groups["tp"]
+
+
+def define(schema: str, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorated function carries an operation out.
+
+    Args:
+        schema: its name, arguments and results, as ``torch.library`` writes them.
+    """
+    _LIBRARY.define(schema, tags=tags)
+    name = schema.partition("(")[0]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return decorate
+
+
+def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorated function makes tensors of the shapes that the operation of this name gives."""
+    return torch.library.register_fake(f"smp::{name}", lib=_LIBRARY)
+
+
+def _longer(x: torch.Tensor, dim: int, size: int) -> list[Any]:
+    shape = list(x.shape)
+    shape[dim] *= size
+    return shape
+
+
+def _shorter(x: torch.Tensor, dim: int, size: int) -> list[Any]:
+    shape = list(x.shape)
+    shape[dim] //= size
+    return shape
+
+
+@define("all_reduce(Tensor x) -> Tensor")
+def _all_reduce(x: torch.Tensor) -> torch.Tensor:
+    return group().all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+
+@shapes("all_reduce")
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@define("gather(Tensor x, int dim, int size) -> Tensor")
+def _gather(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return group().gather(x, dim).contiguous()
+
+
+@shapes("gather")
+def _(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return x.new_empty(_longer(x, dim, size))
+
+
+@define("scatter_sum(Tensor x, int dim, int size) -> Tensor")
+def _scatter_sum(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return group().scatter_sum(x, dim).contiguous()
+
+
+@define("slice(Tensor x, int dim, int size) -> Tensor")
+def _slice(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return group().slice(x, dim).clone(memory_format=torch.contiguous_format)
+
+
+@shapes("scatter_sum")
+@shapes("slice")
+def _(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return x.new_empty(_shorter(x, dim, size))
+
+
+@define("exchange(Tensor x, int split, int joined, int size) -> Tensor")
+def _exchange(x: torch.Tensor, split: int, joined: int, size: int) -> torch.Tensor:
+    return group().exchange(x, split, joined).contiguous()
+
+
+@shapes("exchange")
+def _(x: torch.Tensor, split: int, joined: int, size: int) -> torch.Tensor:
+    shape = _longer(x, joined, size)
+    shape[split] //= size
+    return x.new_empty(shape)
+
+
+@define("agreed(Tensor x) -> Tensor")
+def _agreed(x: torch.Tensor) -> torch.Tensor:
+    agree_on_shape(group(), x)
+    return x.clone()
+
+
+@shapes("agreed")
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class _Agreed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.smp.agreed(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+def agreed(x: torch.Tensor) -> torch.Tensor:
+    """``x``, once the ranks have found out that theirs have its shape; what comes out must be used, or nobody asks."""
+    return _Agreed.apply(x) if x.is_floating_point() else torch.ops.smp.agreed(x)
+
+
+@define(
+    "dropout_factors(Tensor like, float probability, bool replicated) -> Tensor", (torch.Tag.nondeterministic_seeded,)
+)
+def _dropout_factors(like: torch.Tensor, probability: float, replicated: bool) -> torch.Tensor:
+    tracker = RandomTracker.of(group())
+    with (tracker.replicated if replicated else tracker.split)(like.device):
+        return F.dropout(torch.ones_like(like, memory_format=torch.contiguous_format), probability)
+
+
+@shapes("dropout_factors")
+def _(like: torch.Tensor, probability: float, replicated: bool) -> torch.Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def dropout(x: torch.Tensor, probability: float, *, replicated: bool) -> torch.Tensor:
+    """Dropout in a compiled graph, of the elements that an eager call drops.
+
+    The random numbers are an operation of their own, since the compiler draws for a whole graph at once, and could not draw
+    the same ones on every rank for some tensors only; the product is the compiler's.
+
+    Args:
+        replicated: drop the same elements on every rank.
+    """
+    return x * torch.ops.smp.dropout_factors(x.detach(), probability, replicated)
+
+
+class Traced:
+    """The methods of a group, for code that is being compiled."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`TensorGroup`; ``tensor`` stays as it was."""
+        return torch.ops.smp.all_reduce(tensor)
+
+    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """See :class:`TensorGroup`."""
+        return torch.ops.smp.gather(tensor, dim, self._size)
+
+    def scatter_sum(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """See :class:`TensorGroup`."""
+        return torch.ops.smp.scatter_sum(tensor, dim, self._size)
+
+    def slice(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """See :class:`TensorGroup`."""
+        return torch.ops.smp.slice(tensor, dim, self._size)
+
+    def exchange(self, tensor: torch.Tensor, split: int, joined: int) -> torch.Tensor:
+        """See :class:`TensorGroup`."""
+        return torch.ops.smp.exchange(tensor, split, joined, self._size)
+
+
+def over(found: TensorGroup) -> TensorGroup | Traced:
+    """The group itself, or its operations while code is compiled that calls it."""
+    return Traced(found.size) if torch.compiler.is_compiling() and found.size > 1 else found

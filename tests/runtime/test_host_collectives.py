@@ -1,0 +1,80 @@
+"""Collectives over memory that the ranks of a host share give what PyTorch's give, whatever the sizes, types and orders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+#: Elements, of which the larger are summed in parts; the ranks divide neither of the odd ones.
+SIZES = (1, 40, 12_344, 120_008)
+
+
+def _compared():
+    """All kinds of collectives, beside PyTorch's; the tensors in ordinary memory and in the arena."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_config import Group
+    from smp_runtime.comm.collectives import TorchCollectives
+    from smp_runtime.comm.host.collectives import HostCollectives
+
+    ranks = smp.init().ranks
+    group, size = ranks.process_group(Group.DP), smp.dp_size()
+    ours = getattr(ranks.collectives, "_inner", ranks.collectives)
+    assert isinstance(ours, HostCollectives)
+    peer, found = TorchCollectives(), []
+    cpu, draw = torch.device("cpu"), torch.Generator().manual_seed(smp.rank())
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        for elements in SIZES:
+            for make in (lambda n, kind: torch.empty(n, dtype=kind), lambda n, kind: ours.empty(n, kind, cpu, group)):
+                mine = make(elements * size, dtype)
+                mine.copy_(torch.randint(-8, 9, mine.shape, generator=draw))  # sums are exact in any order and type
+                results = []
+                for collectives in (ours, peer):
+                    total, part, whole = mine.clone(), mine.new_empty(elements), mine.new_empty(elements * size)
+                    if collectives is ours:
+                        given, total = total, make(elements * size, dtype)
+                        total.copy_(given)
+                    works = [
+                        collectives.all_reduce(total, group),
+                        collectives.reduce_scatter(part, mine, group),
+                        collectives.all_gather(whole, mine[:elements].contiguous(), group),
+                    ]
+                    for work in works if elements % 3 else reversed(works):
+                        work.wait()
+                    results.append((total, part, whole))
+                found += [torch.equal(one, other) for one, other in zip(*results, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_they_give_what_pytorch_gives(ranks, world):
+    for found in ranks(_compared, world, config={"ddp": True}):
+        assert found
+        assert all(found)
+
+
+def _reused():
+    """Bytes of the arena after many rounds, with collectives that nobody waits for among them."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_config import Group
+    from smp_runtime.comm.host import shared_memory
+
+    entries, shared_memory._ENTRIES = shared_memory._ENTRIES, 16
+    ranks = smp.init({"ddp": True}).ranks
+    shared_memory._ENTRIES = entries
+    group, cpu = ranks.process_group(Group.DP), torch.device("cpu")
+    arena = getattr(ranks.collectives, "_inner", ranks.collectives)._host.arena
+    ends = []
+    for count in range(100):
+        left, flat = (ranks.collectives.empty(20_000, torch.float32, cpu, group).fill_(count) for _ in range(2))
+        ranks.collectives.all_reduce(left, group)  # in the order of the group it ends before the next one
+        part = torch.empty(10_000)
+        ranks.collectives.reduce_scatter(part, flat, group).wait()
+        assert part.eq(2 * count).all()
+        assert left.eq(2 * count).all()
+        ends.append(arena._end)
+    return ends
+
+
+def test_memory_is_used_again_and_what_nobody_waits_for_ends(ranks):
+    for ends in ranks(_reused, 2, init=False):
+        assert ends[-1] == ends[10]
