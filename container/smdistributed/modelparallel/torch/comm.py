@@ -85,7 +85,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
         RankLeftError: another member has ended, or never calls it.
 
     Example:
-        ``losses = smp.allgather(float(loss), smp.DP_GROUP)``
+        >>> losses = smp.allgather(0.25, smp.DP_GROUP)
     """
     return current().messages.allgather(obj, group)
 
