@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import smdistributed.modelparallel.torch as smp
-from smp_config.numerics import Guards
+from smp_config.numerics import MOST_EVERY, Guards
 from smp_runtime.job.session import Session, current
 from smp_runtime.numerics.guard import UpdateGuard
 from smp_runtime.numerics.recorder import Recorder
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "entrypoints"))
 from train_gpt import GPT, GPTConfig
 
 BLOCK = 10
-_OFF = 10**9
+_OFF = MOST_EVERY
 
 
 @contextlib.contextmanager
@@ -98,6 +98,7 @@ def main() -> None:
             "every tenth": lambda: _recorded(recorder, BLOCK),
             "guards": lambda: _guarded(session, folder),
         }
+        block()  # traces, plans, and records the first step
         ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in args.ways.split(",")}
         bare = []
         for number in range(args.steps // BLOCK):

@@ -11,10 +11,11 @@ torch-interleaved`` and ``sleep-torch-zbv``: the same work as eight links, two o
 ScheduleZBVZeroBubble. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on 2 ranks with 4 microbatches, in turns
 with Schedule1F1B. ``alone``: the same GPT with its tied output layer, partitioned automatically, in turns with one process with
 one thread. ``gpt2``: the same against one process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no
-dropout, no cache). ``live``: that GPT on 4 stages with 8 microbatches in ``interleaved`` and then in ``zero_bubble``: the most bytes
-of activations and gradients that each stage holds at once, counted at every operation. Bytes are counted at the transport and divided by what must cross the boundary. All ranks are on this machine
-and read one clock: a step lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing
-about GPUs.
+dropout, no cache). ``live``: that GPT on 4 stages with 8 microbatches in ``interleaved`` and then in ``zero_bubble``: the most
+bytes of activations and gradients that each stage holds at once, counted at every operation; that of the fullest stage ÷ that in
+``interleaved``. Bytes are counted at the transport and divided by what must cross the boundary. All ranks are on this machine and
+read one clock: a step lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing about
+GPUs.
 """
 
 from __future__ import annotations

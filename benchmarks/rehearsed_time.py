@@ -9,7 +9,8 @@ timelines say how long its steps took. ``sleep-2`` and ``sleep-4``: a chain of 2
 and 40 ms backward, 8 microbatches. ``gpt-pp2``: a GPT (8 layers, hidden 256, 128 tokens) on two stages with 4 microbatches of 4
 samples. ``gpt-dp2``: the same as two replicas without microbatches. Compared are makespans, from a step's first block to its
 last, and for replicas the length of the step with its all-reduce; medians of the steps that were kept. Rates of links are those
-that this machine's all-reduce shows first.
+that this machine's all-reduce shows first. With ``--beside`` as many processes as the job has ranks run at once while modules are
+measured: ranks of one machine share its caches and its memory, all of the time where they are replicas.
 """
 
 from __future__ import annotations
@@ -76,9 +77,7 @@ def train(name: str, stages: int) -> None:
     smp.shutdown()
 
 
-def start(
-    name: str, ranks: int, parameters: Mapping[str, Any], folder: Path, stages: int
-) -> subprocess.Popen[bytes]:
+def start(name: str, ranks: int, parameters: Mapping[str, Any], folder: Path, stages: int) -> subprocess.Popen[bytes]:
     """A job on this machine that leaves its timelines in a folder."""
     environ = {
         "SM_HP_MP_PARAMETERS": json.dumps(dict(parameters)),
@@ -100,10 +99,7 @@ def wait(jobs: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def alone(name: str, copies: int, microbatches: int, folder: Path, stages: int) -> Path:
-    """The timelines of one process, while as many others do the same as the job has more ranks.
-
-    Ranks of one machine share its caches and its memory; what a module takes with nobody beside it, it takes in no job here.
-    """
+    """The timelines of one process, while ``copies - 1`` others do the same."""
     folders = [folder / str(copy) for copy in range(copies)]
     wait([start(name, 1, {"microbatches": microbatches}, each, stages) for each in folders])
     return folders[0]
@@ -161,7 +157,7 @@ dist.destroy_process_group()
     return Link(bytes_per_second=sent / max(whole - least, 1e-6), latency=least / (2 * (ranks - 1)))
 
 
-def compare(case: str, *, beside: bool = True) -> dict[str, float]:
+def compare(case: str, *, beside: bool = False) -> dict[str, float]:
     """Makespans in milliseconds: as rehearsed, and as the job had them.
 
     Args:
@@ -213,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--beside", action="store_true", help="measure modules while other processes do the same")
     parser.add_argument("--train", choices=("sleep", "gpt"), help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -222,7 +219,7 @@ def main() -> None:
     print_machine()
     for _ in range(args.rounds):
         for case in args.case or list(CASES):
-            print(json.dumps({"case": case, **compare(case)}), flush=True)
+            print(json.dumps({"case": case, "beside": args.beside, **compare(case, beside=args.beside)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def run_rank(case: str, rounds: int, batch: int, seq: int, hidden: int, heads: i
 
     config = {"tensor_parallel_degree": RANKS, "ddp": True, "optimize": "speed", "prescaled_batch": True}
     session = smp.init(config)
-    collectives = CountingCollectives()
+    collectives = CountingCollectives(session.ranks.collectives)
     object.__setattr__(session.ranks, "collectives", collectives)  # the record is frozen
     torch.manual_seed(0)
     peer, plan = make_peer(case, hidden, heads, RANKS)

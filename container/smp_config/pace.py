@@ -159,11 +159,14 @@ def record_between(before: Reading, after: Reading, rank: int) -> PaceRecord:
         [max(0.0, late - early) for late, early in zip(getattr(after, name), getattr(before, name), strict=True)]
         for name in ("seconds", "collectives", "waits")
     )
-    own = [max(0.0, s - c - w) for s, c, w in zip(seconds, collectives, waits, strict=True)]
-    tasks, idle = after.computed - before.computed, 0.0
+    # A wait counts when it ends, and may have begun before the first reading: no part is longer than its kind's time.
+    collectives = [min(c, s) for c, s in zip(collectives, seconds, strict=True)]
+    waits = [min(w, s - c) for w, s, c in zip(waits, seconds, collectives, strict=True)]
+    own = [s - c - w for s, c, w in zip(seconds, collectives, waits, strict=True)]
+    tasks, idle = min(after.computed - before.computed, seconds[STEP]), 0.0
     if tasks > 0:  # of a pipeline, whose main thread waits for the step while others compute
         own[STEP] = max(0.0, tasks - collectives[STEP])
-        idle, waits[STEP] = max(0.0, seconds[STEP] - tasks), 0.0
+        idle, waits[STEP] = seconds[STEP] - max(tasks, collectives[STEP]), 0.0
     return PaceRecord(
         rank=rank,
         stage=max(0, after.stage),

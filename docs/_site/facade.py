@@ -12,6 +12,8 @@ import griffe
 
 _HOME = "smdistributed.modelparallel.torch.checkpoint"
 _WRAPPER = "_of_current_session"
+#: A section, where griffe reads a remark.
+_EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc|obj):`~?([^`]+)`")
 
 
@@ -42,16 +44,16 @@ class SessionFunctions(griffe.Extension):
 
 
 class PlainNames(griffe.Extension):
-    """Shows ``:class:`StepOutput` `` in a docstring as the name alone."""
+    """Shows ``:class:`StepOutput` `` in a docstring as the name alone, and its example as code."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Change the docstrings of a package when it is read."""
-        _without_roles(pkg)
+        _plainly(pkg)
 
 
-def _without_roles(owner: griffe.Object) -> None:
+def _plainly(owner: griffe.Object) -> None:
     if owner.docstring is not None:
-        owner.docstring.value = _ROLE.sub(r"`\1`", owner.docstring.value)
+        owner.docstring.value = _EXAMPLE.sub(r"\1Examples:", _ROLE.sub(r"`\1`", owner.docstring.value))
     for member in owner.members.values():
         if not member.is_alias:
-            _without_roles(member)
+            _plainly(member)

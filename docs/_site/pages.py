@@ -1,8 +1,8 @@
 """What mkdocs needs to know of this repository: pages that lie outside ``docs/``, and links to files that are no pages.
 
-Documents are written for whoever reads them in the repository. README, CONTRIBUTING, CHANGELOG and the notebooks become pages of the
-site; a file of Python, YAML or JSON that a page links to becomes a page with its text, so that no link of the site leads nowhere.
-Drawings become part of the page, whose colour their texts then take, in either scheme.
+Documents are written for whoever reads them in the repository. README, CONTRIBUTING, CHANGELOG and the notebooks become pages of
+the site; a file of Python, YAML or JSON that a page links to becomes a page with its text, so that no link of the site leads
+nowhere. Drawings become part of the page, whose colour their texts then take, in either scheme.
 """
 
 from __future__ import annotations
@@ -72,8 +72,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 def _notebook(text: str, name: str) -> str:
     """A notebook as a page: its texts, its code, and where it lies."""
-    cells = ["".join(cell["source"]) if cell["cell_type"] == "markdown" else _code(cell) for cell in json.loads(text)["cells"]]
-    return "\n\n".join([cells[0], f"*This page is `{name}`; run it in Jupyter to see its tables and pictures.*", *cells[1:], ""])
+    cells = [
+        "".join(cell["source"]) if cell["cell_type"] == "markdown" else _code(cell)
+        for cell in json.loads(text)["cells"]
+    ]
+    return "\n\n".join(
+        [cells[0], f"*This page is `{name}`; run it in Jupyter to see its tables and pictures.*", *cells[1:], ""]
+    )
 
 
 def _code(cell: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.markup import escape
@@ -11,10 +12,12 @@ from rich.markup import escape
 from smp_config import ConfigError
 from smp_config.values import dictionary
 from smp_estimator.cli.console import console
-from smp_estimator.numerics.bisection import Bisection, Saved
 from smp_estimator.numerics.comparison import Comparison, compare
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.verification import Verification, loss_of
+
+if TYPE_CHECKING:  # the command imports NumPy when it runs: what is installed without extras has none
+    from smp_estimator.numerics.bisection import Saved
 
 
 def add_commands(main: click.Group) -> None:
@@ -62,6 +65,8 @@ def diff(
 
 
 def _bisect(found: Comparison, commands: tuple[str, str], folder: Path) -> None:
+    from smp_estimator.numerics.bisection import Bisection
+
     planned = Bisection.plan(found, commands, folder, _checkpoints_in)
     if planned is None:
         return
@@ -82,6 +87,8 @@ def _checkpoints_in(folder: Path) -> list[Saved]:
         from smp_runtime.checkpoint.files.manifest import whole_checkpoints
     except ImportError:  # without PyTorch no checkpoint was written here
         return []
+    from smp_estimator.numerics.bisection import Saved
+
     return [
         Saved(found.manifest.steps, found.folder) for found in whole_checkpoints(folder) if found.manifest is not None
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def rehearse(
     found = run(script, arguments, channels=folders, input_shapes=inputs, other_ranks=not only_first_ranks, **given)
     if file is not None:
         try:
-            Path(file).write_text(found.rehearsal.model_dump_json(indent=2), encoding="utf-8")
+            Path(file).write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"{file} cannot be written: {error.strerror}; --json names a file in a folder that exists"

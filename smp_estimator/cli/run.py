@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,11 +14,23 @@ from typing import Any
 import click
 
 from smp_config import ConfigError
+from smp_config.error_codes import marked
 from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
 from smp_config.values import dictionary
+from smp_estimator.cli.console import printable
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.local.uris import address_of
 from smp_estimator.sdk_found import installed_major
+
+#: What sets an argument, as an expression → the option; the longer ones stand first.
+_OPTIONS = {
+    r'"mpi": \{"enabled": True, "processes_per_host": (\d+)\}': r"--processes \1",
+    r"(?<![\w.])(?:mpi\.)?processes_per_host(?!\w)": "--processes",
+    r"(?<![\w.])(?:compute\.)?instance_count(?!\w)": "--hosts",
+    r"(?<![\w.])(?:distribution smdistributed\.modelparallel|ModelParallel)\.parameters": "--parameters",
+    r"(?<![\w.])(?:source_code\.)?entry_(?:point|script)(?!\w)": "SCRIPT",
+    r"(?<![\w.])(?:source_code\.)?source_dir(?!\w)": "--source-dir",
+}
 
 _CHECKPOINTS_VARIABLE = "SMP_CHECKPOINT_DIR"
 
@@ -112,7 +125,17 @@ def run(
         settings["environment"] = environment
     channels = dict(_channels(given["channel"]))
 
-    click.echo(f"model: {_train(settings, channels)}")
+    try:
+        click.echo(f"model: {_train(settings, channels)}")
+    except ConfigError as error:
+        raise click.ClickException(printable(marked(_in_words_of_options(str(error)), error))) from None
+
+
+def _in_words_of_options(sentence: str) -> str:
+    """A sentence about arguments of an estimator or a trainer, with the options of ``run`` that set them."""
+    for argument, option in _OPTIONS.items():
+        sentence = re.sub(argument, option, sentence)
+    return sentence
 
 
 def _train(settings: dict[str, Any], channels: dict[str, str]) -> str | None:

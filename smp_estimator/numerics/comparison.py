@@ -31,6 +31,8 @@ from smp_estimator.numerics.recorded_run import Drift, Key, RecordedRun, Total, 
 _ROUNDINGS, _SUMMED = 16.0, 32.0
 #: An error that is there already may be handed on this many times greater.
 _HANDED_ON = 8.0
+#: Times that an error may have grown from one call of a module to the next.
+_GROWN = 64.0
 #: What is allowed at most, relative to the tensor's norm; twice the tensor is an error of one half.
 _MOST = 0.25
 #: Gradients are compared relative to at least these parts of the root mean square of all: sums that cancel have no size of their
@@ -137,11 +139,11 @@ def compare(one: RecordedRun, other: RecordedRun) -> Comparison:
     first = True
     for at in common:
         totals = one.moments[at], other.moments[at]
+        ordering = 0 if one.degrees["pp"] <= other.degrees["pp"] else 1
         if one.was_pipeline or other.was_pipeline:
-            totals = without_calls(totals[0]), without_calls(totals[1])
-        keys = _in_order(
-            *((totals[0], totals[1]) if one.degrees["pp"] <= other.degrees["pp"] else (totals[1], totals[0]))
-        )
+            calls, totals = totals, (without_calls(totals[0]), without_calls(totals[1]))
+            _time_by_calls(totals[ordering], calls[ordering], calls[1 - ordering])
+        keys = _in_order(totals[ordering], totals[1 - ordering])
         found.alone |= set(totals[0]) ^ set(totals[1])
         found.compared += judge.moment(at, totals, keys, found.alone, is_first=first)
         first = False
@@ -156,6 +158,31 @@ def _notes(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
         if differing:
             step, _, rank = min(differing)
             yield f"random numbers differ from step {step} on, first on rank {rank}: that matters where the model has dropout"
+
+
+def _time_by_calls(made: Totals, ordering: Totals, others: Totals) -> None:
+    """Of calls that were added up the first that differs says when the module does: what is called in between may be the cause."""
+    ours, theirs = _calls(ordering), _calls(others)
+    for key, found in ours.items():
+        if len(found) < 2 or key not in theirs:
+            continue
+        errors = [
+            min(distance(call.projections, other.projections) for other in theirs[key]) / (call.norm or 1.0)
+            for call in found
+        ]
+        least = max(errors) / _GROWN
+        made[key].time = next(
+            (call.time for call, error in zip(found, errors, strict=True) if error >= least), made[key].time
+        )
+
+
+def _calls(totals: Totals) -> dict[Key, list[Total]]:
+    """By module and tensor of its result, the calls in the order of time."""
+    found: dict[Key, list[Total]] = {}
+    for key, total in sorted(totals.items(), key=lambda item: item[1].time):
+        if key.phase in (OUTPUT, OUTPUT_GRADIENT):
+            found.setdefault(key._replace(nth=key.nth % NUMBERS_OF_CALL), []).append(total)
+    return found
 
 
 def _in_order(ordering: Totals, others: Totals) -> list[Key]:

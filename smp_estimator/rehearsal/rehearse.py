@@ -18,6 +18,7 @@ import smp_config
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.emulation import VARIABLE as EMULATION_VARIABLE
 from smp_config.instances import require_usable
+from smp_config.job import MPI_ENABLED
 from smp_config.rate_card import RateCard
 from smp_config.rehearsal import STAND_IN_SAMPLES, Failure, KindReport, Rehearsal, RehearsalRequest
 from smp_config.rehearsal import input_shapes as input_shapes_of
@@ -26,8 +27,9 @@ from smp_config.values import dictionary
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of
 from smp_estimator.timeline.files import read_ranks
 
-#: Where ranks read ``mp_parameters``.
+#: Where ranks read ``mp_parameters``, and what Transformers looks for besides to see that it is in a job of this library.
 _PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
+_FRAMEWORK_VARIABLE, _WITH_RANKS = "SM_FRAMEWORK_PARAMS", {MPI_ENABLED: True}
 
 #: Lines of the script's output that an error is given with, when nothing else is known.
 _LAST_LINES = 12
@@ -246,7 +248,9 @@ def _environment(parameters: Mapping[str, Any] | None, given: Mapping[str, str] 
     found = {**os.environ, "OMP_NUM_THREADS": "1", EMULATION_VARIABLE: "1", **(given or {})}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [container, found.get("PYTHONPATH", "")]))
     if parameters is not None:
-        found[_PARAMETERS_VARIABLE] = json.dumps(dict(parameters))
+        settled = ModelParallelParameters.from_mp_parameters(dict(parameters)).to_mp_parameters()
+        found[_PARAMETERS_VARIABLE] = json.dumps(settled)
+        found.setdefault(_FRAMEWORK_VARIABLE, json.dumps(_WITH_RANKS))
     return found
 
 

@@ -94,6 +94,27 @@ class Rehearsed(Shown):
             return None
         return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
 
+    def to_dict(self) -> dict[str, object]:
+        """All figures, for JSON: the fields of :class:`~smp_config.rehearsal.Rehearsal`, and under ``found`` what follows."""
+        found = self.rehearsal
+        return {
+            **found.model_dump(mode="json"),
+            "found": {
+                "verdict": self.verdict.name.lower(),
+                "gpu_memory_bytes": self.gpu_memory_bytes,
+                "fullest_stage": self.fullest.stage,
+                "on_gpu_bytes": {str(kind.stage): on_gpu(kind) for kind in found.kinds},
+                "most_bytes": {str(kind.stage): self._most_on_gpu(kind) for kind in found.kinds},
+                "unused_stages": [kind.stage for kind in self.unused],
+                "step_seconds": found.step_seconds,
+                "samples_per_second": found.samples_per_second,
+                "training_steps": self.training_steps,
+                "training_epochs": self.training_epochs,
+                "training_hours": self.training_hours,
+                "training_usd": self.training_usd,
+            },
+        }
+
     def _basis(self) -> str:
         """Where the seconds of a step come from."""
         card = self.rehearsal.request.rates

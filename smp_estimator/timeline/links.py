@@ -98,9 +98,9 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
         raise ConfigError(
             "there are no bytes per link to draw: no rank sends anything in the step, or no link was given"
         )
-    if count > _MOST_ENDS:
+    if (ends := len({*rows, *columns})) > _MOST_ENDS:
         raise ConfigError(
-            f"the links have {count} ends, too many rows for one picture (most: {_MOST_ENDS}); draw stages or hosts instead "
+            f"the links have {ends} ends, too many rows for one picture (most: {_MOST_ENDS}); draw stages or hosts instead "
             "of ranks, or use the table"
         )
     # From a thousandth of the most on; less is drawn as nothing next to it.
@@ -118,12 +118,12 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_aspect("equal", anchor="W")
-    for set_ticks, ends, more in (
+    for set_ticks, names, more in (
         (axes.set_xticks, columns, {"rotation": 45, "ha": "right"}),
         (axes.set_yticks, rows, {}),
     ):
-        shown = range(0, len(ends), -(-len(ends) // 32))
-        set_ticks(shown, [ends[at] for at in shown], fontsize=7, **more)
+        shown = range(0, len(names), -(-len(names) // 32))
+        set_ticks(shown, [names[at] for at in shown], fontsize=7, **more)
     axes.set_xlabel("to", color=theme.ink)
     axes.set_ylabel("from", color=theme.ink)
     framed = f", {amount(sum(sent[pair] for pair in between))} of them between hosts (framed)" if between else ""

@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from support.doc_blocks import DOCUMENTS, ROOT
+from support.doc_blocks import DOCUMENTS
 from support.doc_pictures import FOLDER, pictures
 
 

@@ -290,6 +290,20 @@ def test_run_hands_everything_on(fake: type[Fake], script: Path, tmp_path: Path)
     assert fake.made["environment"] == {"SMP_TIMELINE": "3", "A": "b=c"}
 
 
+def test_run_refuses_in_the_words_of_its_options(script: Path) -> None:
+    words = [
+        "run",
+        str(script / "train.py"),
+        "--processes",
+        "3",
+        "--parameters",
+        '{"tensor_parallel_degree": 2, "ddp": true}',
+    ]
+    said = flat(call(*words, code=1))
+    assert "3 processes = --processes 3 × --hosts 1; set --processes to 2" in said
+    assert "[SMP103]" in said
+
+
 def test_run_says_which_variables_of_the_shell_it_leaves_out(
     fake: type[Fake], script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,3 +423,24 @@ def test_the_cluster_has_the_same_short_names_everywhere() -> None:
         said = call(command, "--help").output
         assert "--instance-type, --instance" in said, command
         assert "--instance-count, --count" in said, command
+
+
+_BARE = """
+import sys
+
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"numpy", "torch", "boto3", "botocore", "sagemaker", "matplotlib", "transformers"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NotInstalled())
+from smp_estimator.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def test_the_commands_come_without_any_extra() -> None:
+    """Who lacks something asks `doctor` where it is: the command needs only what every installation has."""
+    done = subprocess.run([sys.executable, "-c", _BARE, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "doctor" in done.stdout

@@ -13,7 +13,7 @@ from smp_estimator.pictures.svg import COLOURS
 from smp_estimator.timeline import JobTimeline
 from smp_estimator.timeline.drawing import DARK, LIGHT, Theme
 from smp_estimator.timeline.links import LinkTraffic, amount, link_table, save_link_picture
-from smp_estimator.timeline.memory import MemoryCurve, save_memory_picture
+from smp_estimator.timeline.memory import MemoryCurve, _shortened, save_memory_picture
 from smp_estimator.timeline.throughput import Throughput, seconds_per_step
 from smp_estimator.timeline.views import save_picture
 
@@ -189,6 +189,24 @@ def test_the_table_of_links_begins_with_the_most(tmp_path: Path) -> None:
     assert said.index("3 GB") < said.index("1.5 MB")
     assert ["250 MB" in said, "500 kB" in said, "between hosts" in said] == [True] * 3
     assert [amount(size) for size in (0, 999, 1000, 12_340_000_000_000)] == ["0 B", "999 B", "1 kB", "12.3 TB"]
+
+
+def test_who_sends_nothing_has_no_row(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    links = [
+        LinkTraffic(f"stage {at}", to, 10**9, 1) for at in (0, 1) for to in ("dp", "shard", "tp", f"stage {1 - at}")
+    ]
+    height, width = imread(save_link_picture(links, tmp_path / "l.png")).shape[:2]
+    assert width > 2 * height  # two rows of five columns
+
+
+def test_of_a_long_path_the_end_is_drawn() -> None:
+    path = "backward " + ".".join(f"module{at}" for at in range(20))
+    assert len(_shortened(path)) == 80
+    assert _shortened(path).startswith("backward module0.")
+    assert _shortened(path).endswith(".module18.module19")
+    assert _shortened("backward blocks.1") == "backward blocks.1"
 
 
 def test_links_that_cannot_be_drawn_are_refused(tmp_path: Path) -> None:

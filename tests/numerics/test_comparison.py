@@ -12,7 +12,7 @@ import pytest
 from support.command_line import call, flat
 from support.recorded_steps import HEAD, STEP, changed, value
 
-from smp_config.numerics import PROJECTIONS, Moment, Value, head_line, moment_line
+from smp_config.numerics import NUMBERS_OF_CALL, PROJECTIONS, Moment, Value, head_line, moment_line
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.picture import save_picture
 from smp_estimator.numerics.recorded_run import RecordedRun
@@ -56,6 +56,26 @@ def test_each_tensor_can_be_the_one_that_differs(wrong: tuple[str, str]) -> None
 )
 def test_the_cause_goes_before_what_it_causes(wrong: list[tuple[str, str]], expected: tuple[str, str]) -> None:
     assert first(changed(*wrong)) == expected
+
+
+@pytest.mark.parametrize("phase", ["output", "output gradient"])
+@pytest.mark.parametrize(("wrong", "expected"), [(1, "a"), (2, "b"), (3, "a")])
+def test_a_module_that_is_called_twice_in_a_pipeline_differs_when_its_call_does(
+    phase: str, wrong: int, expected: str
+) -> None:
+    """It is called before and behind another one; an error begins in one of the three calls, and is in those that follow."""
+    modules = [("a", 0, 1.0), ("b", 0, 3.0), ("a", NUMBERS_OF_CALL, 2.0)]
+
+    def calls(first: int) -> list[Value]:
+        return [
+            value(phase, name, size * (1.1 if at >= first else 1.0), nth=nth, time=float(at))
+            for at, (name, nth, size) in enumerate(modules, 1)
+        ]
+
+    degrees = {**HEAD.degrees, "pp": 2}
+    found = compare(run(calls(9), 1), run(calls(wrong), 1, "B", degrees=degrees)).first
+    assert found is not None
+    assert found.key.name == expected
 
 
 def test_rounding_is_no_finding_and_a_little_more_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ def _staged(seed: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", sampled(range(200), {0, 1}))
 def test_trees_on_stages(ranks: Any, seed: int, record_property: Any) -> None:
     alone = Alone(random_modules.random_module(seed), lambda parameters: torch.optim.SGD(parameters, lr=0.01))
@@ -64,7 +66,7 @@ def test_trees_on_stages(ranks: Any, seed: int, record_property: Any) -> None:
         )
     stages = 2 + seed % 2
     config = {"pipeline_parallel_degree": stages, "microbatches": MICROBATCHES, "pipeline": "zero_bubble"}
-    results = ranks(_staged, stages, seed, config=config)
+    results = ranks(_staged, stages, seed, config=config, timeout=200)
     worst = 0.0
     for step, expected in enumerate(alone.gradients):
         found = {name: value for result in results for name, value in result[step].items()}
@@ -74,29 +76,44 @@ def test_trees_on_stages(ranks: Any, seed: int, record_property: Any) -> None:
     assert worst <= NEAR
 
 
-@pytest.mark.parametrize(("kind", "name"), sampled(FAMILIES, {("causal", "gpt2")}))
-def test_families(kind: str, name: str, record_property: Any) -> None:
-    """Two microbatches of a whole model on one rank: what is taken apart does not depend on where it runs."""
-    family, left = Family(kind, name), WeightGradients()
+def taken_apart(model: torch.nn.Module, loss_of: Callable[[int], torch.Tensor]) -> float:
+    """How far the gradients of two microbatches whose backward passes are taken apart are from those of whole ones."""
+    left, found = WeightGradients(), []
     left.is_open = True
-    model = tiny_model(family).double().train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    found: list[dict[str, torch.Tensor]] = []
     for splits in (False, True):
         model.zero_grad()
         for number in range(2):
             if splits:
                 with splitting(left, SplitOperations()):
-                    loss_of(model, batch_of(number, 4)).backward()
+                    loss_of(number).backward()
                 assert left
                 left.run()
             else:
-                loss_of(model, batch_of(number, 4)).backward()
+                loss_of(number).backward()
         found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     whole, apart = found
     assert apart.keys() == whole.keys()
-    worst = max(distance(apart[name], value) for name, value in whole.items())
+    return max(distance(apart[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("seeds", sampled([range(4), range(4, 200)], [range(4)]))
+def test_trees_on_one_rank(seeds: range) -> None:
+    for seed in seeds:
+        tree = random_modules.random_module(seed)
+        worst = taken_apart(
+            tree, lambda number, tree=tree: random_modules.loss_of(tree, random_modules.batch(number, 2))
+        )
+        assert worst <= NEAR, seed
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("kind", "name"), sampled(FAMILIES, {("causal", "gpt2")}))
+def test_families(kind: str, name: str, record_property: Any) -> None:
+    """What is taken apart does not depend on where it runs."""
+    model = tiny_model(Family(kind, name)).double().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    worst = taken_apart(model, lambda number: loss_of(model, batch_of(number, 4)))
     record_property("distance", worst)
     assert worst <= NEAR

@@ -8,12 +8,25 @@ from click.testing import CliRunner
 
 from smp_config import ConfigError
 from smp_config.instances import instance
-from smp_config.rehearsal import Holder, KindReport, Rehearsal, RehearsalRequest, read_request
+from smp_config.rehearsal import (
+    CollectiveCount,
+    Holder,
+    KindReport,
+    LinkCount,
+    MemoryOverTime,
+    ModuleWork,
+    Rehearsal,
+    RehearsalRequest,
+    TimedBlock,
+    read_request,
+)
 from smp_estimator.cli.main import main
 from smp_estimator.planning import Verdict
 from smp_estimator.rehearsal import RehearsalFailed, Rehearsed, rehearse
 from smp_estimator.rehearsal.pictures import links_of, save_links, save_memory
+from smp_estimator.rehearsal.rehearse import _environment
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpt_script.py")
 GIB = 2**30
 
@@ -103,8 +116,31 @@ def test_memory_and_links_are_drawn(tmp_path):
 
 
 def test_a_report_is_the_same_after_json():
-    found = rehearsed(kind(0, GIB)).rehearsal
-    assert Rehearsal.model_validate_json(found.model_dump_json()) == found
+    found = rehearsed(kind(0, GIB), kind(1, 41 * GIB))
+    written = json.dumps(found.to_dict())
+    assert Rehearsal.model_validate_json(written) == found.rehearsal
+    said = json.loads(written)["found"]
+    assert (said["verdict"], said["fullest_stage"], said["step_seconds"]) == ("does_not_fit", 1, 0.5)
+    assert said["on_gpu_bytes"] == said["most_bytes"] == {"0": GIB, "1": 41 * GIB}
+
+
+def test_the_document_has_every_key_of_the_file():
+    page = (ROOT / "docs" / "rehearsal.md").read_text(encoding="utf-8")
+    records = [
+        Rehearsal,
+        RehearsalRequest,
+        KindReport,
+        Holder,
+        MemoryOverTime,
+        CollectiveCount,
+        LinkCount,
+        ModuleWork,
+        TimedBlock,
+    ]
+    keys = {name for record in records for name in record.model_fields} | set(
+        rehearsed(kind(0, GIB)).to_dict()["found"]
+    )
+    assert sorted(key for key in keys if f"`{key}`" not in page) == []
 
 
 def test_a_request_that_is_none_is_refused(tmp_path):
@@ -152,6 +188,44 @@ def test_a_rehearsal_of_1024_ranks_writes_its_figures(asked, tmp_path):
     assert found["kinds"][0]["links"]
     # Buckets of gradients are buffers, though torch.empty is called through the emulation.
     assert set(found["kinds"][0]["classes"]) >= {"parameter", "optimizer state", "activation", "buffer"}
+
+
+def test_libraries_find_the_variables_of_a_job():
+    environment = _environment({"ddp": True, "pipeline_parallel_degree": 2}, {"MINE": "1"})
+    assert json.loads(environment["SM_HP_MP_PARAMETERS"]) == {
+        "ddp": True,
+        "partitions": 2,
+        "pipeline_parallel_degree": 2,
+    }
+    assert json.loads(environment["SM_FRAMEWORK_PARAMS"]) == {"sagemaker_mpi_enabled": True}
+    assert environment["MINE"] == "1"
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.timeout(300)
+def test_a_script_of_transformers_trainer_is_rehearsed_as_it_is(tmp_path):
+    pytest.importorskip("accelerate")
+    (tmp_path / "corpus.txt").write_text("a line of text\n" * 4000)
+    words = ["--output_dir", str(tmp_path / "state"), "--max_steps", "8", "--per_device_train_batch_size", "4"]
+    found = rehearse(
+        ROOT / "entrypoints" / "train_trainer.py",
+        [*words, "--save_strategy", "no", "--report_to", "none"],
+        instance_count=2,
+        parameters={"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2},
+        channels={"train": tmp_path},
+    )
+    assert [one.stands_for for one in found.rehearsal.kinds] == [8, 8]
+    assert found.rehearsal.kinds[0].step_samples == 4 * 8
+    assert all(one.parameters for one in found.rehearsal.kinds)
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.timeout(120)
+def test_pytorch_s_own_data_parallelism_is_refused_with_its_line():
+    with pytest.raises(RehearsalFailed, match=r"train_ddp.py:\d+: SMPUserError: DistributedDataParallel of PyTorch"):
+        rehearse(ROOT / "entrypoints" / "train_ddp.py", parameters={"ddp": True})
 
 
 @pytest.mark.full

@@ -170,7 +170,8 @@ def test_a_rehearsal_counts_what_the_job_does(name, tmp_path):
         assert kind.resident_bytes == pytest.approx(report.resident_bytes, rel=0.02)
         if stages == 1:  # else only some ranks trace the model in it, and no order is planned
             assert kind.first_step_peak_bytes == pytest.approx(report.first_step_peak_bytes, rel=0.02)
-        # Stages that have replicas came to 3.0 % in one run of several: not all that is alive there follows the order.
+        # Two ranks of one stage of a job differ by 3.0 % themselves: tensors that came early, or are kept until a microbatch is
+        # known to be over, follow messages and not the order.
         assert kind.peak_bytes == pytest.approx(report.peak_bytes, rel=0.04 if 1 < stages < ranks else 0.02)
         assert kind.host_peak_bytes == report.host_peak_bytes
         assert bool(links(report)) == (stages > 1)

@@ -78,3 +78,32 @@ def _reused():
 def test_memory_is_used_again_and_what_nobody_waits_for_ends(ranks):
     for ends in ranks(_reused, 2, init=False):
         assert ends[-1] == ends[10]
+
+
+def _left():
+    """What a rank hears that waits for one that has left, and for one that takes part with another tensor."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_config import Group
+
+    ranks = smp.init().ranks
+    group, heard = ranks.process_group(Group.DP), []
+
+    def reduce(elements):
+        try:
+            ranks.collectives.all_reduce(torch.ones(elements), group).wait()
+        except RuntimeError as error:
+            heard.append(str(error))
+
+    reduce(40 + smp.rank())
+    if smp.rank() == 1:
+        getattr(ranks.collectives, "_inner", ranks.collectives).close()
+    reduce(40)
+    return heard
+
+
+def test_a_rank_that_waits_hears_of_one_that_has_left_or_calls_otherwise(ranks):
+    waiting, gone = ranks(_left, 2, config={"ddp": True})
+    assert "rank 1 takes part with 164 bytes in a collective in which this rank has 160" in waiting[0]
+    assert "Connection closed by peer: rank 1" in waiting[1]
+    assert "takes part with 160 bytes" in gone[0]
+    assert "Connection closed by peer: this rank" in gone[1]

@@ -1,4 +1,4 @@
-"""Random trees of modules whose backward passes are hard to take apart: tied weights, chunks, checkpointed regions, unused outputs."""
+"""Random trees of modules whose backward passes are hard to take apart: tied weights, chunks, checkpointing, unused outputs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ class RankPool:
         )
         # Forked from a server that has imported PyTorch, for which each would need three seconds of its processor.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", _INIT, "smp_runtime.model.distributed_model", "support.rank_pool"])
+        context.set_forkserver_preload(
+            ["torch._dynamo", _INIT, "smp_runtime.model.distributed_model", "support.rank_pool"]
+        )
         self._ranks = []
         self._ready = 0
         self._case = 0

@@ -63,6 +63,26 @@ def test_in_a_pipeline_tasks_compute_and_the_rest_of_the_step_is_idle(counted: t
     assert (found.compute, found.collectives, found.waiting, found.data) == (1.25, 0.25, 2.5, 0.0)
 
 
+@pytest.mark.parametrize("task", [0.0, 0.5])
+def test_parts_of_a_rank_that_is_read_while_it_waits_are_no_more_than_the_time(
+    counted: tuple[Pace, Clock], task: float
+) -> None:
+    rank, clock = counted
+    for kind in (pace.STEP, pace.REDUCTION):
+        rank.enter(kind)
+        clock.now += 3.0
+        before = rank.read()  # in the middle of waits that end behind it
+        clock.now += 1.0
+        rank.add_collective(2.5)
+        rank.add_wait(1.5)
+        rank.add_task(task)
+        rank.enter(pace.BETWEEN)
+        clock.now += 1.0
+        found = record_between(before, rank.read(), 0)
+        parts = found.compute + found.collectives + found.waiting + found.data + found.saving
+        assert (parts, found.collectives) == (found.seconds, 1.0)
+
+
 def test_others_read_it_while_it_counts(tmp_path) -> None:
     notes = whereabouts.Notes(tmp_path / "3", 3)
     notes.begin_step()

@@ -46,6 +46,10 @@ def set_activation_checkpointing(
 
     Raises:
         SMPUserError: an unknown strategy, or a strategy for something that has no sequence of children.
+
+    Example:
+        >>> layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        >>> smp.set_activation_checkpointing(layers, strategy="group_4")
     """
     how = Strategy.parse(strategy)
     if not isinstance(module, nn.Module):

@@ -43,6 +43,9 @@ def save(
 
     Raises:
         CheckpointError: the disk is full; the former file stays.
+
+    Example:
+        >>> smp.save(model.state_dict(), "model.pt", partial=False)  # one file, whole
     """
     path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
     with whereabouts.here().within(whereabouts.SAVE):
@@ -72,6 +75,9 @@ def load(
         pickle_load_args: keywords for the unpickler, as a dictionary or as further keywords.
         back_compat: has no effect, with a warning: files of all releases are read in the same way.
         v3: the file name ends in pipeline, tensor and reduced data parallel rank, as with ``smp.save(v3=True)``.
+
+    Example:
+        >>> weights = smp.load("model.pt", partial=False)
     """
     if isinstance(pickle_load_args, bool):
         raise SMPUserError(

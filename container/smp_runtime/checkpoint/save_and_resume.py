@@ -94,6 +94,9 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         SMPUserError: content that could not be loaded back, a tag with a slash, or one that means another file.
         CheckpointError: some rank could not write, now or in the last asynchronous save, or another job saves there; the
             former checkpoint stays the newest.
+
+    Example:
+        >>> smp.save_checkpoint("checkpoints", tag="step-100", user_content={"step": 100})
     """
     tag = str(tag)
     check_tag(tag, partial=partial)
@@ -163,6 +166,12 @@ def memory_checkpoint(
 
     Raises:
         SMPUserError: content that could not be loaded back, or it is not clear which model is meant.
+
+    Example:
+        >>> for step in range(3):
+        ...     loss = train_step(model, inputs, targets)
+        ...     optimizer.step()
+        ...     _ = smp.memory_checkpoint(model, optimizer, user_content={"step": step + 1})
     """
     copier = Copier.of(session)
     if copier is None:
@@ -183,6 +192,10 @@ def newest_memory_checkpoint(session: Session) -> int | None:
 
     Returns:
         None unless the job's ranks were started again in place and have left one, and after ``resume_from_checkpoint``.
+
+    Example:
+        >>> if smp.newest_memory_checkpoint() is not None:
+        ...     state = smp.resume_from_checkpoint("checkpoints")
     """
     state = newest_state(session)
     return None if state is None else state.manifest.steps
@@ -193,6 +206,10 @@ def wait_for_checkpoint(session: Session) -> None:
 
     Raises:
         CheckpointError: it could not be written; the former checkpoint is still the newest.
+
+    Example:
+        >>> smp.save_checkpoint("checkpoints", tag="last", async_save=True)
+        >>> smp.wait_for_checkpoint()
     """
     Saver.of(session).wait()
 
@@ -239,6 +256,11 @@ def resume_from_checkpoint(
     Raises:
         CheckpointError: nothing to resume, a file is missing or damaged, or it belongs to another model; nothing was
             loaded.
+
+    Example:
+        >>> state = smp.resume_from_checkpoint("checkpoints", tag="step-100")
+        >>> state["step"]
+        100
     """
     load_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
     models = _models(session)

@@ -11,7 +11,11 @@ from smp_runtime.errors import SMPUserError
 
 
 class CommGroup(enum.Enum):
-    """The groups that a message can address."""
+    """The groups that a message can address.
+
+    Example:
+        >>> losses = smp.allgather(0.25, smp.CommGroup.DP_GROUP)  # or smp.DP_GROUP
+    """
 
     WORLD = Group.WORLD
     MP_GROUP = Group.MP
@@ -22,7 +26,11 @@ class CommGroup(enum.Enum):
 
 
 class RankType(enum.Enum):
-    """In which group a rank number counts."""
+    """In which group a rank number counts.
+
+    Example:
+        >>> rank_types = [kind.name for kind in smp.RankType]  # for smp.send and smp.recv_from
+    """
 
     WORLD_RANK = Group.WORLD
     MP_RANK = Group.MP

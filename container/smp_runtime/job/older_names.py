@@ -19,6 +19,9 @@ def hvd_average_grads() -> None:
 
     Raises:
         SMPUserError: nobody averages them: there are several data parallel ranks, and ``ddp`` is false.
+
+    Example:
+        >>> smp.hvd_average_grads()  # where an older script has it, after the step
     """
     ranks = sessions.current().ranks
     if not ranks.cfg.ddp and ranks.size(Group.DP) > 1:

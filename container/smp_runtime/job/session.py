@@ -208,6 +208,10 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
 
     Raises:
         ConfigError: a setting that cannot work with this number of processes.
+
+    Example:
+        >>> smp.init()  # the settings of the job, or of none
+        >>> smp.init({"microbatches": 2})  # in a script that is started without an estimator
     """
     from smp_config import ModelParallelParameters
 
@@ -326,17 +330,31 @@ def current() -> Session:
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init` has been called."""
+    """Whether :func:`init` has been called.
+
+    Example:
+        >>> device = smp.state.device if smp.is_initialized() else torch.device("cpu")
+    """
     return _session is not None
 
 
 def is_tracing() -> bool:
-    """Whether this process runs the tracing step, which decides the partition."""
+    """Whether this process runs the tracing step, which decides the partition.
+
+    Example:
+        >>> if not smp.is_tracing():
+        ...     print("a step that counts")
+        a step that counts
+    """
     return _session is not None and _session.ranks.step.is_tracing
 
 
 def shutdown() -> None:
-    """Leave the job; a later :func:`init` joins again. Called by itself when the process ends."""
+    """Leave the job; a later :func:`init` joins again. Called by itself when the process ends.
+
+    Example:
+        >>> smp.shutdown()  # between two trainings of one process, such as tests
+    """
     global _session
     if _session is not None:
         session, _session = _session, None

@@ -26,6 +26,10 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
     Operations on tensors inside are recorded and run later, so the model's constructor must not read values
     (``item()``, ``if tensor: …``). Inside another such context it changes nothing.
+
+    Example:
+        >>> with smp.delay_param_initialization():
+        ...     model = nn.Linear(4096, 4096)  # no memory yet
     """
     with deferring(sessions.current().ranks.keep(Deferrals, Deferrals)) if enabled else contextlib.nullcontext():
         yield
@@ -45,6 +49,10 @@ def model_creation(
 
     Raises:
         SMPUserError: ``dtype`` is no floating point type, or an unknown argument.
+
+    Example:
+        >>> with smp.model_creation(tensor_parallelism=True):
+        ...     model = nn.Linear(64, 64)
     """
     if dtype is not None and not dtype.is_floating_point:
         raise SMPUserError(
@@ -69,6 +77,10 @@ def partition(index: int) -> contextlib.AbstractContextManager[None]:
 
     Raises:
         SMPUserError: no such stage.
+
+    Example:
+        >>> with smp.partition(0):  # "auto_partition": false; the first stage
+        ...     encoder = nn.Linear(64, 64)
     """
     return manual_of(sessions.current()).partition(index)
 
@@ -85,6 +97,10 @@ def set_partition(module: nn.Module, pp_rank: int) -> None:
 
     Raises:
         SMPUserError: no such stage, no module, or a module of a model that is partitioned already, with another stage.
+
+    Example:
+        >>> decoder = nn.Linear(64, 64)
+        >>> smp.set_partition(decoder, smp.pp_size() - 1)
     """
     session = sessions.current()
     for model in session.models:

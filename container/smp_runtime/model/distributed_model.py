@@ -52,26 +52,26 @@ when_wrapped: list[Callable[[DistributedModel], None]] = []
 class DistributedModel(WrappedModule):
     """Trains ``module`` over all processes of the job; gradients are averaged once per step.
 
-    The module moves to this rank's device, and its parameters and buffers become those of the first data parallel
-    rank. Attributes of the module can be read from the wrapper, and ``model.module``, ``model.module.module`` and so
-    on are all the module itself.
+    It moves to this rank's device with the weights of the first data parallel rank; the wrapper has its attributes.
 
     Args:
         module: any ``nn.Module``.
         trace_device: ``"gpu"`` or ``"cpu"``: where the tracing step runs.
-        trace_execution_times: measure module times while tracing; not with ``trace_device="cpu"``.
+        trace_execution_times: measure times while tracing; not with ``trace_device="cpu"``.
         overlapping_allreduce: reduce gradients while backward still runs.
         backward_passes_per_step: steps whose gradients accumulate before one reduction.
-        average_grads_across_microbatches: False leaves the sum over microbatches.
+        average_grads_across_microbatches: False leaves the sum over them.
         bucket_cap_mb: size of a gradient bucket, in MiB.
         trace_memory_usage: measure memory while tracing.
         broadcast_buffers: copy buffers from the first data parallel rank at every training step.
-        gradient_as_bucket_view: gradients of all steps share one buffer, which saves allocating it; a reference to a
-            gradient that is kept over a step then sees the next step's values.
+        gradient_as_bucket_view: gradients of all steps share one buffer; one that is kept sees the next step's.
         find_unused_parameters: has no effect: unused parameters are found whatever it is.
 
     Raises:
         SMPUserError: (a ``ValueError``) an argument out of its range.
+
+    Example:
+        >>> model = smp.DistributedModel(nn.Linear(4, 2))
     """
 
     def __init__(  # noqa: PLR0913 - the arguments that scripts pass

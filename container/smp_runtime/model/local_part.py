@@ -12,7 +12,6 @@ from smp_runtime.module_state.compiled_blocks import Compiling
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.replacement.placing import place
 from smp_runtime.sharding.sharded_state import ShardedState
-from smp_runtime.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +54,7 @@ class LocalPart:
         def hinders(block: nn.Module) -> str | None:
             return adapted_inside(block) or (shards.uses.leave_inside(block) if shards is not None else None)
 
-        compiled = Compiling(
+        Compiling(
             repeated=cfg.compile_backend if cfg.compile else None,
             has=self.has,
             hinders=hinders,
@@ -63,8 +62,6 @@ class LocalPart:
             # The first rank of each stage, and of each host, on which something else may be missing.
             tells=ranks.rank_in(Group.DP) == 0 or ranks.local_rank == 0,
         ).begin(self.module)
-        if compiled and ranks.size(Group.TP) > 1:
-            TensorGroup.of(ranks).draws_in_graphs = True
 
     def has_tensor(self, name: str) -> bool:
         """Whether a parameter or buffer is on this rank, by its name."""

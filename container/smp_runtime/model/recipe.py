@@ -32,8 +32,7 @@ def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
     checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
-    compiled_blocks.carry_over(compiled, module)
-    return module
+    return compiled_blocks.carry_over(compiled, module)
 
 
 def place(
@@ -62,12 +61,11 @@ def place(
     if shards_state:
         sharing, own_batch = sharing_group(ranks), seeing_own_batch(part.registry, trained, ranks)
         state = ShardedState(ranks, sharing, trained, precision, masters, window.bucket_bytes, own_batch)
-        placed.sharded_state = state
     elif placed.shards is not None:
         placed.shards.add_whole({p: master_shard(p, masters[p]) if p in masters else parameter_shard(p) for p in whole})
-        placed.sharded_state = placed.shards
     elif masters:
         placed.optimizer_shards = {parameter: master_shard(parameter, masters[parameter]) for parameter in trained}
+    placed.sharded_state = state or placed.shards
     if placed.sharded_state is not None:
         placed.optimizer_shards = placed.sharded_state.optimizer_shards
         part.registry.place_shards(placed.sharded_state.places)
@@ -96,7 +94,6 @@ def _created(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
     stages.drop_others()
     later = frozenset(id(parameter) for _, parameter in created_later)
     split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
-    parameters = list(part.parameters())
-    shards = ShardedParameters(part.module, parameters, ranks, stages.precision, deferred=later, split=split)
+    shards = ShardedParameters(part.module, [*part.parameters()], ranks, stages.precision, deferred=later, split=split)
     create_shards(ranks, part.module, created_later, shards)
     return shards

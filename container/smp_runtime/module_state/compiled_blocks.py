@@ -142,8 +142,8 @@ def marks(model: nn.Module) -> dict[str, str]:
     return {path: vars(part)[_MARK] for path, part in model.named_modules() if _MARK in vars(part)}
 
 
-def carry_over(before: Mapping[str, str], model: nn.Module) -> None:
-    """Modules that have taken the place of marked ones are marked too.
+def carry_over(before: Mapping[str, str], model: nn.Module) -> nn.Module:
+    """Modules that have taken the place of marked ones are marked too; gives the model.
 
     Args:
         before: from :func:`marks`, before modules were replaced.
@@ -159,6 +159,7 @@ def carry_over(before: Mapping[str, str], model: nn.Module) -> None:
             'set "compile": true, which compiles the layers of those',
             *(len(lost), lost[0]),
         )
+    return model
 
 
 @dataclass(frozen=True)

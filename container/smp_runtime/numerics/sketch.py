@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Elements that are projected at once, in float64.
 _CHUNK = 1 << 22
+#: Of a slice with no more elements the directions are kept: most parameters are small, and so is the time for their elements.
+_FEW = 2048
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -107,18 +109,43 @@ def sketch_of(
         return Sketch(dtype, columns, 0, numbers, numbers.new_zeros(1, dtype=torch.int64))
     kind = torch.float64 if precise or not flat.is_floating_point() or flat.dtype is torch.float64 else torch.float32
     wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.to(kind)
-    square = torch.stack([torch.dot(part, part) for part in wide.split(_CHUNK)]).double().sum()
-    low, high = wide.aminmax()
-    greatest = torch.maximum(-low, high).double()
+    square, (low, high) = _squares(wide), wide.aminmax()
     projections = _of_batch(wide, whole, kind) if region is None else _of_region(wide, region, kind)
-    parts = [square.view(1), greatest.view(1), projections]
+    parts = [torch.stack([square, torch.maximum(-low, high)]).double(), projections]
     if counts_small:
-        sizes, unit = wide.abs(), (square / elements).sqrt().to(wide.dtype)
+        sizes, limits = wide.abs(), (square / elements).sqrt() * _small(wide.dtype, wide.device)
         zeros = elements - torch.count_nonzero(sizes)
-        counts = torch.stack([torch.count_nonzero(sizes < unit * part) for part in SMALL])
+        if elements <= _FEW:
+            counts = torch.count_nonzero(sizes < limits[:, None], dim=1)
+        else:
+            counts = torch.stack([_count_below(sizes, limit) for limit in limits])
         parts.append((counts - zeros).clamp_min(0).double())
-    bits = bits_of(flat) if precise else torch.zeros(1, dtype=torch.int64, device=flat.device)
-    return Sketch(dtype, columns, elements, torch.cat(parts), bits)
+    return Sketch(dtype, columns, elements, torch.cat(parts), bits_of(flat) if precise else _no_bits(flat.device))
+
+
+def _squares(wide: torch.Tensor) -> torch.Tensor:
+    """The sum of squares, in the type of the tensor."""
+    if wide.numel() <= _CHUNK:
+        return torch.dot(wide, wide)
+    return torch.stack([torch.dot(part, part) for part in wide.split(_CHUNK)]).double().sum().to(wide.dtype)
+
+
+def _count_below(sizes: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """How many elements are smaller, as float64."""
+    # Ones of the elements' own type are written and added several times faster than truth values; each sum is exact.
+    sums = [torch.lt(part, limit, out=torch.empty_like(part)).sum() for part in sizes.split(_CHUNK)]
+    return sums[0].double() if len(sums) == 1 else torch.stack(sums).double().sum()
+
+
+@functools.lru_cache(maxsize=16)
+def _small(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[len(SMALL)]``."""
+    return torch.tensor(SMALL, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _no_bits(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 @torch.no_grad()
@@ -152,9 +179,19 @@ def _projected(flat: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor, ki
     return found
 
 
+@functools.lru_cache(maxsize=256)
+def _directions(region: Region, device: torch.device, kind: torch.dtype) -> torch.Tensor:
+    """Those of each element of a small region: ``[PROJECTIONS, elements]``."""
+    rows, columns = _rows(region, device), _along(region, len(region.shape) - 1, device)
+    whole = (rows[:, None] * columns[None]).reshape(-1, PROJECTIONS)
+    return whole[region.first : region.last].t().to(kind).contiguous()
+
+
 def _of_region(flat: torch.Tensor, region: Region, kind: torch.dtype) -> torch.Tensor:
     if not region.shape:
         return flat.double().expand(PROJECTIONS)
+    if region.slice_elements <= _FEW:
+        return (_directions(region, flat.device, kind) @ flat.to(kind)).double()
     rows, columns = _rows(region, flat.device), _along(region, len(region.shape) - 1, flat.device)
     width = columns.shape[0]
     found = torch.zeros(PROJECTIONS, dtype=torch.float64, device=flat.device)

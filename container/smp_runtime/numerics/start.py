@@ -44,6 +44,9 @@ def record_numerics(session: Session, folder: str | os.PathLike[str] = "", every
 
     Raises:
         SMPUserError: (a ``ValueError``) another number, or a folder that nothing can be written into.
+
+    Example:
+        >>> smp.record_numerics("numerics", every=10)  # then: smp-estimator diff numerics OTHER
     """
     if isinstance(every, bool) or not isinstance(every, int) or not 1 <= every <= MOST_EVERY:
         raise SMPUserError(

@@ -56,6 +56,9 @@ class DistributedOptimizer(SavedOptimizer):
 
     Raises:
         SMPUserError: (a ``ValueError``) not an optimizer, or an unknown loss scaling argument.
+
+    Example:
+        >>> optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     """
 
     #: Read by ``accelerate``, which must not wrap this class again.

@@ -272,6 +272,13 @@ def auto_resume(
     Raises:
         SMPUserError: not the wrapped model and optimizer, or a state that is none.
         CheckpointError: a checkpoint that is damaged, of another model, or without ``states``; see ``strict``.
+
+    Example:
+        >>> progress = smp.auto_resume(model, optimizer, folder="resumable", every=100)
+        >>> for step in progress.steps(3):
+        ...     optimizer.zero_grad()
+        ...     loss = train_step(model, inputs, targets)
+        ...     optimizer.step()
     """
     if not isinstance(model, DistributedModel) or not isinstance(optimizer, DistributedOptimizer):
         raise SMPUserError(

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
 from smp_config.launchers import SECRET_VARIABLE
@@ -207,6 +208,7 @@ class _Kind:
         sessions.at_init.append(self._begin)
         if self._request.on_gpu:
             F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
+        DistributedDataParallel.__init__ = _refused  # type: ignore[method-assign, assignment]
         torch.save = _save_nothing  # type: ignore[assignment]  # its names of arguments are not needed
         public: Any = sys.modules[_PUBLIC]
         public.save_checkpoint = self._agreed(public.save_checkpoint)
@@ -348,6 +350,14 @@ _save = torch.save
 def _save_nothing(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
     """Write a file that can be read: the elements of what it should hold are nobody's."""
     _save(None, file)
+
+
+def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
+    """PyTorch's own data parallelism asks its backend for values in C++, and of ranks that are not there nobody has any."""
+    raise SMPUserError(
+        "DistributedDataParallel of PyTorch is made here, which cannot be rehearsed: its sums go past this library; wrap the model "
+        'with smp.DistributedModel, after smp.init(), and set "ddp": True for replicas'
+    )
 
 
 _init_process_group = dist.init_process_group

@@ -135,6 +135,11 @@ def tp_register(
 
     Raises:
         SMPUserError: ``dist_module`` is no such subclass, or a hook cannot be called.
+
+    Example:
+        >>> @smp.tp_register(smp.nn.DistributedLinear)
+        ... class Projection(nn.Linear):
+        ...     pass
     """
 
     def mark(module_cls: type) -> type:
@@ -166,6 +171,11 @@ def tp_register_with_module(
 
     Raises:
         SMPUserError: a class that is none of these, or a hook that cannot be called.
+
+    Example:
+        >>> class TheirLinear(nn.Linear):
+        ...     pass
+        >>> smp.tp_register_with_module(TheirLinear, smp.nn.DistributedLinear)
     """
     from smp_runtime.nn.distributed_module import DistributedModule
 

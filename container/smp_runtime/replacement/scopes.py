@@ -66,6 +66,10 @@ def tensor_parallelism(
 
     Raises:
         SMPUserError: an unknown keyword or style, or a switch that is not true or false.
+
+    Example:
+        >>> with smp.tensor_parallelism():
+        ...     model = LlamaForCausalLM.from_pretrained("a-folder")  # doctest: +SKIP
     """
     with marking(_MARK, _mark(enabled, keep_weights, plan, overrides)):
         yield
@@ -89,6 +93,10 @@ def set_tensor_parallelism(
         keep_weights: as in :func:`tensor_parallelism`.
         plan: likewise, for names in ``module``.
         overrides: as in :func:`tensor_parallelism`.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> smp.set_tensor_parallelism(mlp, True)  # before smp.DistributedModel
     """
     if not isinstance(module, nn.Module):
         raise SMPUserError(f"set_tensor_parallelism got a {type(module).__name__}; pass a module of the model")

@@ -72,6 +72,9 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
         ConfigError: settings that do not fit each other or the number of ranks.
         SMPUserError: a setting that cannot change, or a model or a data set that cannot be divided otherwise. The job is as it
             was, on all ranks.
+
+    Example:
+        >>> reshaped = smp.reshape({"pipeline_parallel_degree": 1, "tensor_parallel_degree": 1})
     """
     began = time.perf_counter()
     ranks = session.ranks

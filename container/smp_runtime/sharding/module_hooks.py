@@ -464,6 +464,9 @@ def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
 
     Raises:
         SMPUserError: the first argument is no module, or the second no parameter.
+
+    Example:
+        >>> smp.register_parameter(head, embedding.weight)  # head multiplies by it
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise SMPUserError(

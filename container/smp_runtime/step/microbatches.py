@@ -97,6 +97,11 @@ class StepOutput:
 
     Attributes:
         outputs: the tensors, in microbatch order.
+
+    Example:
+        >>> loss = train_step(model, inputs, targets)
+        >>> print(f"loss {float(loss.reduce_mean()):.3f}")  # the mean over the microbatches
+        loss ...
     """
 
     def __init__(self, outputs: list[torch.Tensor]) -> None:

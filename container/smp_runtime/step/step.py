@@ -245,6 +245,17 @@ def step(
         non_split_inputs: names of arguments that every microbatch gets whole; or the function, for ``@smp.step`` alone.
         input_split_axes: batch axis by argument name, where it is not 0.
         detach_outputs: False keeps the graph of returned tensors alive.
+
+    Example:
+        >>> @smp.step
+        ... def train_step(model, inputs, targets):
+        ...     loss = cross_entropy(model(inputs), targets)
+        ...     model.backward(loss)
+        ...     return loss
+        >>> loss = train_step(model, inputs, targets).reduce_mean()
+        >>> @smp.step(non_split_inputs=["mask"], input_split_axes={"inputs": 1})
+        ... def evaluate(model, inputs, mask):
+        ...     return model(inputs.transpose(0, 1) * mask)
     """
     if callable(non_split_inputs):
         return StepFunction(non_split_inputs, (), input_split_axes, detach_outputs)

@@ -93,9 +93,7 @@ class Flow(abc.ABC):
         """Dropout of activations as they lie inside."""
         if not training or probability == 0.0:
             return hidden
-        if self._group.size == 1 and torch.compiler.is_compiling():
-            return F.dropout(hidden, probability)
-        if self._group.draws_in_graphs and self._group.size > 1:
+        if torch.compiler.is_compiling():
             return traced.dropout(hidden, probability, replicated=self._dim is None)
         tracker = RandomTracker.of(self._group)
         family = tracker.replicated if self._dim is None else tracker.split

@@ -80,8 +80,6 @@ class TensorGroup:
         prescaled: whether all of them get the same batch; else each has its own.
         spreads_experts: whether each of them has whole experts of a mixture.
         slices_activations: whether activations between layers are sliced (``optimize="memory"``).
-        draws_in_graphs: whether dropout has the numbers of compiled graphs, also where a layer of theirs runs eagerly, so that
-            ranks agree of which only some can compile.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -93,7 +91,6 @@ class TensorGroup:
         self.prescaled = ranks.cfg.prescaled_batch
         self.slices_activations = ranks.cfg.optimize == "memory"
         self.spreads_experts = ranks.cfg.expert_parallel_degree > 1
-        self.draws_in_graphs = False
         self.device = ranks.device
 
     @classmethod

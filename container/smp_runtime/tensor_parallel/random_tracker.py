@@ -77,10 +77,6 @@ class RandomTracker:
         """Random numbers inside are independent on every rank of the group."""
         return self._seeded(device, 1 + self._rank)
 
-    def seed(self, *, replicated: bool) -> int:
-        """What random numbers of one or the other family may be made from, for one use."""
-        return mixed(self._base, *self._use(), 0 if replicated else 1 + self._rank)
-
     @contextlib.contextmanager
     def _seeded(self, device: torch.device, stream: int) -> Iterator[None]:
         if device.type == "meta":  # no values, no random numbers

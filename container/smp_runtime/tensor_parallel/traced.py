@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 _LIBRARY = torch.library.Library("smp", "DEF")
 #: The group of the job that this process is in, under one name; weak, since a job may end before its process.
 _groups: weakref.WeakValueDictionary[str, TensorGroup] = weakref.WeakValueDictionary()
-
-#: Of splitmix64, as signed numbers of 64 bits.
-_STRIDE, _FIRST, _SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def serve(served: TensorGroup) -> None:
@@ -144,46 +142,30 @@ def agreed(x: torch.Tensor) -> torch.Tensor:
     return _Agreed.apply(x) if x.is_floating_point() else torch.ops.smp.agreed(x)
 
 
-@define("dropout_seed(Tensor like, bool replicated) -> Tensor", (torch.Tag.nondeterministic_seeded,))
-def _dropout_seed(like: torch.Tensor, replicated: bool) -> torch.Tensor:
+@define(
+    "dropout_factors(Tensor like, float probability, bool replicated) -> Tensor", (torch.Tag.nondeterministic_seeded,)
+)
+def _dropout_factors(like: torch.Tensor, probability: float, replicated: bool) -> torch.Tensor:
     tracker = RandomTracker.of(group())
-    return torch.tensor(tracker.seed(replicated=replicated), dtype=torch.int64, device=like.device)
+    with (tracker.replicated if replicated else tracker.split)(like.device):
+        return F.dropout(torch.ones_like(like, memory_format=torch.contiguous_format), probability)
 
 
-@shapes("dropout_seed")
-def _(like: torch.Tensor, replicated: bool) -> torch.Tensor:
-    return like.new_empty((), dtype=torch.int64)
+@shapes("dropout_factors")
+def _(like: torch.Tensor, probability: float, replicated: bool) -> torch.Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def dropout(x: torch.Tensor, probability: float, *, replicated: bool) -> torch.Tensor:
-    """Dropout in a compiled graph, of whose randomness only a seed is an operation.
+    """Dropout in a compiled graph, of the elements that an eager call drops.
+
+    The random numbers are an operation of their own, since the compiler draws for a whole graph at once, and could not draw
+    the same ones on every rank for some tensors only; the product is the compiler's.
 
     Args:
         replicated: drop the same elements on every rank.
     """
-    return dropped(x, torch.ops.smp.dropout_seed(x.detach(), replicated), probability)
-
-
-def dropped(x: torch.Tensor, seed: torch.Tensor, probability: float) -> torch.Tensor:
-    """Dropout whose random numbers are arithmetic: of the element's place, and of a seed.
-
-    A generator's numbers could not be those of a group in a compiled graph, for all of which the compiler draws at once. The
-    mixing is the finaliser of splitmix64, as in :func:`.random_tracker.mixed`; 24 of its bits are compared with the probability.
-
-    Args:
-        seed: a whole number of 64 bits, without dims.
-    """
-    state = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape) * _STRIDE + seed
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        state = (state ^ _shifted(state, shift)) * factor
-    uniform = _shifted(state ^ _shifted(state, 31), 40)
-    scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
-    return torch.where(uniform >= round(probability * 2**24), x * scale, 0.0)
-
-
-def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, with zeros coming in."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    return x * torch.ops.smp.dropout_factors(x.detach(), probability, replicated)
 
 
 class Traced:

@@ -2,7 +2,8 @@
 
 :class:`SplitOperations` takes the calls that PyTorch's modules and scripts make of them (``F.linear``, ``addmm``, ``matmul`` with a
 parameter, ``F.embedding``, ``F.conv1d`` to ``conv3d``, ``F.layer_norm``, ``F.group_norm``), also inside
-``F.multi_head_attention_forward``; everything else, and what cannot be split (a weight that is no leaf, autocast, vmap, tensors of other classes), runs as it is.
+``F.multi_head_attention_forward``; everything else, and what cannot be split (a weight that is no leaf, autocast, vmap, tensors of
+other classes), runs as it is.
 """
 
 from __future__ import annotations
@@ -266,6 +267,8 @@ _ATTENTION = taken_apart(F.multi_head_attention_forward)
 
 #: Calls that run a backward pass and that modes can take.
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+#: What is taken besides operations that can be split.
+_TAKEN = {F.multi_head_attention_forward, *_BACKWARD}
 
 
 class SplitOperations(TorchFunctionMode):
@@ -274,6 +277,8 @@ class SplitOperations(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         make = _CALLS.get(func)
+        if make is None and func not in _TAKEN:
+            return func(*args, **kwargs)
         if make is not None and torch.is_grad_enabled() and (operation := _operation(make, args, kwargs)) is not None:
             return split(operation)
         if func is F.multi_head_attention_forward and torch.is_grad_enabled() and _are_plain(args, kwargs):

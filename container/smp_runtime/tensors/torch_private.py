@@ -13,11 +13,16 @@ knows, for which a function would only hide what happens. The same tests try the
 from __future__ import annotations
 
 import contextlib
+<<<<<<< HEAD
+=======
+import functools
+import importlib
+>>>>>>> main
 import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -141,28 +146,22 @@ def compile_errors() -> tuple[type[BaseException], ...]:
 
 
 def backend_of_compiler(name: str) -> Callable[..., Any]:
-    """What ``torch.compile`` calls for a backend of that name, with a graph and its inputs.
-
-    Raises:
-        torch._dynamo.exc.InvalidBackend: there is none.
-    """
-    from torch._dynamo.backends.registry import lookup_backend
-
-    found: Callable[..., Any] = lookup_backend(name)
+    """What ``torch.compile`` calls for a backend of that name, with a graph and its inputs; no such name is its error."""
+    if name == "inductor":  # which would import this in its first call
+        importlib.import_module("torch._inductor.compile_fx")
+    found: Callable[..., Any] = importlib.import_module("torch._dynamo.backends.registry").lookup_backend(name)
     return found
 
 
-@contextlib.contextmanager
-def caching_autograd_functions() -> Iterator[None]:
+def caching_autograd_functions() -> contextlib.AbstractContextManager[Any]:
     """Inside, graphs with functions of ``torch.autograd.Function`` are kept in the compiler's folder as others are.
 
-    PyTorch leaves those out by default, since their names do not tell what they do; the bodies that are in the graph do. Where a
-    release has no such switch, they are compiled anew in each process.
+    PyTorch leaves them out, since their names do not tell what they do; their bodies, which are in the graph, do. Without this
+    switch of the release they are compiled anew in each process.
     """
-    config = sys.modules.get("torch._functorch.config")
+    config: Any = sys.modules.get("torch._functorch.config")
     name = "autograd_cache_allow_custom_autograd_functions"
-    with config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext():  # type: ignore[union-attr]
-        yield
+    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()
 
 
 #: ``(class, tensor, requires_grad)``: a tensor of a subclass that shares the elements of another.

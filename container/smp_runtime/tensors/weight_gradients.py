@@ -135,6 +135,14 @@ def weight_gradient_later(weight: torch.Tensor, compute: Callable[[], torch.Tens
     Args:
         weight: a leaf of the graph that requires a gradient, as a parameter is.
         compute: gives its gradient, of the weight's shape, dtype and device.
+
+    Example:
+        >>> class Scale(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         x, weight = ctx.saved_tensors
+        ...         later = smp.weight_gradient_later(weight, lambda: (grad * x).sum(0))
+        ...         return grad * weight, None if later else (grad * x).sum(0)
     """
     left = _open()
     if left is None or not _may_wait(weight):

@@ -35,6 +35,9 @@ def log(step: int | None = None, **values: object) -> None:
     Raises:
         SMPUserError: a value that is no number, or a step that is none.
         NotInitializedError: before ``smp.init()``.
+
+    Example:
+        >>> smp.log(accuracy=0.93)
     """
     session = sessions.current()
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53):

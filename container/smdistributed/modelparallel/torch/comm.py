@@ -27,8 +27,8 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
         SMPUserError: the group has no such rank, or ``rank_type`` is no :class:`RankType`.
 
     Example:
-        ``smp.send({"best": loss}, 0, smp.RankType.WORLD_RANK)``; on rank 0,
-        ``smp.recv_from(1, smp.RankType.WORLD_RANK)``.
+        >>> if smp.rank() == 1:
+        ...     smp.send({"best": 0.25}, 0, smp.RankType.WORLD_RANK)
     """
     current().messages.send(obj, dest_rank, rank_type)
 
@@ -43,6 +43,10 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     Raises:
         SMPUserError: the group has no such rank, or ``rank_type`` is no :class:`RankType`.
         RankLeftError: the other rank has ended, or never sends.
+
+    Example:
+        >>> if smp.rank() == 1:
+        ...     best = smp.recv_from(0, smp.RankType.WORLD_RANK)
     """
     return current().messages.recv_from(src_rank, rank_type)
 
@@ -56,6 +60,12 @@ def broadcast(obj: Any, group: CommGroup) -> None:
 
     Raises:
         SMPUserError: ``group`` is no :class:`CommGroup`.
+
+    Example:
+        >>> if smp.rank() == 0:
+        ...     smp.broadcast({"seed": 17}, smp.WORLD)
+        ... else:
+        ...     settings = smp.recv_from(0, smp.RankType.WORLD_RANK)
     """
     current().messages.broadcast(obj, group)
 
@@ -75,7 +85,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
         RankLeftError: another member has ended, or never calls it.
 
     Example:
-        ``losses = smp.allgather(float(loss), smp.DP_GROUP)``
+        >>> losses = smp.allgather(0.25, smp.DP_GROUP)
     """
     return current().messages.allgather(obj, group)
 
@@ -89,15 +99,27 @@ def barrier(group: CommGroup = WORLD) -> None:
     Raises:
         SMPUserError: ``group`` is no :class:`CommGroup`.
         RankLeftError: another member has ended, or never calls it.
+
+    Example:
+        >>> smp.barrier()  # of all ranks
+        >>> smp.barrier(smp.TP_GROUP)  # of those that share layers with this one
     """
     current().messages.barrier(group)
 
 
 def dp_barrier() -> None:
-    """:func:`barrier` over the data parallel group."""
+    """:func:`barrier` over the data parallel group.
+
+    Example:
+        >>> smp.dp_barrier()
+    """
     barrier(DP_GROUP)
 
 
 def mp_barrier() -> None:
-    """:func:`barrier` over the model parallel group."""
+    """:func:`barrier` over the model parallel group.
+
+    Example:
+        >>> smp.mp_barrier()
+    """
     barrier(MP_GROUP)

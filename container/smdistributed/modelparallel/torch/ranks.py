@@ -9,125 +9,239 @@ from smp_runtime.job.session import current
 
 
 def rank() -> int:
-    """Global rank of this process."""
+    """Global rank of this process.
+
+    Example:
+        >>> if smp.rank() == 0:
+        ...     print("one line for the whole job")
+        one line for the whole job
+    """
     return current().ranks.rank
 
 
 def size() -> int:
-    """Processes over all hosts."""
+    """Processes over all hosts.
+
+    Example:
+        >>> samples_per_rank = 1024 // smp.size()
+    """
     return current().ranks.size(Group.WORLD)
 
 
 def local_rank() -> int:
-    """Rank among the processes of this host."""
+    """Rank among the processes of this host.
+
+    Example:
+        >>> if smp.local_rank() == 0:  # once on each host
+        ...     os.makedirs("cache", exist_ok=True)
+    """
     return current().ranks.local_rank
 
 
 def local_size() -> int:
-    """Processes on this host."""
+    """Processes on this host.
+
+    Example:
+        >>> threads = max(1, os.cpu_count() // smp.local_size())
+    """
     return current().ranks.local_size
 
 
 def tp_rank() -> int:
-    """Rank in the tensor parallel group."""
+    """Rank in the tensor parallel group.
+
+    Example:
+        >>> is_first_of_its_layer = smp.tp_rank() == 0
+    """
     return current().ranks.rank_in(Group.TP)
 
 
 def tp_size() -> int:
-    """Ranks that share each distributed layer."""
+    """Ranks that share each distributed layer.
+
+    Example:
+        >>> hidden_size_here = 4096 // smp.tp_size()
+    """
     return current().ranks.size(Group.TP)
 
 
 def pp_rank() -> int:
-    """Rank in the pipeline parallel group: the stage."""
+    """Rank in the pipeline parallel group: the stage.
+
+    Example:
+        >>> reads_data = smp.pp_rank() == 0
+    """
     return current().ranks.rank_in(Group.PP)
 
 
 def pp_size() -> int:
-    """Stages of one replica."""
+    """Stages of one replica.
+
+    Example:
+        >>> is_last_stage = smp.pp_rank() == smp.pp_size() - 1
+    """
     return current().ranks.size(Group.PP)
 
 
 def rdp_rank() -> int:
-    """Rank in the reduced data parallel group."""
+    """Rank in the reduced data parallel group.
+
+    Example:
+        >>> saves = smp.rdp_rank() == 0  # one of the ranks that hold the same
+    """
     return current().ranks.rank_in(Group.RDP)
 
 
 def rdp_size() -> int:
-    """Ranks with the same pipeline and tensor coordinates."""
+    """Ranks with the same pipeline and tensor coordinates.
+
+    Example:
+        >>> copies_of_each_parameter = smp.rdp_size()  # without sharded data parallelism
+    """
     return current().ranks.size(Group.RDP)
 
 
 def mp_rank() -> int:
-    """Rank in the model parallel group."""
+    """Rank in the model parallel group.
+
+    Example:
+        >>> stands_for_its_replica = smp.mp_rank() == 0
+    """
     return current().ranks.rank_in(Group.MP)
 
 
 def mp_size() -> int:
-    """Ranks that hold one replica."""
+    """Ranks that hold one replica.
+
+    Example:
+        >>> replicas = smp.size() // smp.mp_size()
+    """
     return current().ranks.size(Group.MP)
 
 
 def dp_rank() -> int:
-    """Rank in the data parallel group."""
+    """Rank in the data parallel group.
+
+    Example:
+        >>> sampler = DistributedSampler(dataset, num_replicas=smp.dp_size(), rank=smp.dp_rank())
+    """
     return current().ranks.rank_in(Group.DP)
 
 
 def dp_size() -> int:
-    """Ranks of one stage."""
+    """Ranks of one stage.
+
+    Example:
+        >>> global_batch_size = 32 * smp.dp_size()
+    """
     return current().ranks.size(Group.DP)
 
 
 def get_mp_group() -> list[int]:
-    """Global ranks of the model parallel group."""
+    """Global ranks of the model parallel group.
+
+    Example:
+        >>> smp.get_mp_group()  # the replica that this rank belongs to: in one process, rank 0
+        [0]
+    """
     return current().ranks.members(Group.MP)
 
 
 def get_dp_group() -> list[int]:
-    """Global ranks of the data parallel group."""
+    """Global ranks of the data parallel group.
+
+    Example:
+        >>> smp.get_dp_group()  # ranks that read different data: in one process, rank 0
+        [0]
+    """
     return current().ranks.members(Group.DP)
 
 
 def get_tp_group() -> list[int]:
-    """Global ranks of the tensor parallel group."""
+    """Global ranks of the tensor parallel group.
+
+    Example:
+        >>> smp.get_tp_group()  # those with whom this rank shares layers: in one process, rank 0
+        [0]
+    """
     return current().ranks.members(Group.TP)
 
 
 def get_pp_group() -> list[int]:
-    """Global ranks of the pipeline parallel group."""
+    """Global ranks of the pipeline parallel group.
+
+    Example:
+        >>> smp.get_pp_group()  # the stages of this replica: in one process, rank 0
+        [0]
+    """
     return current().ranks.members(Group.PP)
 
 
 def get_rdp_group() -> list[int]:
-    """Global ranks of the reduced data parallel group."""
+    """Global ranks of the reduced data parallel group.
+
+    Example:
+        >>> smp.get_rdp_group()  # ranks with the same part of the model: in one process, rank 0
+        [0]
+    """
     return current().ranks.members(Group.RDP)
 
 
 def get_world_process_group() -> dist.ProcessGroup:
-    """All processes, for ``torch.distributed``."""
+    """All processes, for ``torch.distributed``.
+
+    Example:
+        >>> value = torch.ones(1)
+        >>> dist.all_reduce(value, group=smp.get_world_process_group())
+    """
     return current().ranks.groups.group(Group.WORLD)
 
 
 def get_mp_process_group() -> dist.ProcessGroup:
-    """The model parallel group, for ``torch.distributed``."""
+    """The model parallel group, for ``torch.distributed``.
+
+    Example:
+        >>> value = torch.ones(1)
+        >>> dist.all_reduce(value, group=smp.get_mp_process_group())
+    """
     return current().ranks.groups.group(Group.MP)
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
-    """The data parallel group, for ``torch.distributed``."""
+    """The data parallel group, for ``torch.distributed``.
+
+    Example:
+        >>> value = torch.ones(1)
+        >>> dist.all_reduce(value, group=smp.get_dp_process_group())
+    """
     return current().ranks.groups.group(Group.DP)
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
-    """The tensor parallel group, for ``torch.distributed``."""
+    """The tensor parallel group, for ``torch.distributed``.
+
+    Example:
+        >>> value = torch.ones(1)
+        >>> dist.all_reduce(value, group=smp.get_tp_process_group())
+    """
     return current().ranks.groups.group(Group.TP)
 
 
 def get_pp_process_group() -> dist.ProcessGroup:
-    """The pipeline parallel group, for ``torch.distributed``."""
+    """The pipeline parallel group, for ``torch.distributed``.
+
+    Example:
+        >>> value = torch.ones(1)
+        >>> dist.all_reduce(value, group=smp.get_pp_process_group())
+    """
     return current().ranks.groups.group(Group.PP)
 
 
 def get_rdp_process_group() -> dist.ProcessGroup:
-    """The reduced data parallel group, for ``torch.distributed``."""
+    """The reduced data parallel group, for ``torch.distributed``.
+
+    Example:
+        >>> value = torch.ones(1)
+        >>> dist.all_reduce(value, group=smp.get_rdp_process_group())
+    """
     return current().ranks.groups.group(Group.RDP)

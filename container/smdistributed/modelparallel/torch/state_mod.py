@@ -9,7 +9,12 @@ from smp_runtime.optim.whole_state import names_by_index
 
 
 class _State:
-    """Forwards every attribute to the current session."""
+    """What the current job knows of itself; every attribute is the current session's.
+
+    Example:
+        >>> inputs = inputs.to(smp.state.device)
+        >>> microbatches = smp.state.cfg.microbatches
+    """
 
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
@@ -26,3 +31,8 @@ class _State:
 
 
 state = _State()
+"""What the current job knows of itself, such as ``smp.state.device`` and ``smp.state.cfg``, its settings by their documented names.
+
+Example:
+    >>> inputs = inputs.to(smp.state.device)
+"""

@@ -19,7 +19,7 @@ from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import Back, Call, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Path
-from smp_runtime.tensors.torch_private import call_with_hooks, run_backward
+from smp_runtime.tensors.torch_private import DisableTorchFunction, call_with_hooks, run_backward
 
 logger = logging.getLogger("smp")
 
@@ -171,16 +171,19 @@ class ModuleServer:
         module = context.called(call.module)
         context.switches.apply(task.label, call.training)
         with in_modes(call.modes):
-            given = self._arguments(call)
-            args, kwargs = unpack(call.head, given.tensors, module_of=context.modules.__getitem__)
-            before = pack((args, kwargs), modules=context.paths) if call.mutable else None
+            # Modes that take the module's operations need not hear of what is done around it.
+            with DisableTorchFunction():
+                given = self._arguments(call)
+                args, kwargs = unpack(call.head, given.tensors, module_of=context.modules.__getitem__)
+                before = pack((args, kwargs), modules=context.paths) if call.mutable else None
             result = call_with_hooks(module, *args, **kwargs)
-            changed = None if before is None or self._is_same(before, (args, kwargs)) else (args, kwargs)
-            packed = pack((result, changed), modules=context.paths)
-            made = self._outputs(call, given, packed.tensors)
-            # First of all, since other stages wait for it; what is checked below ends the step if it is wrong.
-            self._make(task, made)
-            self._warn_if_written(task, given, made.tensors)
+            with DisableTorchFunction():
+                changed = None if before is None or self._is_same(before, (args, kwargs)) else (args, kwargs)
+                packed = pack((result, changed), modules=context.paths)
+                made = self._outputs(call, given, packed.tensors)
+                # First of all, since other stages wait for it; what is checked below ends the step if it is wrong.
+                self._make(task, made)
+                self._warn_if_written(task, given, made.tensors)
         if call.modes.grad:
             self._keep_graph(task, Graph(made.tensors, made.made_here, given.entry, given.edges))
         self._tell_result(task, call, packed.head, made.slots, given)
@@ -273,8 +276,10 @@ class ModuleServer:
                 "backward went through a module of another stage a second time, but its graph was freed after the first; "
                 "call model.backward once per forward pass (retain_graph is not supported)"
             )
-        made = self._gradients(back, self._run_backward(graph, back))
-        self._make(task, made)
+        gradients = self._run_backward(graph, back)
+        with DisableTorchFunction():
+            made = self._gradients(back, gradients)
+            self._make(task, made)
         outcome = outcome_of(b"", made.slots, back.path, [slot.name for slot in back.slots if slot is not None])
         if back.expected is not None and not self._is_as_expected(outcome, back.expected):
             raise SMPUserError(

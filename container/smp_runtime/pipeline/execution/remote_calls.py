@@ -15,7 +15,7 @@ from smp_runtime.pipeline.execution.stage_context import StageContext, current_m
 from smp_runtime.pipeline.transport.messages import Back, Call, GroupCall, Modes, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.handles import Handle, Meta, Name, Path
-from smp_runtime.tensors.torch_private import backward_pass, will_run
+from smp_runtime.tensors.torch_private import DisableTorchFunction, backward_pass, will_run
 
 if TYPE_CHECKING:
     from smp_runtime.pipeline.execution.task import Task
@@ -51,6 +51,14 @@ class RemoteCaller:
                 "smp.set_activation_checkpointing, which runs modules again on their own stage, or checkpoint only what lies on "
                 "one stage"
             )
+        # Nothing of what follows is the script's: modes that take its operations need not hear of it, and handles answer quicker.
+        with DisableTorchFunction():
+            return self._post(task, module, label, args, kwargs)
+
+    def _post(
+        self, task: Task, module: str | GroupCall, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        context = self._context
         packed = pack((args, kwargs), modules=context.paths)
         tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
         modes = current_modes()
@@ -60,9 +68,9 @@ class RemoteCaller:
             self._toggles = context.switches.toggles
             self._predictions = Predictions()
         prediction = self._predictions.of((label, packed.head, metas, modes, training))
-        call = RemoteCall(context, task, module, prediction, packed, tensors, modes, training, self._accumulates)
+        call = RemoteCall(context, task, module, prediction, packed, tensors, metas, modes, training, self._accumulates)
         if modes.grad:
-            inputs = [tensor for tensor in tensors if tensor.requires_grad]
+            inputs = [tensor for tensor, meta in zip(tensors, metas, strict=True) if meta.requires_grad]
             outputs: Sequence[torch.Tensor] = _Remote.apply(call, context.anchor, *inputs)
         else:
             outputs = call.forward()
@@ -86,6 +94,7 @@ class RemoteCall:
         prediction: Prediction,
         packed: Packed,
         tensors: list[torch.Tensor],
+        metas: Sequence[Meta],
         modes: Modes,
         training: bytes,
         accumulates: Any,
@@ -103,11 +112,13 @@ class RemoteCall:
         self._prediction = prediction
         self._packed = packed
         self._tensors: list[torch.Tensor] | None = tensors
+        self._metas = metas
         self._modes = modes
         self._training = training
         self._accumulates = accumulates
         #: Of the arguments that require gradients: whether the caller has a handle, not the tensor.
-        self._by_handle = [isinstance(t, Handle) for t in tensors if t.requires_grad] if modes.grad else []
+        given = zip(tensors, metas, strict=True) if modes.grad else ()
+        self._by_handle = [isinstance(tensor, Handle) for tensor, meta in given if meta.requires_grad]
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -176,7 +187,7 @@ class RemoteCall:
         inline: dict[Name, torch.Tensor] = {}
         for index, tensor in enumerate(self._tensors or ()):
             comes = touched is not None and touched[index]
-            meta = Meta.of(tensor)
+            meta = self._metas[index]
             if isinstance(tensor, Handle):
                 slots.append(Slot(tensor.value_name, tensor.owner, meta, comes or tensor.owner == self._stage))
                 if comes:
@@ -328,7 +339,8 @@ class _Remote(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if all(gradient is None for gradient in gradients):
             return (None, None, *([None] * (len(ctx.needs_input_grad) - 2)))
-        return (None, None, *ctx.call.backward(gradients))
+        with DisableTorchFunction():
+            return (None, None, *ctx.call.backward(gradients))
 
 
 class RemoteEntry:

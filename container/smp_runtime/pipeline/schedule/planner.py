@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 #: best on its first microbatches are tried on the whole.
 _BUDGET = 400_000
 
-#: Segments shorter than this fraction of a microbatch's work on the busiest rank go first, since they are what others wait for: as a
-#: rule the step function's own code.
+#: Segments shorter than this fraction of a microbatch's work on the busiest rank go first, since they are what others wait for:
+#: as a rule the step function's own code.
 _QUICK = 0.06
 
 #: Random changes that are tried on the best schedule of a small graph.

@@ -1,0 +1,89 @@
+"""Every name of ``smp`` has an example in its documentation, and the examples run, one after the other, in one process."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DistributedSampler
+
+import smdistributed.modelparallel.torch as smp
+
+#: What they do to the whole process: begin, end, and record all that comes after.
+APART = {"init", "shutdown", "record_numerics"}
+
+NAMES = [
+    name
+    for name in smp.__all__
+    # Modules have pages or sections of their own, and groups are members of CommGroup, which has an example.
+    if not isinstance(getattr(smp, name), ModuleType | str) and getattr(smp, name) not in tuple(smp.CommGroup)
+]
+
+
+def _examples(name: str) -> doctest.DocTest:
+    text = inspect.getdoc(getattr(smp, name)) or ""
+    return doctest.DocTestParser().get_doctest(text, _reader(), name, None, None)
+
+
+def _reader() -> dict[str, Any]:
+    """What a reader has, under the names that examples use."""
+    names = {"smp": smp, "torch": torch, "nn": nn, "os": os, "dist": dist, "cross_entropy": cross_entropy}
+    dataset = torch.utils.data.TensorDataset(torch.randn(8, 4))
+    embedding = nn.Embedding(8, 4)
+    head = nn.Linear(4, 8, bias=False)
+    return {**names, "DistributedSampler": DistributedSampler, "dataset": dataset, "embedding": embedding, "head": head}
+
+
+@pytest.fixture
+def training(solo: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    solo({"ddp": True, "microbatches": 2})
+    model = smp.DistributedModel(nn.Linear(4, 2))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @smp.step
+    def train_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(model(inputs), targets)
+        model.backward(loss)
+        return loss
+
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "train_step": train_step,
+        "inputs": torch.randn(8, 4),
+        "targets": torch.randint(2, (8,)),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_has_an_example(name: str) -> None:
+    assert _examples(name).examples, f"smp.{name} has no Example: in its docstring"
+
+
+def test_examples_run(training: dict[str, Any]) -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    said: list[str] = []
+    later = ["resume_from_checkpoint"]  # after the one that saves
+    first = ["step", "StepOutput"]  # a step makes the model whole
+    for name in sorted(set(NAMES) - APART, key=lambda name: (name not in first, name in later, name)):
+        example = _examples(name)
+        example.globs |= training
+        runner.run(example, out=said.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize("name", sorted(APART))
+def test_examples_of_the_whole_process_compile(name: str) -> None:
+    for example in _examples(name).examples:
+        compile(example.source, name, "exec")
