@@ -13,11 +13,7 @@ knows, for which a function would only hide what happens. The same tests try the
 from __future__ import annotations
 
 import contextlib
-<<<<<<< HEAD
-=======
-import functools
 import importlib
->>>>>>> main
 import os
 import sys
 import types
