@@ -95,6 +95,7 @@ _INSIDE = {
         smp_emulation.checked.tensors smp_emulation.devices smp_emulation.memory smp_emulation.ordering""",
     "what Python says of a name that a module or an object does not have": """
         smp_estimator smp_estimator.local smp_estimator.local.client smp_estimator.model_trainer""",
+    "a name that a package does not have, as Python says it": "smp_config.lazy_names",
 }
 _BUILT_IN = set(
     """ArithmeticError AttributeError Exception FileNotFoundError ImportError IndexError KeyError LookupError NotImplementedError

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 from smp_runtime.libraries.import_hook import when_imported
-from smp_runtime.tensors.torch_private import load_compiler_later
+from smp_runtime.tensors.compiler_later import load_compiler_later
 
 
 def _accelerate(module: ModuleType) -> None:

@@ -1,0 +1,63 @@
+"""PyTorch's compiler, which its optimizers load when they are first used: later, where nothing is compiled."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+#: What PyTorch keeps a function out of compiled code with, once it has been called.
+_OUTSIDE_COMPILER = "__dynamo_disable"
+#: Where PyTorch's decorators are written that load its compiler when what they decorate is called.
+_LOADING = {"inner": "torch._compile", "_use_grad": "torch.optim.optimizer"}
+
+
+def load_compiler_later() -> Callable[[], None]:
+    """Let optimizers run without PyTorch's compiler as long as it is not loaded.
+
+    Their first call loads it only to say where compiled code ends, which takes as long as to load the rest of PyTorch. Where
+    nothing is loaded nothing is compiled, and the same functions are called as they are.
+
+    Returns:
+        What has all of them be PyTorch's own again, to be called when something has loaded the compiler.
+    """
+    marked: list[Any] = []
+    is_loaded = threading.Event()
+    kinds = {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}
+    for holder in (kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)):
+        for name, call in list(vars(holder).items()):
+            function, code = getattr(call, "__wrapped__", None), getattr(call, "__code__", None)
+            decorator = _LOADING.get(code.co_name) if code is not None else None
+            if function is None or decorator is None or code.co_filename != sys.modules[decorator].__file__:
+                continue
+            if code.co_name == "_use_grad":
+                setattr(holder, name, _differentiable_if_asked(function, call, is_loaded))
+            elif not hasattr(function, _OUTSIDE_COMPILER):
+                setattr(function, _OUTSIDE_COMPILER, function)
+                marked.append(function)
+
+    def put_back() -> None:
+        is_loaded.set()
+        while marked:
+            delattr(marked.pop(), _OUTSIDE_COMPILER)
+
+    return put_back
+
+
+def _differentiable_if_asked(
+    step: Callable[..., Any], decorated: Callable[..., Any], is_loaded: threading.Event
+) -> Callable[..., Any]:
+    """An optimizer's ``step`` as PyTorch decorates it, which says where compiled code ends only where there is any."""
+
+    @functools.wraps(step)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_loaded.is_set():
+            return decorated(self, *args, **kwargs)
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,55 @@
+"""Optimizers run without PyTorch's compiler until it is loaded, and are PyTorch's own from then on."""
+
+import subprocess
+import sys
+
+_WITHOUT_COMPILER = """
+import sys, torch
+import smp_runtime.libraries.installed
+
+def grad_enabled_in_step(**options):
+    seen = []
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            return torch.optim.SGD.step(self, closure)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = Noted([parameter], lr=0.5, **options)
+    parameter.grad = torch.ones(3)
+    optimizer.step(lambda: seen.append(torch.is_grad_enabled()) or 0)
+    return seen, parameter.tolist()
+
+kinds = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop]
+def train():
+    parameters = [torch.nn.Parameter(torch.arange(3.0)) for _ in kinds]
+    optimizers = [kind([each], lr=0.1) for kind, each in zip(kinds, parameters)]
+    for _ in range(2):
+        for optimizer, parameter in zip(optimizers, parameters):
+            optimizer.zero_grad()
+            parameter.square().sum().backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+    return [each.tolist() for each in parameters], optimizers[0], parameters[0]
+
+without, _, _ = train()
+seen = grad_enabled_in_step(), grad_enabled_in_step(differentiable=False)
+assert "torch._dynamo" not in sys.modules, "an optimizer has loaded the compiler"
+import torch._dynamo
+with_it, optimizer, parameter = train()
+assert without == with_it
+assert seen == (grad_enabled_in_step(), grad_enabled_in_step(differentiable=False))
+function = torch.optim.Optimizer.zero_grad.__wrapped__
+assert function.__dynamo_disable is not function, "PyTorch does not know that this stays outside of compiled code"
+explained = torch._dynamo.explain(lambda: optimizer.step())()
+print("breaks", explained.graph_break_count)
+"""
+
+
+def test_an_optimizer_works_the_same_without_the_compiler_and_after_it_was_loaded():
+    def breaks(code):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    plain = _WITHOUT_COMPILER.replace("import smp_runtime.libraries.installed", "import torch._dynamo")
+    plain = plain.replace('assert "torch._dynamo" not in sys.modules', 'assert "torch._dynamo" in sys.modules')
+    assert breaks(_WITHOUT_COMPILER) == breaks(plain)
