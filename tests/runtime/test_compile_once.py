@@ -80,7 +80,9 @@ def test_two_ranks_compile_a_graph_once_and_the_next_job_not_at_all(ranks, tmp_p
         pytest.skip("inductor compiles with g++, which is not here")
     config = {"compile": True, "ddp": True}
     config |= (
-        {"tensor_parallel_degree": 2, "prescaled_batch": True} if tensor_parallel else {"pipeline_parallel_degree": 2}
+        {"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"}
+        if tensor_parallel
+        else {"pipeline_parallel_degree": 2}
     )
     environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     first, second = (ranks(_compiled, 2, tensor_parallel, config=config, env=environ, timeout=500) for _ in range(2))

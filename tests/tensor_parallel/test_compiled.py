@@ -94,13 +94,13 @@ def _trained(kind, checkpointed):
     return losses, model.state_dict(), blocks, stats
 
 
-ONE_BATCH, OWN_BATCHES = {"prescaled_batch": True}, {"prescaled_batch": False}
+ONE_BATCH, OWN_BATCHES = {"prescaled_batch": True, "optimize": "speed"}, {"prescaled_batch": False}
 STAGES = {**ONE_BATCH, "pipeline_parallel_degree": 2, "microbatches": 2}
 #: What is distributed, the configuration, the backend, whether blocks are checkpointed.
 CASES = [
     ("layers", {**OWN_BATCHES, "optimize": "memory", "microbatches": 2}, "aot_eager", False),
     *(("layers", {**batch, "optimize": "speed"}, "aot_eager", False) for batch in (ONE_BATCH, OWN_BATCHES)),
-    ("layers", {**ONE_BATCH, "optimize": "memory"}, "aot_eager", True),
+    ("layers", ONE_BATCH, "aot_eager", True),
     ("layers", STAGES, "aot_eager", False),
     ("layers", {**STAGES, "pipeline": "zero_bubble"}, "aot_eager", True),
     *((kind, batch, "aot_eager", False) for kind in ("linear", "block") for batch in (ONE_BATCH, OWN_BATCHES)),
@@ -156,7 +156,7 @@ def _dropped(backend):
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_dropout_agrees_over_ranks_and_with_what_is_recomputed(ranks, backend):
-    config = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+    config = {"tensor_parallel_degree": 2, "ddp": True, **ONE_BATCH}
     config |= {"compile": True, "compile_backend": backend}
     results = ranks(_dropped, 2, backend, config=config, timeout=300)
     for ((output, gradients), (again, recomputed)), other in results:

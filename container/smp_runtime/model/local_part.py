@@ -12,6 +12,7 @@ from smp_runtime.module_state.compiled_blocks import Compiling
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.replacement.placing import place
 from smp_runtime.sharding.sharded_state import ShardedState
+from smp_runtime.tensor_parallel.activation_layout import SlicedFlow
 
 if TYPE_CHECKING:
     import torch
@@ -130,8 +131,18 @@ class Placed:
 
 
 def adapted_inside(block: nn.Module) -> str | None:
-    """Why a block that tensor parallelism has split in place cannot be one graph, if so."""
+    """Why a block that tensor parallelism has split cannot be one graph, if so."""
     for part in block.modules():
+        flow, settings = getattr(part, "flow", None), getattr(part, "settings", None)
+        is_split = flow is not None and part.tensor_group.size > 1
+        if is_split and (
+            (isinstance(flow, SlicedFlow) and flow.rows_see_all) or getattr(settings, "parallel_attn_output", False)
+        ):
+            # What no data orders, compilers of two ranks may order differently.
+            return (
+                "with tensor parallelism some of its collectives do not follow from each other, so that ranks could run them in "
+                'different orders; "optimize": "speed" has none of these but for attention beside the output layer'
+            )
         for hook in (*vars(part)["_forward_pre_hooks"].values(), *vars(part)["_forward_hooks"].values()):
             home = str(getattr(getattr(hook, "__self__", hook), "__module__", ""))
             if part is not block and home.startswith(("smp_runtime.tensor_parallel", "smp_runtime.replacement")):
