@@ -140,7 +140,7 @@ def adapted_inside(block: nn.Module) -> str | None:
             continue
         flow, settings = getattr(part, "flow", None), getattr(part, "settings", None)
         is_chain = isinstance(block, HalfBlock | DistributedTransformerLayer)
-        is_chain &= not getattr(settings, "parallel_attn_output", False)
+        is_chain &= not getattr(settings, "parallel_attn_output", False) and not getattr(part, "cross_attention", None)
         if not is_chain or (isinstance(flow, SlicedFlow) and flow.rows_see_all):
             # What no data orders, compilers of two ranks may order differently.
             return (
