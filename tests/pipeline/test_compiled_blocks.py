@@ -315,7 +315,13 @@ def _goes_on(folder, compiles, changed):
 def test_a_compiled_job_records_saves_and_goes_over_to_other_degrees(ranks, tmp_path):
     compiles = {"compile": True, "compile_backend": "aot_eager", "ddp": True}
     losses, _ = alone()
-    changed = {**compiles, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
+    changed = {
+        **compiles,
+        "pipeline_parallel_degree": 1,
+        "microbatches": 1,
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 1,
+    }
     changed |= {"sdp_gradient_clipping": 1e9}
     before = {**compiles, "pipeline_parallel_degree": 2, "microbatches": 2}
     for found, blocks in ranks(_goes_on, 2, str(tmp_path), True, changed, config=before, timeout=300):
