@@ -301,7 +301,7 @@ def _goes_on(folder, compiles, changed):
         return sum(smp.allgather(mean, smp.DP_GROUP)) / smp.dp_size()
 
     if not compiles:
-        smp.resume_from_checkpoint(folder, partial=False)
+        smp.resume_from_checkpoint(folder, tag="two", partial=False)
         return [update()], []
     smp.record_numerics(f"{folder}/numbers")
     losses = [update(), update()]
