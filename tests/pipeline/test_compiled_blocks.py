@@ -301,7 +301,7 @@ def _goes_on(folder, compiles, changed):
         return sum(smp.allgather(mean, smp.DP_GROUP)) / smp.dp_size()
 
     if not compiles:
-        smp.resume_from_checkpoint(folder, partial=False)
+        smp.resume_from_checkpoint(folder, tag="two", partial=False)
         return [update()], []
     smp.record_numerics(f"{folder}/numbers")
     losses = [update(), update()]
@@ -315,7 +315,13 @@ def _goes_on(folder, compiles, changed):
 def test_a_compiled_job_records_saves_and_goes_over_to_other_degrees(ranks, tmp_path):
     compiles = {"compile": True, "compile_backend": "aot_eager", "ddp": True}
     losses, _ = alone()
-    changed = {**compiles, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
+    changed = {
+        **compiles,
+        "pipeline_parallel_degree": 1,
+        "microbatches": 1,
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 1,
+    }
     changed |= {"sdp_gradient_clipping": 1e9}
     before = {**compiles, "pipeline_parallel_degree": 2, "microbatches": 2}
     for found, blocks in ranks(_goes_on, 2, str(tmp_path), True, changed, config=before, timeout=300):

@@ -1,4 +1,4 @@
-"""Of the ranks of a host that need a graph compiled, one compiles it; the next job finds it."""
+"""Ranks of a host compile equal graphs one after the other; the next job finds them."""
 
 from __future__ import annotations
 
@@ -75,14 +75,16 @@ def _compiled(tensor_parallel):
 
 @pytest.mark.full
 @pytest.mark.parametrize("tensor_parallel", [False, True])
-def test_two_ranks_compile_a_graph_once_and_the_next_job_not_at_all(ranks, tmp_path, tensor_parallel):
+def test_the_next_job_finds_what_ranks_have_compiled(ranks, tmp_path, tensor_parallel):
     if shutil.which("g++") is None:
         pytest.skip("inductor compiles with g++, which is not here")
     config = {"compile": True, "ddp": True}
     config |= (
-        {"tensor_parallel_degree": 2, "prescaled_batch": True} if tensor_parallel else {"pipeline_parallel_degree": 2}
+        {"tensor_parallel_degree": 2, "prescaled_batch": True, "optimize": "speed"}
+        if tensor_parallel
+        else {"pipeline_parallel_degree": 2}
     )
     environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     first, second = (ranks(_compiled, 2, tensor_parallel, config=config, env=environ, timeout=500) for _ in range(2))
-    assert sorted(first) == [(0, 1, 0), (1, 0, 0)]
-    assert second == [(1, 0, 0), (1, 0, 0)]
+    assert all(missed for _, missed, _ in first)
+    assert all(hit and not missed and not barred for hit, missed, barred in second)

@@ -94,19 +94,18 @@ def _trained(kind, checkpointed):
     return losses, model.state_dict(), blocks, stats
 
 
-ONE_BATCH, OWN_BATCHES = {"prescaled_batch": True}, {"prescaled_batch": False}
+ONE_BATCH, OWN_BATCHES = {"prescaled_batch": True, "optimize": "speed"}, {"prescaled_batch": False}
 STAGES = {**ONE_BATCH, "pipeline_parallel_degree": 2, "microbatches": 2}
 #: What is distributed, the configuration, the backend, whether blocks are checkpointed.
 CASES = [
     ("layers", {**OWN_BATCHES, "optimize": "memory", "microbatches": 2}, "aot_eager", False),
     *(("layers", {**batch, "optimize": "speed"}, "aot_eager", False) for batch in (ONE_BATCH, OWN_BATCHES)),
-    ("layers", {**ONE_BATCH, "optimize": "memory"}, "aot_eager", True),
+    ("layers", ONE_BATCH, "aot_eager", True),
     ("layers", STAGES, "aot_eager", False),
     ("layers", {**STAGES, "pipeline": "zero_bubble"}, "aot_eager", True),
     *((kind, batch, "aot_eager", False) for kind in ("linear", "block") for batch in (ONE_BATCH, OWN_BATCHES)),
     ("layers", {**ONE_BATCH, "microbatches": 2}, "inductor", True),
     ("layers", {**OWN_BATCHES, "optimize": "memory"}, "inductor", False),
-    ("block", ONE_BATCH, "inductor", False),
 ]
 
 
@@ -122,13 +121,15 @@ def test_compiled_blocks_train_as_one_process(ranks, kind, more, backend, checkp
     alone = train_alone(_one_process(kind), _adamw, _batches(), _loss_of)
     world = 2 * more.get("pipeline_parallel_degree", 1)
     results = ranks(_trained, world, kind, checkpointed, config=config, timeout=500)
-    assert {path for _, _, blocks, _ in results for path in blocks} == {f"layers.{i}" for i in range(4)}
+    # Of others than layers of smp.nn nobody knows whether each collective follows from the one before.
+    expected = {f"layers.{i}" for i in range(4)} if kind == "layers" else set()
+    assert {path for _, _, blocks, _ in results for path in blocks} == expected
     for losses, state, _, (after_three, graphs, breaks) in results:
         assert losses == pytest.approx(alone.losses, abs=1e-5)
         for name, value in alone.model.state_dict().items():
             close(state[name], value, name, 2e-5)
         assert not breaks
-        assert after_three == graphs == 1
+        assert after_three == graphs == (kind == "layers")
 
 
 def _dropped(backend):
@@ -156,7 +157,7 @@ def _dropped(backend):
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_dropout_agrees_over_ranks_and_with_what_is_recomputed(ranks, backend):
-    config = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+    config = {"tensor_parallel_degree": 2, "ddp": True, **ONE_BATCH}
     config |= {"compile": True, "compile_backend": backend}
     results = ranks(_dropped, 2, backend, config=config, timeout=300)
     for ((output, gradients), (again, recomputed)), other in results:

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 from smp_config import Group
 from smp_runtime.activations.marking import is_marked
 from smp_runtime.module_state.compiled_blocks import Compiling
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.nn.half_block import HalfBlock
+from smp_runtime.nn.layer import DistributedTransformerLayer
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.replacement.placing import place
 from smp_runtime.sharding.sharded_state import ShardedState
+from smp_runtime.tensor_parallel.activation_layout import SlicedFlow
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +134,19 @@ class Placed:
 
 
 def adapted_inside(block: nn.Module) -> str | None:
-    """Why a block that tensor parallelism has split in place cannot be one graph, if so."""
+    """Why a block that tensor parallelism has split cannot be one graph, if so."""
+    for part in block.modules():
+        if not isinstance(part, DistributedModule) or part.tensor_group.size == 1:
+            continue
+        flow, settings = getattr(part, "flow", None), getattr(part, "settings", None)
+        is_chain = isinstance(block, HalfBlock | DistributedTransformerLayer)
+        is_chain &= not getattr(settings, "parallel_attn_output", False) and not getattr(part, "cross_attention", None)
+        if not is_chain or (isinstance(flow, SlicedFlow) and flow.rows_see_all):
+            # What no data orders, compilers of two ranks may order differently.
+            return (
+                "with tensor parallelism some of its collectives may not follow from each other, so that ranks could run them in "
+                'different orders; layers of smp.nn with "optimize": "speed" are compiled'
+            )
     for part in block.modules():
         for hook in (*vars(part)["_forward_pre_hooks"].values(), *vars(part)["_forward_hooks"].values()):
             home = str(getattr(getattr(hook, "__self__", hook), "__module__", ""))
