@@ -117,7 +117,7 @@ def _fields_of(obj: Any) -> Any:
     return None
 
 
-def _is_model(kind: type) -> bool:
+def _is_model(kind: Any) -> bool:
     from pydantic import BaseModel  # here: the ranks of a script without records need not wait for it
 
     return issubclass(kind, BaseModel)
@@ -131,7 +131,7 @@ def _record(module: str, name: str, fields: Any) -> Any:
     """A record of this library, filled with values; none of its code runs but the checks of its fields."""
     if not (isinstance(module, str) and module.startswith(_OURS)):
         raise ValueError(f"{module} is no module of this library")
-    kind = vars(sys.modules[module])[name]
+    kind: Any = vars(sys.modules[module])[name]
     if not isinstance(kind, type) or kind.__module__ != module:
         raise ValueError(f"{module}.{name} is no record")
     if issubclass(kind, enum.Enum):

@@ -151,7 +151,7 @@ def compile(module: nn.Module, backend: str = "inductor") -> None:
             f"smp.compile got {module!r}, a {type(module).__name__}; pass a module of the model, such as model.layers"
         )
     for model in sessions.current().models if sessions.is_initialized() else []:
-        if any(part is module for part in model.modules()):
+        if any(part is module for part in model.module.modules()):
             raise SMPUserError(
                 f"smp.compile got a {type(module).__name__} of a model that is wrapped already, whose modules have their place; "
                 "call it before smp.DistributedModel"

@@ -151,7 +151,7 @@ def carry_over(before: Mapping[str, str], model: nn.Module) -> nn.Module:
     now = dict(model.named_modules())
     for path, backend in before.items():
         if path in now:
-            vars(now[path])[_MARK] = backend
+            now[path].__dict__[_MARK] = backend
     lost = [path for path in before if path not in now]
     if lost:
         logger.warning(

@@ -145,8 +145,8 @@ def rotate(
     pairs = len(frequencies)
     if positions is None:
         length = -(-tensor.shape[2] // 256) * 256  # rounded, so that few lengths are kept
-        angles = _computed_angles if torch.compiler.is_compiling() else _angles
-        cos, sin = (table[: tensor.shape[2]] for table in angles(frequencies, length, scale, tensor.device))
+        of_positions = _computed_angles if torch.compiler.is_compiling() else _angles
+        cos, sin = (table[: tensor.shape[2]] for table in of_positions(frequencies, length, scale, tensor.device))
     else:
         table = torch.tensor(frequencies, dtype=torch.float32, device=tensor.device)
         angles = positions[:, None, :, None].float() * table

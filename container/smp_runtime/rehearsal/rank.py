@@ -208,7 +208,7 @@ class _Kind:
         sessions.at_init.append(self._begin)
         if self._request.on_gpu:
             F.scaled_dot_product_attention = as_fused(F.scaled_dot_product_attention)
-        DistributedDataParallel.__init__ = _refused  # type: ignore[method-assign, assignment]
+        DistributedDataParallel.__init__ = _refused  # type: ignore[method-assign]
         torch.save = _save_nothing  # type: ignore[assignment]  # its names of arguments are not needed
         public: Any = sys.modules[_PUBLIC]
         public.save_checkpoint = self._agreed(public.save_checkpoint)

@@ -65,7 +65,7 @@ def _columns_gradients(
             else:
                 dx, waiting = group.start_scatter_sum(dx, dim)
     full = x
-    if regathering is not None:
+    if regathering is not None and dim is not None:
         regathering[1].wait()
         full = join(regathering[0], dim)
     weight_gradients = [
