@@ -131,13 +131,14 @@ def _record(module: str, name: str, fields: Any) -> Any:
     """A record of this library, filled with values; none of its code runs but the checks of its fields."""
     if not (isinstance(module, str) and module.startswith(_OURS)):
         raise ValueError(f"{module} is no module of this library")
-    kind: Any = vars(sys.modules[module])[name]
+    found: Any = vars(sys.modules[module])[name]
+    kind = found
     if not isinstance(kind, type) or kind.__module__ != module:
         raise ValueError(f"{module}.{name} is no record")
     if issubclass(kind, enum.Enum):
         return kind[fields]
     if _is_model(kind):
-        return kind.model_validate(fields)
+        return found.model_validate(fields)
     if _is_named_tuple(kind):
         return kind(**fields)
     if not dataclasses.is_dataclass(kind) or set(fields) != {field.name for field in dataclasses.fields(kind)}:

@@ -31,8 +31,10 @@ def load_compiler_later() -> Callable[[], None]:
     for holder in (kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)):
         for name, call in list(vars(holder).items()):
             function, code = getattr(call, "__wrapped__", None), getattr(call, "__code__", None)
-            decorator = _LOADING.get(code.co_name) if code is not None else None
-            if function is None or decorator is None or code.co_filename != sys.modules[decorator].__file__:
+            if function is None or code is None:
+                continue
+            decorator = _LOADING.get(code.co_name)
+            if decorator is None or code.co_filename != sys.modules[decorator].__file__:
                 continue
             if code.co_name == "_use_grad":
                 setattr(holder, name, _differentiable_if_asked(function, call, is_loaded))
