@@ -86,5 +86,8 @@ def test_the_next_job_finds_what_ranks_have_compiled(ranks, tmp_path, tensor_par
     )
     environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     first, second = (ranks(_compiled, 2, tensor_parallel, config=config, env=environ, timeout=500) for _ in range(2))
-    assert all(missed for _, missed, _ in first)
+    misses = sorted(missed for _, missed, _ in first)
+    assert misses[1] > 0
+    # Stages have equal blocks, whose graphs one rank compiles; tensor parallel ranks may have graphs of their own.
+    assert tensor_parallel or misses[0] == 0
     assert all(hit and not missed and not barred for hit, missed, barred in second)

@@ -408,19 +408,43 @@ def _(request):
         assert not seen
 
 
+@of("taken_apart")
+def _(_):
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    function = torch.nn.functional.multi_head_attention_forward
+    x, net = torch.randn(4, 2, 8), torch.nn.MultiheadAttention(8, 2)
+    given = [x, x, x, 8, 2, net.in_proj_weight, net.in_proj_bias, None, None, False, 0.0]
+    given += [net.out_proj.weight, net.out_proj.bias]
+    with Mode():
+        whole, _ = function(*given)
+        assert function in seen
+        seen.clear()
+        parts, _ = door.taken_apart(function)(*given)
+    assert torch.nn.functional.linear in seen
+    assert function not in seen
+    assert torch.equal(whole, parts)
+
+
 @of("backend_of_compiler")
 def _(_):
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
     assert door.backend_of_compiler("eager")(graph, []) == graph.forward
 
 
-@of("caching_autograd_functions")
+@of("compiling_whole_entries")
 def _(_):
     import torch._functorch.config as config
 
-    with door.caching_autograd_functions():
+    with door.compiling_whole_entries():
         assert config.autograd_cache_allow_custom_autograd_functions
-    assert not config.autograd_cache_allow_custom_autograd_functions
+        assert config.force_non_lazy_backward_lowering
+    assert not config.force_non_lazy_backward_lowering
 
 
 @of("compile_errors")

@@ -1,8 +1,9 @@
 """One compilation of a graph on a host: of the ranks that need it, one compiles, and the others find what it has left.
 
 Inductor keeps what it has made in a folder, under a name that follows from the graph. Ranks that come to equal graphs at the
-same time would all find nothing there and all compile it. So the first holds a lock of the graph while it compiles; nothing
-communicates meanwhile, and a process that ends lets go of its locks.
+same time would all find nothing there and all compile it. So the first holds a lock of the graph while it compiles it, backward
+pass included; nothing communicates meanwhile, and a process that ends lets go of its locks. A rank for which that takes too long
+compiles for itself.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import functools
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from smp_runtime.tensors.torch_private import backend_of_compiler, caching_autograd_functions
+from smp_runtime.tensors.torch_private import backend_of_compiler, compiling_whole_entries
 
 #: Locks of a user on a host; graphs that have one in common wait for each other for nothing.
 _LOCKS = 64
+#: Seconds for which a rank waits for another's compilation.
+_LONGEST_SECONDS = 600.0
+#: Seconds between two looks at a lock.
+_LOOK_SECONDS = 0.05
 
 
 @functools.cache
@@ -35,7 +41,7 @@ def compiling_once(backend: str) -> Callable[[torch.fx.GraphModule, Sequence[Any
     compile_graph = backend_of_compiler(backend)
 
     def compile_one(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with _alone_with(graph, inputs), caching_autograd_functions():
+        with _alone_with(graph, inputs), compiling_whole_entries():
             return compile_graph(graph, inputs)
 
     return compile_one
@@ -53,7 +59,17 @@ def _alone_with(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[
         yield
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LONGEST_SECONDS
+        while not _locks(descriptor) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)  # flock itself knows no deadline
         yield
     finally:
         os.close(descriptor)
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -149,15 +149,17 @@ def backend_of_compiler(name: str) -> Callable[..., Any]:
     return found
 
 
-def caching_autograd_functions() -> contextlib.AbstractContextManager[Any]:
-    """Inside, graphs with functions of ``torch.autograd.Function`` are kept in the compiler's folder as others are.
+def compiling_whole_entries() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a graph is compiled with its backward pass, and both lie in the compiler's folder when the call returns.
 
-    PyTorch leaves them out, since their names do not tell what they do; their bodies, which are in the graph, do. Without this
-    switch of the release they are compiled anew in each process.
+    PyTorch compiles a backward pass when it first runs, and keeps nothing for later jobs before that. Graphs with functions of
+    ``torch.autograd.Function`` it leaves out, since their names do not tell what they do; their bodies, which are in the graph, do.
+    Switches that a release does not have stay as it has them.
     """
     config: Any = sys.modules.get("torch._functorch.config")
-    name = "autograd_cache_allow_custom_autograd_functions"
-    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()
+    wanted = ("autograd_cache_allow_custom_autograd_functions", "force_non_lazy_backward_lowering")
+    there = {name: True for name in wanted if hasattr(config, name)}
+    return config.patch(there) if there else contextlib.nullcontext()
 
 
 #: ``(class, tensor, requires_grad)``: a tensor of a subclass that shares the elements of another.
