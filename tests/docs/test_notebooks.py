@@ -166,7 +166,8 @@ def test_the_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, _ = _run("activations", tmp_path, monkeypatch)
     held = {
-        name: float(size) for name, size in re.findall(r"^(\w+): at most (\S+) MiB of activations", said, re.MULTILINE)
+        name: float(size.replace(",", ""))
+        for name, size in re.findall(r"^(\w+): at most (\S+) MiB of activations", said, re.MULTILINE)
     }
     assert held.keys() == {"none", "each", "group_4", "offloaded"}
     assert max(held["each"], held["group_4"]) < 0.45 * held["none"]

@@ -145,6 +145,10 @@ def compile(module: nn.Module, backend: str = "inductor") -> None:
 
     Raises:
         SMPUserError: it is no module, or part of a wrapped model.
+
+    Example:
+        >>> layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        >>> smp.compile(layers)  # before smp.DistributedModel; nothing is compiled before the first step
     """
     if not isinstance(module, nn.Module):
         raise SMPUserError(
