@@ -96,6 +96,7 @@ _INSIDE = {
     "what Python says of a name that a module or an object does not have": """
         smp_estimator smp_estimator.local smp_estimator.local.client smp_estimator.model_trainer""",
     "a name that a package does not have, as Python says it": "smp_config.lazy_names",
+    "what gloo says of a collective that others have left, word for word": "smp_runtime.comm.host.shared_memory",
 }
 _BUILT_IN = set(
     """ArithmeticError AttributeError Exception FileNotFoundError ImportError IndexError KeyError LookupError NotImplementedError

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from smp_estimator.planning import ModelShape, plan
+from smp_estimator.planning.memory import Kind
 
 #: layers, hidden, heads, vocabulary, sequence, batch, checkpointing. In the small vocabularies the backward of a layer
 #: is the worst moment, in the others the loss.
@@ -109,10 +110,19 @@ def test_predicted_bytes_are_near_the_measured_ones(
 SHAPES_OF_RANKS = [(4, 128, 4, 512, 64, 8), (8, 64, 4, 1024, 64, 4), (2, 256, 8, 256, 128, 4)]
 
 
+def _collectives_as_on_gpus() -> None:
+    """Plans are of GPUs, whose ranks do not share memory as those of one host do on CPUs."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.comm.collectives import TorchCollectives
+
+    smp.init().ranks.collectives = TorchCollectives()
+
+
 def _peak(sizes: tuple[int, ...], batch: int) -> int:
     """Bytes of storages alive at the worst moment, from the creation of the model to its third step."""
     import smdistributed.modelparallel.torch as smp
 
+    _collectives_as_on_gpus()
     with LiveBytes() as live:
         torch.manual_seed(0)
         model = smp.DistributedModel(Model(*sizes, False))
@@ -204,6 +214,7 @@ def _moments(*, bucket_view: bool = False) -> dict[str, int]:
     """Bytes alive in the fourth step: before it, at the most in it, in the inner optimizer's step."""
     import smdistributed.modelparallel.torch as smp
 
+    _collectives_as_on_gpus()
     with LiveBytes() as live:
         torch.manual_seed(0)
         model = smp.DistributedModel(_matrices(), gradient_as_bucket_view=bucket_view)
@@ -241,8 +252,9 @@ def test_the_state_of_every_precision_is_the_measured_one(ranks, config, before,
             # Only without a reduce-scatter of its own, as gloo, does a backend get the other ranks' parts beside the buffers.
             sums = 2 if config == {**STATE_SHARED, "fp16": True} else 4
             assert found["backward"] - sums * count == pytest.approx(backward, rel=0.12)
-        elif config.get("sharded_data_parallel_degree"):  # the last of its units is still on its way to the bucket
-            assert found["backward"] == pytest.approx(backward, rel=0.03)
+        elif config.get("sharded_data_parallel_degree"):
+            # Three quarters of the planned bucket are in use: a group of units is filled while another travels, twice with gloo.
+            assert found["backward"] == pytest.approx(backward - worst.kinds[Kind.BUCKETS] / 4, rel=0.03)
         else:
             assert max(found["backward"], found["update"]) == pytest.approx(max(backward, worst.in_update), rel=0.02)
 

@@ -109,7 +109,9 @@ def _seen_by_torch():
     from torch.distributed.tensor.debug import CommDebugMode
 
     import smdistributed.modelparallel.torch as smp
+    from smp_runtime.comm.collectives import TorchCollectives
 
+    smp.init().ranks.collectives = TorchCollectives()  # PyTorch does not see what ranks of a host do in shared memory
     layer = smp.nn.DistributedTransformerLayer(**SIZES, attention_dropout_prob=0.0, hidden_dropout_prob=0.0)
     with CommDebugMode() as seen:
         layer((torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True), None))[0].sum().backward()

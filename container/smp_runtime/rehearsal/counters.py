@@ -176,6 +176,7 @@ class Counters:
         self.ledger.name_of = lambda group: names.get(id(group), ("other", 1))
         self.phases.in_microbatch = lambda: ranks.step.microbatch is not None
         self.work.microbatch = self.memory.microbatch = lambda: ranks.step.microbatch
+        self.work.call = lambda: ranks.step.count
         self._active = min(ranks.cfg.active_microbatches or 1, ranks.cfg.microbatches)
         self.work.keeps_blocks = ranks.size(Group.PP) == 1
         replicas = ranks.size(Group.RDP if ranks.cfg.prescaled_batch else Group.DP)

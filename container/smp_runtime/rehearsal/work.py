@@ -76,11 +76,11 @@ class _Measurements:
     def __init__(self, measured: Iterable[Measured]) -> None:
         self._seconds: dict[tuple[str, str], float] = {(one.path, one.phase): one.seconds for one in measured}
         self._owners: dict[tuple[str, str], tuple[str, str] | None] = {}
-        #: By module and phase, seconds by the rates and the microbatches that they are of.
-        self._seen: dict[tuple[str, str], tuple[float, set[int]]] = {}
+        #: By module and phase, seconds by the rates and the microbatches that they are of, each with its call of a step.
+        self._seen: dict[tuple[str, str], tuple[float, set[tuple[int, int]]]] = {}
         self._factors: dict[tuple[str, str], float] = {}
 
-    def seconds(self, where: Where, microbatch: int | None, by_rates: float) -> float | None:
+    def seconds(self, where: Where, call: int, microbatch: int | None, by_rates: float) -> float | None:
         """Of an operation; None where no duration says."""
         if not self._seconds or microbatch is None:
             return None
@@ -88,7 +88,7 @@ class _Measurements:
         if owner is None:
             return None
         total, microbatches = self._seen.get(owner, (0.0, set()))
-        microbatches.add(microbatch)
+        microbatches.add((call, microbatch))
         self._seen[owner] = total + by_rates, microbatches
         factor = self._factors.get(owner)
         return None if factor is None else factor * by_rates
@@ -121,6 +121,7 @@ class ModuleTimes:
 
     Attributes:
         microbatch: the one that the calling thread runs; None outside of one.
+        call: the number of the step function's call that it is of.
         measured_seconds: of the step so far, those that durations say, not rates.
         keeps_blocks: whether :meth:`blocks` is wanted.
     """
@@ -133,6 +134,7 @@ class ModuleTimes:
         self._clock = clock
         self._measured = _Measurements(measured)
         self.microbatch: Callable[[], int | None] = lambda: None
+        self.call: Callable[[], int] = lambda: 0
         self.measured_seconds = 0.0
         self._lock = threading.Lock()
         self._rows: dict[tuple[str, str, str], list[float]] = {}
@@ -164,7 +166,7 @@ class ModuleTimes:
         where = self._where()
         with self._lock:
             microbatch = self.microbatch()
-            known = self._measured.seconds(where, microbatch, seconds)
+            known = self._measured.seconds(where, self.call(), microbatch, seconds)
             if known is not None:
                 seconds = known
                 self.measured_seconds += known
