@@ -91,12 +91,11 @@ def measured(command: Sequence[str], seconds: float) -> tuple[list[dict[str, Any
 
 
 def write(file: Path) -> None:
-    """The page's tables and the pictures, from the results."""
+    """The page's tables and the picture, from the results."""
     found = results.read(file)
     PAGE.write_text(results.filled(PAGE.read_text(), SUITES, found))
     PICTURES.mkdir(exist_ok=True)
-    for name, dark in (("light", False), ("dark", True)):
-        results.draw(PICTURES / f"ratios-{name}.svg", SUITES, found, dark=dark)
+    results.draw(PICTURES / "ratios.svg", SUITES, found)
 
 
 def main() -> int:

@@ -175,19 +175,23 @@ def filled(page: str, suites: Sequence[Suite], results: Mapping[str, Any]) -> st
     return page
 
 
-def draw(path: Path, suites: Sequence[Suite], results: Mapping[str, Any], dark: bool = False) -> None:
+#: Seen on light pages and on dark ones.
+_GRID = "#8b949e"
+
+
+def draw(path: Path, suites: Sequence[Suite], results: Mapping[str, Any]) -> None:
     """Every ratio to a peer as a dot with its quartiles, beside the line where both take the same time.
 
+    The drawing has no ground, and its ink is that of light or dark pages, as the reader's scheme is.
+
     Args:
-        path: ends in ``.svg`` or ``.png``.
+        path: ends in ``.svg``.
         suites: in the order in which they are drawn, from above.
         results: of a file.
-        dark: on a dark page.
     """
     from smp_estimator.pictures.svg import colour
     from smp_estimator.timeline.drawing import DARK, LIGHT, figure_for
 
-    theme = DARK if dark else LIGHT
     rows = [
         (index, suite, line)
         for index, suite in enumerate(suites)
@@ -195,18 +199,23 @@ def draw(path: Path, suites: Sequence[Suite], results: Mapping[str, Any], dark: 
         if line.get("time_ratio") is not None
     ]
     inches = 1.1 + 0.3 * len(rows)
-    figure = figure_for(path, 9, inches, theme)
-    axes = figure.add_axes((0.42, 0.55 / inches, 0.54, 1 - 0.75 / inches), facecolor=theme.background)
+    figure = figure_for(path, 9, inches, LIGHT)
+    axes = figure.add_axes((0.42, 0.55 / inches, 0.54, 1 - 0.75 / inches), facecolor="none")
     for height, (index, _, line) in enumerate(reversed(rows)):
         low, high = line.get("ratio_quartiles") or (line["time_ratio"],) * 2
         axes.plot([low, high], [height, height], color=colour(index), linewidth=3, alpha=0.5)
         axes.plot([line["time_ratio"]], [height], "o", color=colour(index))
-    axes.axvline(1.0, color=theme.ink, linewidth=1)
+    axes.axvline(1.0, color=LIGHT.ink, linewidth=1)
     axes.set_yticks(range(len(rows)), [f"{line['case']} ÷ {line['peer']}" for _, _, line in reversed(rows)])
     axes.set_xlim(left=0)
-    axes.set_xlabel("time ÷ the peer's: median and quartiles; left of the line is faster", color=theme.ink)
-    axes.tick_params(colors=theme.ink, labelsize=8)
-    axes.grid(axis="x", color=theme.faint, linewidth=0.5)
+    axes.set_xlabel("time ÷ the peer's: median and quartiles; left of the line is faster", color=LIGHT.ink)
+    axes.tick_params(colors=LIGHT.ink, labelsize=8)
+    axes.grid(axis="x", color=_GRID, linewidth=0.5)
     for side in axes.spines.values():
-        side.set_color(theme.faint)
-    figure.savefig(path, facecolor=theme.background)
+        side.set_color(_GRID)
+    figure.savefig(path, transparent=True)
+    drawn = path.read_text(encoding="utf-8").replace(LIGHT.ink, "currentColor")
+    schemes = f"<style>svg{{color:{LIGHT.ink}}}@media(prefers-color-scheme:dark){{svg{{color:{DARK.ink}}}}}</style>"
+    # Without the prologue of a file of its own, it may also stand inside a page of HTML.
+    drawn = re.sub(r'(<svg[^>]*?) width="(\w+)" height="[\w.]+"', r'\1 style="width:100%;max-width:\2"', drawn)
+    path.write_text(re.sub(r"(<svg[^>]*>)", rf"\1{schemes}", drawn[drawn.index("<svg") :], count=1), encoding="utf-8")

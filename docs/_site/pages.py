@@ -25,7 +25,7 @@ PAGES = {
     **{f"examples/{path.stem}.md": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.ipynb"))},
 }
 
-#: Of a drawing that stands in a line of its own, but none of those that come as a pair for light and dark.
+#: Of a drawing that stands in a line of its own.
 _DRAWING = re.compile(r"^!\[([^\]]+)\]\(([^)#\s]+\.svg)\)$", re.MULTILINE)
 #: Its colours where no page is around it.
 _SCHEMES = re.compile(r"<style>.*?</style>")

@@ -126,7 +126,7 @@ def run(
     channels = dict(_channels(given["channel"]))
 
     try:
-        click.echo(f"model: {_train(settings, channels)}")
+        _train(settings, channels)
     except ConfigError as error:
         raise click.ClickException(printable(marked(_in_words_of_options(str(error)), error))) from None
 
@@ -138,10 +138,11 @@ def _in_words_of_options(sentence: str) -> str:
     return sentence
 
 
-def _train(settings: dict[str, Any], channels: dict[str, str]) -> str | None:
-    """Run the job with the SDK that is installed; gives the address of the model."""
+def _train(settings: dict[str, Any], channels: dict[str, str]) -> None:
+    """Run the job with the SDK that is installed; the last line of its log has the address of the model."""
     if installed_major() == 3:
-        return _train_with_sdk_3(settings, channels)
+        _train_with_sdk_3(settings, channels)
+        return
     from smp_estimator import SMPEstimator
 
     estimator = SMPEstimator(**settings)
@@ -149,10 +150,9 @@ def _train(settings: dict[str, Any], channels: dict[str, str]) -> str | None:
         estimator.fit(channels or None)
     except ValueError as error:  # the job failed; the message holds the rank and its exception
         raise click.ClickException(str(error)) from None
-    return str(estimator.model_data)
 
 
-def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> str | None:
+def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> None:
     from smp_estimator.model_trainer import ModelParallel, ModelTrainer
     from smp_estimator.model_trainer.sdk import (
         CheckpointConfig,
@@ -182,7 +182,6 @@ def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> str
             trainer.train(channels or None)
         except FailedStatusError as error:
             raise click.ClickException(str(error)) from None
-        return trainer.model_data
 
 
 def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:

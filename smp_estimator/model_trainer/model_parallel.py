@@ -206,7 +206,7 @@ def _own_errors() -> Iterator[None]:
         first = error.errors()[0]
         own = (first.get("ctx") or {}).get("error")
         if isinstance(own, ConfigError):
-            raise ConfigError(in_words_of_v3(str(own))) from None
+            raise ConfigError(in_words_of_v3(str(own))).of_the_kind_of(own) from None
         name = str(first["loc"][0]) if first["loc"] else "ModelParallel"
         value = first["input"]
         raise ConfigError(

@@ -51,7 +51,7 @@ def said_in_v3() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise type(error)(in_words_of_v3(str(error))) from None
+        raise type(error)(in_words_of_v3(str(error))).of_the_kind_of(error) from None
 
 
 def saying_in_v3(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -60,11 +60,19 @@ def plan_report(
             ("cost", cost_lines(plan)),
             ("training", [] if plan.training is None else [str(plan.training)]),
             ("to change", to_change),
-            ("fewer GPUs", [str(smaller) for smaller in fewer]),
+            ("fewer GPUs", [str(smaller) for smaller in _down_to_the_first_that_fails(fewer)]),
             ("notes", notes),
         ]
     )
     return [above, _memory(plan), below]
+
+
+def _down_to_the_first_that_fails(fewer: Sequence[SmallerCluster]) -> Sequence[SmallerCluster]:
+    """Clusters, each half of the one before, down to the first on which the model does not fit: still fewer GPUs have less."""
+    for number, each in enumerate(fewer, 1):
+        if each.plan is not None and not each.plan.verdict.feasible:
+            return fewer[:number]
+    return fewer
 
 
 def _idle_because(plan: Forecast) -> str:

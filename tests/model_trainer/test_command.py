@@ -50,8 +50,18 @@ def test_run(tmp_path: Path) -> None:
     assert code == 0, said
     for rank in range(2):
         assert f"rank {rank} b ['--steps', '3', '--lr', '0.1']" in said
-    assert f"model: file://{tmp_path / 'out'}/model.tar.gz" in said
+    assert said.count(f"file://{tmp_path / 'out'}/model.tar.gz") == 1, "said once: Model: …"
     assert (tmp_path / "kept").is_dir()
+
+
+def test_a_refusal_has_the_code_that_it_has_with_version_2(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    parameters = '{"tensor_parallel_degree": 2, "ddp": true}'
+    code, said = run(str(tmp_path / "train.py"), "--processes", "3", "--parameters", parameters)
+    assert code == 1
+    assert "[SMP103]" in said
+    code, said = run(str(tmp_path / "train.py"), "--parameters", '{"microbatche": 2}')
+    assert "[SMP101]" in said
 
 
 def test_run_of_a_script_that_fails(tmp_path: Path) -> None:

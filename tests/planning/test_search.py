@@ -23,7 +23,11 @@ def test_without_instances_the_smallest_cluster_is_proposed() -> None:
     sizes = [cluster.size for cluster in large.clusters]
     assert sizes == sorted(sizes)
     assert len({cluster.instance_type for cluster in large.clusters}) == len(sizes) == 6
-    assert str(large).index("the smallest clusters that fit") < str(large).index("tried on")
+    said = str(large)
+    assert "the smallest clusters that fit" in said
+    assert "sharded data parallelism" not in said.partition("verdict")[2].partition("└")[0], "in a row of seven columns"
+    assert "tried on" not in said, "each cluster has its configuration beside it"
+    assert len(said.partition("fewer GPUs")[2].partition("notes")[0].split("does not fit")) <= 2
 
 
 def test_fewer_instances_come_before_less_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,7 @@ class Suggestion(Shown):
         }
 
     def report(self) -> Report:
-        """The clusters, what was tried, in order, and the plan that was chosen."""
+        """The clusters, or what was tried on the one that was given, in order; and the plan that was chosen."""
         other, script = self.alternative, self.plan.request.workload
         fits = self.plan.verdict.feasible
         word = "← chosen" if fits else "← nearest"
@@ -133,7 +134,9 @@ class Suggestion(Shown):
         title = f"tried on {asked}, in the order of the best practices"
         if self.prefer != "smallest" and fits and self.plan.time is not None:
             title += "; of those that fit the one with the shortest step is chosen"
-        parts.append(Grid(["configuration", "per GPU", "step", "verdict"], tried, frozenset({1, 2}), title=title))
+        compared = self.searched and len(self.clusters) > 1
+        if not compared:  # else each cluster has its configuration beside it, and ``tried`` the rest
+            parts.append(Grid(["configuration", "per GPU", "step", "verdict"], tried, frozenset({1, 2}), title=title))
         if self.search is not None:
             parts.append(Lines([("searched", [search_line(self.search)])]))
         if self.improvements is not None:
@@ -178,9 +181,14 @@ def _clusters_grid(title: str, clusters: tuple[Cluster, ...], chosen: Cluster | 
         price = (
             "unknown" if cost is None else f"{cost.usd_per_million_tokens:.3g}" + (" (given)" if cost.is_given else "")
         )
-        rows.append([f"{each}{note}", gpus, each.step.what.removeprefix("+ "), share, speed, price, said])
+        rows.append([f"{each}{note}", gpus, _in_short(each.step.what), share, speed, price, said])
     columns = ["instances", "GPUs", "with", "per GPU", "tokens/s", "USD per 10⁶ tokens", "verdict"]
     return Grid(columns, rows, frozenset({3, 4, 5}), title=title)
+
+
+def _in_short(what: str) -> str:
+    """A configuration in a row that has six more columns: ``sharded 48 + tensor 4``."""
+    return re.sub(r"(sharded|tensor)( data)? parallelism (?=\d)", r"\1 ", what.removeprefix("+ "))
 
 
 def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
