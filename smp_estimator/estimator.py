@@ -31,6 +31,16 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
     the data parallel library (2.6 or newer).
 
     Args:
+        entry_point: the script that every rank runs, in ``source_dir`` where that is given.
+        framework_version: PyTorch's, for a stock image of the cloud.
+        py_version: likewise Python's, such as ``"py312"``.
+        source_dir: folder, archive or repository whose files travel with the script.
+        hyperparameters: the script's command line: ``{"steps": 300}`` is ``--steps 300``.
+        image_uri: an image in place of a stock one.
+        distribution: ``ModelParallel(…) | MPI(…)``, or the SDK's dictionary.
+        compiler_config: as in the SDK.
+        training_recipe: likewise.
+        recipe_overrides: likewise.
         ship_runtime: whether the runtime travels with the code. Default: with stock images only; images of one's
             own are taken to have it.
         memory_checkpoint: whether ranks that are lost go on from the state in their host's shared memory: True copies it as
@@ -42,6 +52,8 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
             (``SMP_LOGGERS``).
         profile: which steps PyTorch's profiler records on each rank, as ``{"steps": (10, 12), "memory": True}``
             (``SMP_PROFILE``).
+        kwargs: the SDK's other arguments, such as ``role``, ``instance_type``, ``instance_count``, ``checkpoint_s3_uri``,
+            ``max_run`` (seconds) and ``volume_size`` (GiB).
 
     Example:
         >>> estimator = SMPEstimator(

@@ -316,11 +316,19 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
             experiment_config: as in the SDK; without effect in process mode.
             record_numerics: of this job, in place of the constructor's.
 
+        Returns:
+            None; in a pipeline session, what a step of a pipeline takes.
+
         Raises:
             ConfigError: a setting that cannot work; nothing has been started.
             sagemaker.exceptions.UnexpectedStatusException: the job failed; the message holds the first failing rank,
                 its exception, and where the log is.
             KeyboardInterrupt: in process mode after every process of the job has ended; in the cloud the job goes on.
+
+        Example:
+            >>> estimator.fit({"train": "file:///data/train"})
+            >>> estimator.model_data
+            'file:///…/model.tar.gz'
         """
         if record_numerics is not None:
             if isinstance(self.sagemaker_session, PipelineSession):
@@ -380,7 +388,12 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         self.latest_training_job = job
 
     def logs(self) -> None:
-        """Show the log of the newest job from its first line, with its progress, until it ends."""
+        """Show the log of the newest job from its first line, with its progress, until it ends.
+
+        Example:
+            >>> estimator.fit(wait=False)
+            >>> estimator.logs()
+        """
         if isinstance(self.latest_training_job, CloudTrainingJob):
             self.latest_training_job.wait()
         else:
@@ -426,7 +439,17 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
     # -- the model -----------------------------------------------------------------------------------------
 
     def create_model(self, *args: Any, **kwargs: Any) -> Any:
-        """A model that can be deployed, as in the SDK; also of a job in a custom image of no known version."""
+        """A model that can be deployed, as in the SDK; also of a job in a custom image of no known version.
+
+        Args:
+            args, kwargs: as in the SDK.
+
+        Returns:
+            The SDK's model.
+
+        Example:
+            >>> model = estimator.create_model(entry_point="inference.py")  # doctest: +SKIP
+        """
         model: Any = super().create_model(*args, **kwargs)  # type: ignore[safe-super]
         if hasattr(model, "_is_mms_version") and model.framework_version is None:
             # Every PyTorch that the runtime works with is served from a repacked archive; the SDK asks the version.
@@ -434,7 +457,20 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         return model
 
     def deploy(self, *args: Any, **kwargs: Any) -> Any:
-        """Deploy the model, as in the SDK; not available for jobs that ran as processes of this machine."""
+        """Deploy the model, as in the SDK; not available for jobs that ran as processes of this machine.
+
+        Args:
+            args, kwargs: as in the SDK.
+
+        Returns:
+            The SDK's predictor.
+
+        Raises:
+            NoContainers: the job ran as processes of this machine.
+
+        Example:
+            >>> predictor = estimator.deploy(1, "ml.g5.xlarge", entry_point="inference.py")  # doctest: +SKIP
+        """
         if self._process_mode:
             raise NoContainers(
                 "deploy() starts a serving container, and this estimator's session runs processes without Docker; the "
@@ -447,7 +483,20 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
 
     @classmethod
     def attach(cls, training_job_name: str, sagemaker_session: Any = None, model_channel_name: str = "model") -> Any:
-        """Make an estimator for a job that exists; one that runs on this machine is found by its name alone."""
+        """Make an estimator for a job that exists; one that runs on this machine is found by its name alone.
+
+        Args:
+            training_job_name: of the job.
+            sagemaker_session: where to look; default: this process, for a job that it has started here, else the cloud.
+            model_channel_name: as in the SDK.
+
+        Returns:
+            An estimator with the job's settings, whose ``logs()`` follow it.
+
+        Example:
+            >>> estimator = SMPEstimator.attach("gpt-2024-05-01-12-00-00-000-8f3a")  # doctest: +SKIP
+            >>> estimator.logs()  # doctest: +SKIP
+        """
         if sagemaker_session is None:
             sagemaker_session = session_of(training_job_name)
         with restore.attaching():

@@ -53,6 +53,11 @@ class Planned:
 
         Raises:
             ConfigError: settings that cannot work.
+
+        Example:
+            >>> found = estimator.plan("gpt2", gpu_memory_bytes=40e9)
+            >>> found.verdict.feasible
+            True
         """
         from smp_estimator.planning import plan
 
@@ -97,6 +102,16 @@ class Planned:
             model: as for :meth:`plan`.
             batch: samples per GPU and step.
             workload: the other arguments of :func:`smp_estimator.planning.suggest`.
+
+        Returns:
+            A suggestion; print it for tables, ask it for ``parameters`` and ``plan``.
+
+        Raises:
+            ConfigError: arguments that cannot be used.
+
+        Example:
+            >>> estimator.suggest("gpt2", processes_per_host=2, gpu_memory_bytes=40e9).parameters
+            {...'ddp': True...}
         """
         from smp_estimator.planning import suggest
 
@@ -123,6 +138,10 @@ class Planned:
         Raises:
             ConfigError: settings that cannot work, or a script that is not on this machine.
             RehearsalFailed: the script failed, or does what cannot be rehearsed.
+
+        Example:
+            >>> found = estimator.rehearse(gpu_memory_bytes=40e9)  # doctest: +SKIP
+            >>> found.verdict  # doctest: +SKIP
         """
         from smp_estimator.rehearsal import rehearse
         from smp_launch.environment import words_of

@@ -119,7 +119,18 @@ class InStockImage(_SDK):
             self._reader.say(why)
 
     def training_image_uri(self, region: str | None = None) -> Any:
-        """The image of the job; in process mode a name that stands for it."""
+        """The image of the job; in process mode a name that stands for it.
+
+        Args:
+            region: of the registry; default: the session's.
+
+        Returns:
+            The address of the image.
+
+        Example:
+            >>> estimator.training_image_uri()
+            '...'
+        """
         if self._process_mode:
             return PROCESS_IMAGE
         chosen = self._stock_image

@@ -301,6 +301,14 @@ def long_phase(what: str, seconds: float) -> contextlib.AbstractContextManager[N
 
     Args:
         what: the work, for reports.
+        seconds: how many it may take.
+
+    Returns:
+        A context.
+
+    Example:
+        >>> with smp.utils.long_phase("upload", seconds=1800):
+        ...     pass
     """
     return _notes.long_phase(what, seconds)
 

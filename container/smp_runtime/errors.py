@@ -16,17 +16,37 @@ class SMPError(Coded):
 
     Attributes:
         failure: of the rank that met it first, where this one was told: what the job's failure is to say.
+
+    Example:
+        >>> try:
+        ...     smp.send("hello", 5, smp.RankType.WORLD_RANK)  # no such rank
+        ... except smp.exceptions.SMPError as error:
+        ...     print(error.code)
+        SMP311
     """
 
     failure: FailureRecord | None = None
 
 
 class SMPUserError(SMPError, ValueError):
-    """Something that the script passed cannot work."""
+    """Something that the script passed cannot work.
+
+    Example:
+        >>> try:
+        ...     smp.set_tensor_parallelism("no module")
+        ... except smp.exceptions.SMPUserError as error:  # a ValueError, too
+        ...     print(error)
+        set_tensor_parallelism got a str; pass a module of the model
+    """
 
 
 class SMPRuntimeError(SMPError, RuntimeError):
-    """The environment, a peer or the order of calls is not as it must be."""
+    """The environment, a peer or the order of calls is not as it must be.
+
+    Example:
+        >>> issubclass(smp.exceptions.SMPRuntimeError, RuntimeError)
+        True
+    """
 
 
 class SMPOperationError(SMPError, RuntimeError):
@@ -80,4 +100,12 @@ class NumericsError(SMPRuntimeError):
 
 
 class CheckpointError(SMPRuntimeError):
-    """A checkpoint is missing, incomplete or belongs to another model."""
+    """A checkpoint is missing, incomplete or belongs to another model.
+
+    Example:
+        >>> try:
+        ...     smp.resume_from_checkpoint("nothing-here")
+        ... except smp.exceptions.CheckpointError as error:
+        ...     print("begins anew")
+        begins anew
+    """

@@ -122,7 +122,7 @@ def play(passage: Passage, folder: str, stand_ins: Callable[[], Names]) -> None:
     from smp_runtime.job import session
 
     opening = passage.scene
-    with _at(folder), _estimators():
+    with _at(folder), estimators():
         try:
             if opening and opening.config is not None:
                 session.init(opening.config)
@@ -157,7 +157,7 @@ def _at(folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def _estimators() -> Iterator[None]:
+def estimators() -> Iterator[None]:
     """Estimators whose jobs do not start: ``fit`` only looks at the code, as it does before a job."""
     import smp_estimator
 
@@ -166,16 +166,24 @@ def _estimators() -> Iterator[None]:
     usual["role"] = "arn:aws:iam::111122223333:role/training"
 
     class Estimator(smp_estimator.SMPEstimator):
+        __doc__ = smp_estimator.SMPEstimator.__doc__
+
         def __init__(self, *given: Any, **named: Any) -> None:
             if ... in given or ... in named.values():
                 named = usual | {name: value for name, value in named.items() if value is not ...}
                 named.setdefault("distribution", smp_estimator.ModelParallel(ddp=True) | smp_estimator.MPI(2))
             super().__init__(**named)
 
-        model_data = "file:///a/folder/model.tar.gz"
+        model_data = "file:///…/model.tar.gz"
 
         def fit(self, *given: Any, **named: Any) -> None:
             self._check_code()
+
+        def logs(self) -> None:
+            pass
+
+        fit.__doc__ = smp_estimator.SMPEstimator.fit.__doc__
+        logs.__doc__ = smp_estimator.SMPEstimator.logs.__doc__
 
     for name in ("train.py", "scripts/train.py"):
         Path(name).parent.mkdir(exist_ok=True)

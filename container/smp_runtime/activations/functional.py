@@ -24,10 +24,18 @@ def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool 
     Args:
         module: a module, or any function that calls no module of another pipeline stage. A module that lies on another
             stage is checkpointed there; one that is split over stages runs without checkpointing.
+        args, kwargs: what it is called with.
         preserve_rng_state: whether the second call draws the random numbers of the first.
+
+    Returns:
+        What the module returns.
 
     Raises:
         SMPUserError: nothing that can be called, or a module that is split over stages that were set by hand.
+
+    Example:
+        >>> from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint
+        >>> checkpoint(module, inputs).sum().backward()  # in the forward of a model
     """
     if not callable(module):
         raise SMPUserError(
@@ -64,8 +72,16 @@ def checkpoint_sequential(
         preserve_rng_state: whether the second call draws the random numbers of the first.
         pack_args_as_tuple: accepted; a tuple always stays one.
 
+    Returns:
+        What the last child returns.
+
     Raises:
         SMPUserError: an unknown strategy, or no ``nn.Sequential``.
+
+    Example:
+        >>> from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint_sequential
+        >>> layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        >>> checkpoint_sequential(layers, inputs, strategy="contiguous").sum().backward()
     """
     how = Strategy.parse(strategy)
     return run_sequential(check_sequential(sequential_module, how), input, how, preserve_rng_state)

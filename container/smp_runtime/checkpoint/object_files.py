@@ -41,6 +41,14 @@ def save(
 ) -> None:
     """``torch.save(obj, f)``; with ``partial`` the file name ends in ``_`` and this rank's model parallel rank.
 
+    Args:
+        obj: tensors and plain containers, numbers and strings, or with ``pickle_module`` anything that it writes.
+        f: name of the file; its folder is made if absent.
+        partial: one file for each model parallel rank, instead of one under the very name.
+        pickle_module: what writes objects, as for ``torch.save``.
+        pickle_protocol: likewise.
+        v3: the file name ends in pipeline, tensor and reduced data parallel rank instead.
+
     Raises:
         CheckpointError: the disk is full; the former file stays.
 
@@ -70,11 +78,22 @@ def load(
     tensors and plain objects are read.
 
     Args:
+        f: name of the file, without what ``partial`` appends.
         map_location: as ``torch.load`` takes it. None puts what was saved from a GPU on the device that this rank computes
             on, whichever GPU its writer had, and leaves what was on the CPU there.
+        pickle_module: what reads objects, such as ``pickle``.
         pickle_load_args: keywords for the unpickler, as a dictionary or as further keywords.
+        partial: the file name ends in ``_`` and this rank's model parallel rank, as with :func:`save`.
         back_compat: has no effect, with a warning: files of all releases are read in the same way.
         v3: the file name ends in pipeline, tensor and reduced data parallel rank, as with ``smp.save(v3=True)``.
+        more: further keywords for the unpickler.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        SMPUserError: a boolean in the place of ``pickle_load_args``.
+        CheckpointError: the file is damaged, or holds what only a ``pickle_module`` reads.
 
     Example:
         >>> weights = smp.load("model.pt", partial=False)

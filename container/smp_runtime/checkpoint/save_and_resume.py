@@ -81,6 +81,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
     Args:
         path: folder of checkpoints, made if absent.
         tag: usually the number of steps.
+        partial: False writes one file of weights, and one of the optimizer.
         model: default: the wrapped model.
         optimizer: default: the wrapped optimizer; none for a full checkpoint of a ``model`` that is given.
         user_content: plain containers, numbers, strings, tensors and NumPy arrays; rank 0's is saved.

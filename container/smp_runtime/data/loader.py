@@ -44,6 +44,12 @@ class DataLoader(torch_data.DataLoader[Any]):
     Raises:
         SMPUserError: another sampler, of whose order nobody could say which samples were trained, ``in_order=False``, or workers
             among which a data set divides itself.
+
+    Example:
+        >>> loader = smp.data.DataLoader(dataset, batch_size=4, shuffle=True, drop_last=True)
+        >>> loader.set_epoch(0)
+        >>> [len(batch) for (batch,) in loader]  # of 8 samples, alone
+        [4, 4]
     """
 
     def __init__(

@@ -38,6 +38,11 @@ class DistributedSampler(TorchSampler[Any], Source):
         NotInitializedError: before ``smp.init()``, unless ``num_replicas`` and ``rank`` are given.
         SMPUserError: no rank has that number; or a loader that reads ahead draws from it and does not say how much of it
             the script was given (:class:`~smp_runtime.data.loader.DataLoader` does).
+
+    Example:
+        >>> sampler = smp.data.DistributedSampler(dataset, shuffle=False)
+        >>> list(sampler)  # alone; of two ranks, the first reads 0, 2, 4, 6
+        [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
     def __init__(

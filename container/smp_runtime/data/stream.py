@@ -29,7 +29,7 @@ class DistributedStream(IterableDataset[Any], Source):
     Args:
         dataset: gives the same samples in the same order whenever it is iterated, on every rank and in every worker: it must
             not divide itself. Its ``set_epoch(epoch)`` is called if it has one.
-        num_replicas: as for the sampler.
+        num_replicas: ranks that read different samples, as for the sampler.
         rank: as for the sampler.
         drop_last: leave out the last samples that do not make one for each rank, instead of giving them again to the ranks that
             lack one.
@@ -39,6 +39,13 @@ class DistributedStream(IterableDataset[Any], Source):
     Raises:
         NotInitializedError: before ``smp.init()``, unless ``num_replicas`` and ``rank`` are given.
         SMPUserError: no rank has that number; or it is read by workers of a loader that is no ``smp.data.DataLoader``.
+
+    Example:
+        >>> class Lines(torch.utils.data.IterableDataset):
+        ...     def __iter__(self):
+        ...         return iter(["to be", "or not", "to be"])
+        >>> list(smp.data.DistributedStream(Lines()))  # alone
+        ['to be', 'or not', 'to be']
     """
 
     def __init__(

@@ -71,6 +71,11 @@ class Int8State(_CompressionState):
     Args:
         process_group: of the ranks that hold replicas of the parameters; default: these ranks.
         error_feedback: add what rounding has left over to the next gradient; False forgets it and saves the memory.
+
+    Example:
+        >>> state = smp.comm_hooks.Int8State(error_feedback=False)
+        >>> if smp.dp_size() > 1:  # alone there is nothing to average
+        ...     model.register_comm_hook(state, smp.comm_hooks.int8_hook)
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, error_feedback: bool = True) -> None:
@@ -92,6 +97,17 @@ def int8_hook(state: Int8State, bucket: dist.GradBucket) -> torch.futures.Future
 
     Each rank adds up one part of the bucket in float32, of what all ranks sent, and sends the rounded average to all, so
     all have the same. Values that are not finite arrive as NaN everywhere.
+
+    Args:
+        state: what is kept from one gradient to the next; one for a model.
+        bucket: what PyTorch's DDP, or a model of this library, hands to a hook: gradients of several parameters.
+
+    Returns:
+        The average, of the shape and type of ``bucket.buffer()``.
+
+    Example:
+        >>> if smp.dp_size() > 1:  # alone there is nothing to average
+        ...     model.register_comm_hook(smp.comm_hooks.Int8State(), smp.comm_hooks.int8_hook)
     """
     buffer, (group, collectives) = bucket.buffer(), state.peers(bucket)
     if not buffer.numel():
@@ -138,6 +154,11 @@ class SparseState(_CompressionState):
 
     Raises:
         SMPUserError: a density is not above 0 and at most 1, or the momentum not from 0 to below 1.
+
+    Example:
+        >>> state = smp.comm_hooks.SparseState(density=0.01, warm_up=(0.25, 0.06))
+        >>> if smp.dp_size() > 1:  # alone there is nothing to average
+        ...     model.register_comm_hook(state, smp.comm_hooks.sparse_hook)
     """
 
     def __init__(
@@ -177,6 +198,17 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
     """Average the greatest elements of a bucket only (Lin et al., "Deep Gradient Compression"); others wait and add up.
 
     Each rank chooses for itself, and sends values with their places: 8 bytes per element that is sent, to every other rank.
+
+    Args:
+        state: as for :func:`int8_hook`.
+        bucket: likewise.
+
+    Returns:
+        The average, of the shape and type of ``bucket.buffer()``.
+
+    Example:
+        >>> if smp.dp_size() > 1:  # alone there is nothing to average
+        ...     model.register_comm_hook(smp.comm_hooks.SparseState(density=0.01), smp.comm_hooks.sparse_hook)
     """
     buffer, (group, collectives) = bucket.buffer(), state.peers(bucket)
     if not buffer.numel():

@@ -10,7 +10,18 @@ from smp_runtime.job import session as sessions
 
 
 def rmsg(message: object) -> str:
-    """A message for a log, with this rank in front of it."""
+    """A message for a log, with this rank in front of it.
+
+    Args:
+        message: anything that has a text.
+
+    Returns:
+        ``[rank] message``.
+
+    Example:
+        >>> smp.utils.rmsg("half of the steps are done")
+        '[0] half of the steps are done'
+    """
     return f"[{sessions.current().ranks.rank}] {message}" if sessions.is_initialized() else str(message)
 
 

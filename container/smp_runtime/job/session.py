@@ -206,6 +206,9 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
         config: settings by their documented names. Values that the job itself carries
             (``SM_HP_MP_PARAMETERS``) win over it. Without either, all degrees are 1.
 
+    Returns:
+        The session, which scripts do not need; a second call gives the same.
+
     Raises:
         ConfigError: a setting that cannot work with this number of processes.
 

@@ -27,6 +27,9 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     Operations on tensors inside are recorded and run later, so the model's constructor must not read values
     (``item()``, ``if tensor: …``). Inside another such context it changes nothing.
 
+    Args:
+        enabled: False creates it as usual.
+
     Example:
         >>> with smp.delay_param_initialization():
         ...     model = nn.Linear(4096, 4096)  # no memory yet
@@ -74,6 +77,9 @@ def partition(index: int) -> contextlib.AbstractContextManager[None]:
     """Modules that are constructed inside belong to pipeline stage ``index``, when ``auto_partition`` is off.
 
     Contexts may be nested; the innermost counts. Modules outside all of them belong to ``default_partition``.
+
+    Args:
+        index: of the stage, from 0.
 
     Raises:
         SMPUserError: no such stage.

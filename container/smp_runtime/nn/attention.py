@@ -25,14 +25,21 @@ class DistributedAttentionLayer(HalfBlock):
 
     It is checkpointed if the configuration says ``checkpoint_attentions``.
 
-    Arguments that are not named here are those of :class:`DistributedTransformerLayer`, for this half of it.
-
     Args:
+        num_attention_heads, attention_head_size, hidden_size: as in :class:`DistributedTransformerLayer`.
+        attention_dropout_prob, hidden_dropout_prob, layernorm_epsilon: as there.
+        initializer_range, use_normal_initialization, causal_mask_size: as there.
+        pre_layernorm, post_layernorm: as there.
         cross_attention: keys and values come from ``cross_states``.
         options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
 
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide the heads.
+
+    Example:
+        >>> attention = smp.nn.DistributedAttentionLayer(num_attention_heads=4, attention_head_size=16, hidden_size=64)
+        >>> attention((torch.randn(2, 10, 64), None)).shape  # sequences of 10 positions, and no mask
+        torch.Size([2, 10, 64])
     """
 
     def __init__(  # noqa: PLR0913 - the documented signature
@@ -206,7 +213,7 @@ class FlashAttentionLayer(nn.Module):
 
     Args:
         attention_dropout_prob: probability of dropping an attention weight in training.
-        attention_head_size: needed with ``scale_attention_scores``, which divides scores by its square root.
+        attention_head_size: channels of a head, needed with ``scale_attention_scores``, which divides scores by its square root.
         scale_attention_scores: see there.
         scale_attn_by_layer_idx: divide scores by ``layer_idx + 1`` too.
         layer_idx: the layer's number, from 0.
@@ -216,6 +223,11 @@ class FlashAttentionLayer(nn.Module):
 
     Raises:
         SMPUserError: a size or number that the scale needs is missing.
+
+    Example:
+        >>> attention = smp.nn.FlashAttentionLayer(attention_dropout_prob=0.0, attention_head_size=16)
+        >>> attention(torch.randn(2, 10, 3, 4, 16)).shape  # queries, keys and values of 2 samples, 10 positions, 4 heads
+        torch.Size([2, 4, 10, 16])
     """
 
     def __init__(

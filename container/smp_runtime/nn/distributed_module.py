@@ -83,6 +83,14 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         tensor_group: the ranks that share it.
         tensor_slices: which part of the whole parameter this rank has, by the parameter's own name.
         reductions: over which group a parameter's gradient is averaged, by its own name.
+
+    Example:
+        >>> class Scale(smp.nn.DistributedModule):  # each rank multiplies its part of the channels
+        ...     def __init__(self, channels):
+        ...         super().__init__()
+        ...         self.add_split("weight", (channels,), 0, lambda whole, generator: nn.init.ones_(whole))
+        >>> Scale(64).weight.shape  # of 64 channels, this rank's
+        torch.Size([64])
     """
 
     def __init__(self) -> None:

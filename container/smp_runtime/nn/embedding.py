@@ -44,6 +44,11 @@ class DistributedEmbedding(DistributedModule):
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide ``embedding_dim``.
         NotDistributableError: ``max_norm`` or ``sparse``.
+
+    Example:
+        >>> embedding = smp.nn.DistributedEmbedding(100, 64)
+        >>> embedding(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 64])
     """
 
     weight: nn.Parameter

@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 class DistributedTransformerOutputLayer(HalfBlock):
     """Two linear maps with an activation between, and dropout; added to the input, and normalised if asked for.
 
-    Arguments that are not named here are those of :class:`DistributedTransformerLayer`, for this half of it.
-
     Args:
+        hidden_size, intermediate_size, hidden_dropout_prob, activation: as in :class:`DistributedTransformerLayer`.
+        layernorm_epsilon, initializer_range, use_normal_initialization: as there.
+        pre_layernorm, post_layernorm: as there.
         fp32_residual_addition: add the residual in float32.
         options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
 
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide the intermediate features.
+
+    Example:
+        >>> output = smp.nn.DistributedTransformerOutputLayer(hidden_size=64, intermediate_size=256)
+        >>> output(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
     """
 
     def __init__(

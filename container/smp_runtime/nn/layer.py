@@ -25,7 +25,7 @@ class DistributedTransformerLayer(DistributedModule):
     Args:
         num_attention_heads: heads over all ranks.
         attention_head_size: channels of a head.
-        hidden_size: of input and output.
+        hidden_size: channels of input and output.
         intermediate_size: features between the output layer's maps, over all ranks.
         attention_dropout_prob: of attention weights.
         hidden_dropout_prob: of what both halves add.
@@ -33,7 +33,7 @@ class DistributedTransformerLayer(DistributedModule):
         layernorm_epsilon: added to variances.
         initializer_range: standard deviation of the weights under ``use_normal_initialization``.
         use_normal_initialization: else as PyTorch does.
-        causal_mask_size: longest sequence under a causal mask; None attends everywhere.
+        causal_mask_size: longest sequence under a causal mask, in positions; None attends everywhere.
         add_cross_attention: a second attention, whose keys and values come from ``cross_states``.
         pre_layernorm: normalise the input of each half; one of the two must be true.
         post_layernorm: normalise the output of each half.
@@ -42,6 +42,13 @@ class DistributedTransformerLayer(DistributedModule):
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide the heads or the intermediate features.
         SMPUserError: settings that exclude each other.
+
+    Example:
+        >>> sizes = {"num_attention_heads": 4, "attention_head_size": 16, "hidden_size": 64, "intermediate_size": 256}
+        >>> layer = smp.nn.DistributedTransformerLayer(**sizes, causal_mask_size=32)
+        >>> output, mask = layer((torch.randn(2, 10, 64), None))  # sequences of 10 positions, and no other mask
+        >>> output.shape
+        torch.Size([2, 10, 64])
     """
 
     def __init__(  # noqa: PLR0913 - the documented signature

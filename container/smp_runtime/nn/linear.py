@@ -32,6 +32,11 @@ class DistributedLinear(DistributedModule):
     Raises:
         IndivisibleError: (a ``ValueError``) the ranks do not divide ``in_features``.
         SMPUserError: when it is called, the ranks' batches have different shapes.
+
+    Example:
+        >>> linear = smp.nn.DistributedLinear(64, 16)
+        >>> linear(torch.randn(8, 64)).shape
+        torch.Size([8, 16])
     """
 
     weight: nn.Parameter

@@ -33,10 +33,13 @@ IGNORED = -100
 class DistributedTransformerLMHead(DistributedModule):
     """A transformer with word, position and token type embeddings, and a head whose weight is the word embedding's.
 
-    For arguments that are not named here see :class:`DistributedTransformerLayer`.
-
     Args:
         num_layers: transformer layers.
+        num_attention_heads, attention_head_size, hidden_size: as in :class:`DistributedTransformerLayer`.
+        intermediate_size, attention_dropout_prob, hidden_dropout_prob: as there.
+        activation, layernorm_epsilon, initializer_range: as there.
+        use_normal_initialization, causal_mask_size, add_cross_attention: as there.
+        pre_layernorm, post_layernorm: as there.
         vocab_size: rows of the word embedding.
         num_positions: rows of the position embedding; 0 for none.
         num_token_types: rows of the token type embedding; 0 for none.
@@ -48,10 +51,16 @@ class DistributedTransformerLMHead(DistributedModule):
         lm_head_bias: whether the head has a bias.
         embedding_dropout_prob: of the embeddings' sum; None means ``hidden_dropout_prob``.
         padding_idx: a row of the word embedding that gets no gradient from it.
-        window_sizes: a window of attention per layer, or None.
+        window_sizes: for each layer, to how many positions before it one attends, or None for all.
         gather_logits: with labels and ``distribute_embedding``, False returns None for the logits in training, which
             saves sending them.
         options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
+
+    Example:
+        >>> sizes = {"num_attention_heads": 4, "attention_head_size": 16, "hidden_size": 64, "intermediate_size": 256}
+        >>> model = smp.nn.DistributedTransformerLMHead(num_layers=2, vocab_size=100, num_positions=32, **sizes)
+        >>> model.add_lm_head
+        True
     """
 
     def __init__(  # noqa: PLR0913 - the documented signature

@@ -22,6 +22,11 @@ class FusedLayerNorm(nn.LayerNorm):
         eps: added to the variance.
         elementwise_affine: whether it has weight and bias.
         memory_efficient: has no effect, with a warning: PyTorch's kernel keeps its input and two numbers per row.
+
+    Example:
+        >>> norm = smp.nn.FusedLayerNorm(64)
+        >>> norm(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
     """
 
     def __init__(

@@ -18,14 +18,26 @@ if TYPE_CHECKING:
 
 
 class DistributedTransformer(DistributedModule):
-    """``num_layers`` of :class:`DistributedTransformerLayer`; for the other arguments see there.
+    """``num_layers`` of :class:`DistributedTransformerLayer`.
 
     Args:
-        window_sizes: a window of attention per layer, or None.
+        num_layers: how many.
+        num_attention_heads, attention_head_size, hidden_size: as in :class:`DistributedTransformerLayer`.
+        intermediate_size, attention_dropout_prob, hidden_dropout_prob: as there.
+        activation, layernorm_epsilon, initializer_range: as there.
+        use_normal_initialization, causal_mask_size, add_cross_attention: as there.
+        pre_layernorm, post_layernorm: as there.
+        window_sizes: for each layer, to how many positions before it one attends, or None for all.
         options: more of :class:`smp_runtime.nn.settings.LayerSettings`.
 
     Attributes:
         seq_layers: the layers, an ``nn.Sequential``.
+
+    Example:
+        >>> sizes = {"num_attention_heads": 4, "attention_head_size": 16, "hidden_size": 64, "intermediate_size": 256}
+        >>> transformer = smp.nn.DistributedTransformer(num_layers=2, **sizes)
+        >>> len(transformer.seq_layers)
+        2
     """
 
     def __init__(  # noqa: PLR0913 - the documented signature

@@ -51,8 +51,9 @@ class DistributedOptimizer(SavedOptimizer):
         optimizer: created from the parameters of the wrapped or of the unwrapped model.
         static_loss_scale: for fp16; None when the dynamic one is used.
         dynamic_loss_scale: for fp16.
-        dynamic_loss_args: a dictionary, or the same as keywords: init_scale, scale_factor, scale_window, min_scale,
+        dynamic_loss_args: a dictionary of init_scale, scale_factor, scale_window, min_scale,
             delayed_shift, consecutive_hysteresis.
+        loss_args: the same as keywords.
 
     Raises:
         SMPUserError: (a ``ValueError``) not an optimizer, or an unknown loss scaling argument.

@@ -112,6 +112,14 @@ class FusedAdam(_ApexOptimizer):
         weight_decay: factor of the decay.
         amsgrad: not supported, as in apex.
         set_grad_none: False lets ``zero_grad()`` write zeros in place of removing gradients.
+
+    Raises:
+        SMPUserError: ``amsgrad``.
+
+    Example:
+        >>> optimizer = smp.optimizers.FusedAdam(module.parameters(), lr=1e-3)  # or of smp.DistributedOptimizer's model
+        >>> module(inputs).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -172,14 +180,22 @@ class FusedAdam(_ApexOptimizer):
 class FusedLAMB(NormedOptimizer):
     """LAMB (You et al., "Large Batch Optimization for Deep Learning"): Adam with a step scaled per parameter.
 
-    The step of each parameter is scaled by the ratio of the parameter's norm to the norm of its update. Arguments that are
-    not named here are those of :class:`FusedAdam`.
+    The step of each parameter is scaled by the ratio of the parameter's norm to the norm of its update.
 
     Args:
+        params, lr, bias_correction, betas, eps, weight_decay, amsgrad, set_grad_none: as in :class:`FusedAdam`.
         adam_w_mode: False adds the decay to the gradient instead of the update.
         grad_averaging: weigh the gradient by ``1 - beta_1`` in its average.
         max_grad_norm: the whole gradient is scaled down to this norm first; 0 leaves it.
         use_nvlamb: scale parameters without weight decay too.
+
+    Raises:
+        SMPUserError: ``amsgrad``.
+
+    Example:
+        >>> optimizer = smp.optimizers.FusedLAMB(module.parameters(), lr=1e-3)
+        >>> module(inputs).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(  # noqa: PLR0913 - apex's signature
@@ -251,15 +267,23 @@ class FusedLAMB(NormedOptimizer):
 class FusedNovoGrad(NormedOptimizer):
     """NovoGrad (Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments").
 
-    The second moment is one number per parameter: an average of the gradient's norm. Arguments that are not named here are
-    those of :class:`FusedAdam`.
+    The second moment is one number per parameter: an average of the gradient's norm.
 
     Args:
+        params, lr, bias_correction, eps, weight_decay, amsgrad, set_grad_none: as in :class:`FusedAdam`.
         betas: decay of the averages of gradient and norm.
         reg_inside_moment: add the decay before the average instead of after it.
         grad_averaging: weigh the gradient by ``1 - beta_1`` in its average.
         norm_type: 2 only.
         init_zero: start the norm's average at 0 instead of at the first norm.
+
+    Raises:
+        SMPUserError: ``amsgrad``, or another ``norm_type``.
+
+    Example:
+        >>> optimizer = smp.optimizers.FusedNovoGrad(module.parameters(), lr=1e-3)
+        >>> module(inputs).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(  # noqa: PLR0913 - apex's signature

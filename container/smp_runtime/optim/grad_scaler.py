@@ -14,8 +14,19 @@ from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for distributed training: an overflow on any rank skips the step on all.
 
-    Arguments are torch's; the device defaults to this rank's. With pipeline parallelism only the stage that runs the step
-    function scales the loss; the others unscale, step and update all the same.
+    With pipeline parallelism only the stage that runs the step function scales the loss; the others unscale, step and update all
+    the same.
+
+    Args:
+        device: default: the type of this rank's.
+        arguments: torch's, such as ``init_scale`` and ``growth_interval`` (steps).
+
+    Example:
+        >>> scaler = smp.amp.GradScaler(init_scale=1024.0)
+        >>> scaler.scale(module(inputs).sum()).backward()  # model.backward(scaler.scale(loss)) in a step
+        >>> update = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> finite = scaler.step(update)  # left out, on all ranks, where a gradient of any is not finite
+        >>> scaler.update()
     """
 
     def __init__(self, device: str | None = None, **arguments: Any) -> None:

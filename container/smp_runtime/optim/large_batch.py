@@ -28,6 +28,11 @@ class FusedLARS(NormedOptimizer):
 
     Raises:
         SMPUserError: ``nesterov`` without momentum.
+
+    Example:
+        >>> optimizer = smp.optimizers.FusedLARS(module.parameters(), lr=0.1)
+        >>> module(inputs).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -81,6 +86,11 @@ class FusedLANS(NormedOptimizer):
         betas: decay of the averages of gradient and squared gradient; the first also weighs the two directions.
         eps: added to the denominator.
         weight_decay: factor of the parameter that is added to both directions.
+
+    Example:
+        >>> optimizer = smp.optimizers.FusedLANS(module.parameters(), lr=1e-3)
+        >>> module(inputs).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

@@ -102,7 +102,18 @@ def whole_state(
 
 
 def get_distribution_axis(param: torch.Tensor) -> int | None:
-    """Along which dim tensor parallel ranks have parts of a parameter of a wrapped model; None if each has it whole."""
+    """Along which dim tensor parallel ranks have parts of a parameter of a wrapped model.
+
+    Args:
+        param: one of ``model.parameters()``.
+
+    Returns:
+        The dim, from 0; None if each rank has the parameter whole.
+
+    Example:
+        >>> smp.utils.get_distribution_axis(next(model.parameters())) is None  # without tensor parallelism
+        True
+    """
     for model in sessions.current().models:
         for record in model.registry:
             if record.parameter is param:

@@ -133,6 +133,9 @@ def tp_register(
         state_hook: from a ``state_dict`` of the original to a whole one of ``dist_module``, so that the weights stay.
             Needed where names or shapes differ; without it such a module gets new weights, with a warning.
 
+    Returns:
+        The decorator, which gives the class as it was.
+
     Raises:
         SMPUserError: ``dist_module`` is no such subclass, or a hook cannot be called.
 

@@ -89,10 +89,14 @@ def set_tensor_parallelism(
     call for a part of the module counts for that part.
 
     Args:
+        module: the model, or a part of it.
         enabled: False takes the whole subtree out.
         keep_weights: as in :func:`tensor_parallelism`.
         plan: likewise, for names in ``module``.
         overrides: as in :func:`tensor_parallelism`.
+
+    Raises:
+        SMPUserError: no module, or an unknown argument.
 
     Example:
         >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))

@@ -95,8 +95,8 @@ _IS_SEVERAL = (
 class StepOutput:
     """All versions of a tensor that a step returned, one per microbatch.
 
-    Attributes:
-        outputs: the tensors, in microbatch order.
+    Args:
+        outputs: the tensors, in microbatch order; an attribute, too.
 
     Example:
         >>> loss = train_step(model, inputs, targets)

@@ -246,6 +246,12 @@ def step(
         input_split_axes: batch axis by argument name, where it is not 0.
         detach_outputs: False keeps the graph of returned tensors alive.
 
+    Returns:
+        A function with the same arguments, which every rank calls; or a decorator, where settings were given.
+
+    Raises:
+        SMPUserError: what is decorated cannot be called, or a setting is of another kind.
+
     Example:
         >>> @smp.step
         ... def train_step(model, inputs, targets):

@@ -136,6 +136,9 @@ def weight_gradient_later(weight: torch.Tensor, compute: Callable[[], torch.Tens
         weight: a leaf of the graph that requires a gradient, as a parameter is.
         compute: gives its gradient, of the weight's shape, dtype and device.
 
+    Returns:
+        Whether ``compute`` is called later.
+
     Example:
         >>> class Scale(torch.autograd.Function):
         ...     @staticmethod

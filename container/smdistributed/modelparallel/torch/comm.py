@@ -40,6 +40,9 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
         src_rank: counted within the group that ``rank_type`` names, from 0.
         rank_type: in which group the number counts.
 
+    Returns:
+        The object.
+
     Raises:
         SMPUserError: the group has no such rank, or ``rank_type`` is no :class:`RankType`.
         RankLeftError: the other rank has ended, or never sends.
