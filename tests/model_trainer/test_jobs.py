@@ -111,18 +111,21 @@ def test_the_example(tmp_path: Path) -> None:
     )
 
 
-def test_the_page_s_example(tmp_path: Path) -> None:
-    """What docs/sdk-v3.md shows first, with a script and data that exist."""
-    page = (REPOSITORY / "docs" / "sdk-v3.md").read_text()
-    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    assert code
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "train.py").write_text(
-        "import os\nimport smdistributed.modelparallel.torch as smp\nsmp.init()\nassert smp.pp_size() == 2\n"
+@pytest.mark.parametrize(
+    ("page", "script", "degree"), [("docs/sdk-v3.md", "scripts/train.py", 2), ("README.md", "entrypoints/train_gpt.py", 1)]
+)
+def test_a_page_s_example(page: str, script: str, degree: int, tmp_path: Path) -> None:
+    """What a page shows of ModelTrainer, with a script and data that exist."""
+    text = (REPOSITORY / page).read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "trainer.train(" in code]
+    (tmp_path / script).parent.mkdir()
+    (tmp_path / script).write_text(
+        f"import os\nimport smdistributed.modelparallel.torch as smp\nsmp.init()\nassert smp.pp_size() == {degree}\n"
         "if smp.rank() == 0: open(os.path.join(os.environ['SM_MODEL_DIR'], 'm'), 'w').close()\n"
     )
     (tmp_path / "data" / "train").mkdir(parents=True)
-    done = subprocess.run([sys.executable, "-c", code[1]], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    here = code.replace("/path/to/text", str(tmp_path / "data"))
+    done = subprocess.run([sys.executable, "-c", here], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "model.tar.gz" in done.stdout.splitlines()[-1]
 

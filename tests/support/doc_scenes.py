@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -456,7 +457,21 @@ def _(names: Names) -> None:
 
 
 scene("timeline.md", "SMP_TIMELINE")(nothing)
-scene("tracking.md", "loggers=", needs=("tensorboard", "mlflow"))(nothing)
+
+
+def _forget_trackers(names: Names) -> None:
+    sys.path.remove(os.getcwd())
+
+
+@scene("tracking.md", "loggers=", then=_forget_trackers)
+def _(names: Names) -> None:
+    """Packages that the notebook only looks for; its job's ranks are what imports them."""
+    for package in ("tensorboard", "mlflow"):
+        Path(package).mkdir()
+        Path(package, "__init__.py").touch()
+    sys.path.insert(0, os.getcwd())
+
+
 scene("tracking.md", "smp.log(accuracy", config=DDP)(training)
 
 
