@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.doc_blocks import ROOT, Block, all_blocks, blocks
+from support.doc_blocks import ROOT, Block, all_blocks
 from support.doc_runs import Key, key_of, matching
 
 LAUNCHERS = "tests/jobs/test_launchers.py"
@@ -103,7 +103,7 @@ def _of_rehearsals(name: str) -> Callable[[], None]:
 
 
 #: Layers of a width, which the command line says; its batches are those of a loader.
-SIZED = '''
+SIZED = """
 import argparse
 import torch
 import smdistributed.modelparallel.torch as smp
@@ -151,9 +151,9 @@ for number, batch in enumerate(torch.utils.data.DataLoader(Files(), batch_size=w
     optimizer.step()
     if number == 3:
         break
-'''
+"""
 #: A job that goes on until a file says that it may end.
-ENDLESS = '''
+ENDLESS = """
 import os
 import time
 import torch
@@ -175,7 +175,7 @@ while not any(smp.allgather(os.path.exists(os.environ["STOP"]), smp.WORLD)):
     train_step(model, torch.randn(8, 8))
     optimizer.step()
     time.sleep(0.02)
-'''
+"""
 
 
 def _sized() -> None:
@@ -271,9 +271,7 @@ def test_another_file_runs_it(key: Key) -> None:
 @pytest.mark.job
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("block", HERE, ids=lambda block: block.name)
-def test_commands_run(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[[], None]
-) -> None:
+def test_commands_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[[], None]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     key = key_of(block, SCENES)

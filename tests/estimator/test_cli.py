@@ -242,6 +242,7 @@ class Fake:
     made: dict[str, Any]
     fitted: Any
     failure: Exception | None = None
+
     def __init__(self, **settings: Any) -> None:
         type(self).made = settings
 

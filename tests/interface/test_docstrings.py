@@ -79,9 +79,9 @@ def test_a_docstring_says_all(name: str) -> None:
             wrong.append(f"Args: has no {parameter.name}")
         if parameter.annotation is parameter.empty:
             wrong.append(f"{parameter.name} has no type")
-        if QUANTITY.search(parameter.name) and not str(parameter.annotation).startswith("bool"):
-            if said and not UNITS.search(said):
-                wrong.append(f"{parameter.name} has no unit: {said}")
+        is_quantity = QUANTITY.search(parameter.name) and not str(parameter.annotation).startswith("bool")
+        if is_quantity and said and not UNITS.search(said):
+            wrong.append(f"{parameter.name} has no unit: {said}")
     wrong += [f"Args: has {name}, which is no argument" for name in described if own and not _takes(own, name)]
     if not inspect.isclass(value) and callable(value):
         given = inspect.signature(value).return_annotation

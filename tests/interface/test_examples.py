@@ -111,7 +111,18 @@ def test_examples_of_estimators_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with estimators():
         kind = smp_estimator.SMPEstimator
         names: dict[str, Any] = {"SMPEstimator": kind, "estimator": None}
-        for method in (None, "fit", "logs", "plan", "suggest", "training_image_uri", "attach", "create_model", "deploy", "rehearse"):
+        for method in (
+            None,
+            "fit",
+            "logs",
+            "plan",
+            "suggest",
+            "training_image_uri",
+            "attach",
+            "create_model",
+            "deploy",
+            "rehearse",
+        ):
             text = inspect.getdoc(kind if method is None else getattr(kind, method)) or ""
             example = doctest.DocTestParser().get_doctest(text, names, method or "SMPEstimator", None, None)
             assert example.examples, method

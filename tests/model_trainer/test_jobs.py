@@ -112,7 +112,8 @@ def test_the_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "script", "degree"), [("docs/sdk-v3.md", "scripts/train.py", 2), ("README.md", "entrypoints/train_gpt.py", 1)]
+    ("page", "script", "degree"),
+    [("docs/sdk-v3.md", "scripts/train.py", 2), ("README.md", "entrypoints/train_gpt.py", 1)],
 )
 def test_a_page_s_example(page: str, script: str, degree: int, tmp_path: Path) -> None:
     """What a page shows of ModelTrainer, with a script and data that exist."""

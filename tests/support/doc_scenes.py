@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support.doc_runs import Names, scene
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+from support.doc_runs import Names, scene
 
 DDP = {"ddp": True, "microbatches": 2}
 WIDTH, CLASSES = 8, 4
@@ -401,7 +402,15 @@ def _makes_layers(names: Names) -> None:
     smp.DistributedModel(model)(torch.randn(2, 4, WIDTH))
 
 
-@scene("tensor-parallelism.md", "class MyLayer", config=_TENSOR, ranks=2, full=True, then=_makes_layers, instead={"(nn.Module): ...": "(Wide): ..."})
+@scene(
+    "tensor-parallelism.md",
+    "class MyLayer",
+    config=_TENSOR,
+    ranks=2,
+    full=True,
+    then=_makes_layers,
+    instead={"(nn.Module): ...": "(Wide): ..."},
+)
 def _(names: Names) -> None:
     class Wide(nn.Module):
         def __init__(self, width: int) -> None:
@@ -507,4 +516,3 @@ def _was_stopped(names: Names) -> None:
 def _(names: Names) -> None:
     training(names)
     names["first_step"] = 0
-

@@ -12,7 +12,9 @@ from typing import Any
 
 from smp_config.error_codes import Coded
 
-_SECTION = re.compile(r"^(Args|Arguments|Attributes|Returns|Yields|Raises|Example|Examples|Note|Notes):\s*$", re.MULTILINE)
+_SECTION = re.compile(
+    r"^(Args|Arguments|Attributes|Returns|Yields|Raises|Example|Examples|Note|Notes):\s*$", re.MULTILINE
+)
 _ARGUMENT = re.compile(r"^([\w*]+(?:, [\w*]+)*)(?: \([^)]*\))?:(.*)$")
 
 
