@@ -1,7 +1,7 @@
 """Running the blocks of a page: one after the other in one process, as a reader would paste them into a script.
 
-A page is run in passages. A passage begins with a *scene*, a function that makes what the block presupposes of the reader (a model, a
-loader, a file), and goes on until the next scene of the page; a page without one is a passage of its own.
+A page is run in passages. A passage begins with a *scene*, a function that makes what the block presupposes of the reader (a
+model, a loader, a file), and goes on until the next scene of the page; a page without one is a passage of its own.
 """
 
 from __future__ import annotations
