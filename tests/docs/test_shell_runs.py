@@ -211,42 +211,58 @@ _STEP_AND_JOB = {"JOB_OUTPUT": "out", "--step 7": "--step 2"}
 SCENES: dict[Key, Scene] = {
     ("checkpoints.md", "checkpoint inspect"): Scene(_checkpoint, {"PATH": "saved", "OUT": "out"}),
     ("generation.md", "examples/generate.py"): Scene(instead={"examples/": f"{ROOT}/examples/"}),
-    ("hangs.md", "smp-estimator where"): Scene(instead={" JOB": ""}, job=True),
+    ("hangs.md", "smp-estimator where"): Scene(instead={"JOB --stacks": "{job} --stacks"}, job=True),
     ("launchers.md", "--steps 100"): Scene(_text, {"--steps 100": "--steps 3"}),
     ("numerics.md", "smp-estimator verify"): Scene(_script("start.md", "config = LlamaConfig("), {"DIR": "."}),
     ("planning.md", "suggest --script"): Scene(_sized, {"--budget 600": "--budget 20"}),
     ("rehearsal.md", "--layers 44"): Scene(_sized),
     ("rehearsal.md", "--input-shape"): Scene(_sized),
     ("rehearsal.md", "--measured measured"): Scene(_sized, {"6144": "64"}),
-    ("reshape.md", "smp-estimator reshape"): Scene(instead={"my-job": ""}, job=True),
+    ("reshape.md", "smp-estimator reshape"): Scene(instead={"my-job": "{job}"}, job=True),
     ("timeline.md", "smp-estimator timeline"): Scene(_output, _STEP_AND_JOB),
-    ("tracking.md", "top JOB"): Scene(instead={"JOB": "--once"}, job=True),
-    ("tracking.md", "top gpt"): Scene(instead={"gpt": "--once"}, job=True),
+    ("tracking.md", "top JOB"): Scene(instead={"top JOB": "top {job} --once"}, job=True),
+    ("tracking.md", "top gpt"): Scene(instead={"top gpt": "top {job} --once"}, job=True),
     ("tracking.md", "smp-estimator profile"): Scene(_output, {"JOB_OUTPUT": "out"}),
 }
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[[], None]]:
-    """Starts a job of four ranks, which ends with the test."""
-    stop, started = tmp_path / "stop", []
+#: Starts it; other jobs may run on this machine, so that this one is called by its name.
+STARTED = """
+import sys
+from smp_estimator import MPI, ModelParallel, SMPEstimator
 
-    def start() -> None:
+name, stop = sys.argv[1:]
+estimator = SMPEstimator(
+    entry_point="endless.py",
+    instance_type="local",
+    distribution=ModelParallel(pipeline_parallel_degree=2, microbatches=2, ddp=True) | MPI(processes_per_host=4),
+    environment={"SMP_RESHAPE_REQUESTS": "1", "STOP": stop},
+)
+estimator.fit(job_name=name)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[[], str]]:
+    """Starts a job of four ranks, which ends with the test; gives its name."""
+    stop, started = tmp_path / "stop", []
+    name = f"page-{os.getpid()}-{time.monotonic_ns()}"
+
+    def start() -> str:
         Path("endless.py").write_text(ENDLESS)
-        command = ["smp-estimator", "run", "endless.py", "--processes", "4", "--env", f"STOP={stop}"]
-        command += ["--env", "SMP_RESHAPE_REQUESTS=1"]
-        command += ["--parameters", '{"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": true}']
-        started.append(subprocess.Popen(command))
+        started.append(subprocess.Popen([sys.executable, "-c", STARTED, name, str(stop)]))
         begin = time.monotonic()
-        while subprocess.run(["smp-estimator", "where"], capture_output=True).stdout.count(b"rank") < 4:
-            assert time.monotonic() - begin < 100, "the job has not begun"
+        while True:
+            said = subprocess.run(["smp-estimator", "where", name], capture_output=True, text=True).stdout
+            if len(re.findall(r"rank \d: step [1-9]", said)) == 4:
+                return name
+            assert time.monotonic() - begin < 150, said
             time.sleep(1)
-        time.sleep(5)  # some steps
 
     yield start
     stop.touch()
     for process in started:
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
 
 
 # -- what is checked -----------------------------------------------------------------------------------------
@@ -271,17 +287,16 @@ def test_another_file_runs_it(key: Key) -> None:
 @pytest.mark.job
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("block", HERE, ids=lambda block: block.name)
-def test_commands_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[[], None]) -> None:
+def test_commands_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Callable[[], str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     key = key_of(block, SCENES)
     scene = SCENES[key] if key else Scene()
     scene.files()
-    if scene.job:
-        job()
+    name = job() if scene.job else ""
     code = "\n".join(left(block))
     for words, other in scene.instead.items():
         assert words in code
-        code = code.replace(words, other)
+        code = code.replace(words, other.format(job=name))
     done = subprocess.run(["bash", "-euo", "pipefail", "-c", code], capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stdout + done.stderr
