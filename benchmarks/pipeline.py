@@ -3,19 +3,19 @@
     python benchmarks/pipeline.py                    # all cases, on this machine's processors
     python benchmarks/pipeline.py --case torch --rounds 20
 
-``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷ (m + p − 1)(f +
-b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core`` does. ``sleep-zero``: the
-same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed form. ``sleep-waiting``:
-``sleep`` with ``"fast_mode": false``. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B; ``sleep-
-torch-interleaved`` and ``sleep-torch-zbv``: the same work as eight links, two on each rank, in its ScheduleInterleaved1F1B and
-ScheduleZBVZeroBubble. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on 2 ranks with 4 microbatches, in turns
-with Schedule1F1B. ``alone``: the same GPT with its tied output layer, partitioned automatically, in turns with one process with
-one thread. ``gpt2``: the same against one process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no
-dropout, no cache). ``live``: that GPT on 4 stages with 8 microbatches in ``interleaved`` and then in ``zero_bubble``: the most
-bytes of activations and gradients that each stage holds at once, counted at every operation; that of the fullest stage ÷ that in
-``interleaved``. Bytes are counted at the transport and divided by what must cross the boundary. All ranks are on this machine and
-read one clock: a step lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing about
-GPUs.
+``sleep``: a chain of four stages whose modules sleep 20 ms forward and 40 ms backward, 8 microbatches: makespan ÷ (m + p − 1)(f
++ b), the closed form of 1F1B and GPipe; each rank is bound to one processor, as ``mpirun --bind-to core`` does. ``sleep-zero``:
+the same in ``zero_bubble``, where half of backward is the weights'; idle time ÷ that of 1F1B's closed form. ``sleep-waiting``:
+``sleep`` with ``"fast_mode": false``. ``sleep-torch``: the same chain in torch.distributed.pipelining's Schedule1F1B;
+``sleep-torch-interleaved`` and ``sleep-torch-zbv``: the same work as eight links, two on each rank, in its
+ScheduleInterleaved1F1B and ScheduleZBVZeroBubble. ``torch``: a GPT (8 layers, hidden 256, split equally by both) on 2 ranks
+with 4 microbatches, in turns with Schedule1F1B; ``torch-zero``: the same in ``zero_bubble``, beside the same peer. ``alone``:
+the same GPT with its tied output layer, partitioned automatically, in turns with one process with one thread. ``gpt2``: the
+same against one process with Transformers' GPT-2 as it comes (GPT2LMHeadModel of the same size, no dropout, no cache).
+``live``: that GPT on 4 stages with 8 microbatches in ``interleaved`` and then in ``zero_bubble``: the most bytes of activations
+and gradients that each stage holds at once, counted at every operation; that of the fullest stage ÷ that in ``interleaved``.
+Bytes are counted at the transport and divided by what must cross the boundary. All ranks are on this machine and read one
+clock: a step lasts from when the first rank begins it until the last has ended it. A result on CPU says nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         for kind in ("interleaved", "zbv")
     },
     "torch": (2, {"partitions": 2, "microbatches": 4}),
+    "torch-zero": (2, {"partitions": 2, "microbatches": 4, "pipeline": "zero_bubble"}),
     "alone": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
     "gpt2": (2, {"partitions": 2, "microbatches": 4, "memory_weight": 0.0}),
     "live": (4, {"partitions": 4, "microbatches": 8, "memory_weight": 0.0}),
@@ -96,7 +97,7 @@ def network(case: str) -> Any:
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return GPT2LMHeadModel(GPT2Config(**shape, **dropout, bos_token_id=0, eos_token_id=0, use_cache=False))
     model = make_gpt()
-    if case == "torch":
+    if case.startswith("torch"):
         model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
     return model
 
@@ -120,9 +121,11 @@ def sleepers(smp: Any, stages: int) -> Any:
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight):
-            _sleep(FORWARD)  # whatever else runs on the processor
+            # First of all what is read: a module does not compute before its input is there.
             ctx.save_for_backward(x, weight)
-            return x * weight
+            product = x * weight
+            _sleep(FORWARD)  # whatever else runs on the processor
+            return product
 
         @staticmethod
         def backward(ctx, gradient):
@@ -212,7 +215,7 @@ def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
 
     net = network(case)
     model = smp.DistributedModel(net)
-    if case == "torch":
+    if case.startswith("torch"):
         for index, block in enumerate(net.blocks):
             smp.set_partition(block, index // 4)
         # Their sum is the model's own code, which is with the head.
@@ -238,7 +241,7 @@ def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
         step(inputs, targets)
         optimizer.step()
 
-    make_peer = _torch_pipeline if case == "torch" else _one_process
+    make_peer = _torch_pipeline if case.startswith("torch") else _one_process
     peer = make_peer(smp, network(case), loss_of, inputs, targets)
     for _ in range(10):  # recorded, planned, and planned again
         ours(), peer()
@@ -253,7 +256,7 @@ def run_gpt(smp: Any, rounds: int, batch: int, case: str) -> dict[str, Any]:
     # Activations forward and their gradients back, twice, since the embedding lies with the output layer.
     bound = 2 * 2 * batch * 128 * 256 * 4
     return {
-        "peer": "torch Schedule1F1B" if case == "torch" else "one process, one thread",
+        "peer": "torch Schedule1F1B" if case.startswith("torch") else "one process, one thread",
         "ours_ms": round(1e3 * statistics.median(times["ours"]), 1),
         "peer_ms": round(1e3 * statistics.median(times["peer"]), 1),
         "time_ratio": round(statistics.median(ratios), 3),

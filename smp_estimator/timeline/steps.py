@@ -41,7 +41,7 @@ class RankStep:
     blocks: tuple[Block, ...]
     failed: bool = False
 
-    def busy_seconds(self, kinds: str = "FBS") -> float:
+    def busy_seconds(self, kinds: str = "FBWS") -> float:
         """Time in which the rank computed; blocks that overlap count once."""
         busy, until = 0.0, float("-inf")
         for block in self.blocks:

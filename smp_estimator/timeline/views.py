@@ -72,14 +72,17 @@ def rank_table(step: Step) -> Table:
     table.add_column("rank", justify="right")
     table.add_column("stage", justify="right")
     table.add_column("host")
-    for name in ("forward\nms", "backward\nms", "step fn\nms", "busy\nms", "busy", "idle", "actions"):
+    # Gradients of weights are apart in the schedule zero_bubble only.
+    kinds = "FBWS" if any(block.kind == "W" for rank in step.ranks for block in rank.blocks) else "FBS"
+    names = {"F": "forward\nms", "B": "backward\nms", "W": "weights\nms", "S": "step fn\nms"}
+    for name in (*(names[kind] for kind in kinds), "busy\nms", "busy", "idle", "actions"):
         table.add_column(name, justify="right")
     for rank in step.ranks:
         table.add_row(
             str(rank.rank),
             str(rank.stage),
             rank.host,
-            *(_milliseconds(rank.busy_seconds(kind)) for kind in "FBS"),
+            *(_milliseconds(rank.busy_seconds(kind)) for kind in kinds),
             _milliseconds(rank.busy_seconds()),
             _percent(1 - step.idle_of(rank)),
             _percent(step.idle_of(rank)),

@@ -129,6 +129,20 @@ def test_blocks_that_overlap_count_once() -> None:
     assert JobTimeline.of(files).step().idle_of(second) == pytest.approx(0.9)
 
 
+def test_gradients_of_weights_are_work_and_have_a_column_of_their_own(tmp_path: Path) -> None:
+    step = StepTimeline(
+        number=1,
+        start=0,
+        stop=1,
+        actions=[(0, "F", 0, 0, 0.0, 0.2), (0, "B", 0, 0, 0.2, 0.4), (0, "W", 0, 0, 0.7, 1.0)],
+    )
+    file = RankTimeline(job="j", rank=0, stage=0, world_size=1, names=["n"], paths=["p"], steps=[step])
+    found = JobTimeline.of([("a", file)]).step()
+    assert found.ranks[0].busy_seconds() == pytest.approx(0.7)
+    assert found.idle == pytest.approx(0.3)
+    assert "weights" in call(put(tmp_path, file))
+
+
 def test_only_steps_of_all_ranks_count_and_a_rank_without_work_is_idle(tmp_path: Path) -> None:
     nothing = RankTimeline(
         job="job-1", rank=4, stage=4, names=[], paths=[], steps=[StepTimeline(number=6, start=0, stop=1, actions=[])]

@@ -143,6 +143,23 @@ def test_a_root_that_is_first_and_last_of_the_chain(policy, active):
     assert made.makespan <= 1.02 * CLOSED_FORM
 
 
+@pytest.mark.parametrize("policy", [INTERLEAVED, ZERO_BUBBLE])
+def test_a_root_that_only_asks_at_first_lets_the_others_fill_up(policy):
+    segments = [one for one in with_head_and_embedding_on_the_root() if one.action.part < 3]
+    made = plan(split(segments, 0.5) if policy is ZERO_BUBBLE else segments, policy=policy, active=6, latency=LATENCY)
+    assert made.start[Action(F, 3, (0,))] < 3 * FORWARD + 0.005
+    assert all(made.in_flight[rank] <= STAGES for rank in range(STAGES - 1))
+
+
+@pytest.mark.parametrize("policy", [INTERLEAVED, ZERO_BUBBLE])
+def test_what_nobody_waits_for_stands_between_no_loss_and_its_backward_pass(policy):
+    segments = with_head_and_embedding_on_the_root()
+    made = plan(split(segments, 0.5) if policy is ZERO_BUBBLE else segments, policy=policy, active=6, latency=0.003)
+    root = [(action.microbatch, action.part) for action in made.orders[STAGES - 1] if action.part != 0]
+    for k in range(MICROBATCHES):
+        assert root[root.index((k, 1)) + 1] == (k, 2), k
+
+
 @pytest.mark.parametrize("active", [3, 4])
 def test_simple_runs_in_waves(active):
     segments = standard(0)

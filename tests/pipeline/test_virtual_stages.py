@@ -113,9 +113,11 @@ def test_losses_and_every_gradient_equal_one_process(
         "microbatches": microbatches,
         "pipeline": schedule,
     }
-    expected = alone(name, steps=6, batch=16, microbatches=microbatches, evaluates=True)
-    results = ranks(_staged, stages, name, 6, 16, False, torch.float32, True, config=settings, timeout=300)
-    compare(results, expected)
+    # Statistics of four samples, and what AdamW makes of gradients near zero, magnify what float32 rounds.
+    dtype, tolerance = (torch.float64, 1e-9) if name == "normed" else (torch.float32, 1e-5)
+    expected = alone(name, steps=6, batch=16, microbatches=microbatches, evaluates=True, dtype=dtype)
+    results = ranks(_staged, stages, name, 6, 16, False, dtype, True, config=settings, timeout=300)
+    compare(results, expected, tolerance)
     owners = [path for result in results for path in result["local"]]
     assert len(set(owners)) == len(owners)  # every parameter on one stage
     if name != "branching":

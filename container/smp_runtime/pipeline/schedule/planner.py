@@ -109,6 +109,7 @@ class _Facts:
         #: The first microbatch of each wave.
         self.first = [self.wave.index(wave) for wave in range(1 + max(self.wave))]
         self.late = self._late()
+        self.asks_first = self._asks_first()
         self.need = self._need(0)
         #: The same without what the step function's own code takes, which may begin long before.
         self.fill = self._need(int(_QUICK * self.period))
@@ -174,6 +175,24 @@ class _Facts:
                     if self.wave[graph.microbatch[target]] == self.wave[graph.microbatch[node]]:
                         late[target] = True
         return late
+
+    def is_last(self, node: int) -> bool:
+        """Whether nothing of its microbatch waits for a node but gradients of weights, for which nobody waits.
+
+        What waits for others itself, as the step function does for the gradient of an embedding that lies with the loss, had better
+        not stand between segments that others wait for: on a rank that keeps to an order, it would hold them up when it comes late.
+        """
+        return all(self.graph.weights[target] for target, _ in self._edges(node))
+
+    def _asks_first(self) -> list[bool]:
+        """Ranks on which a microbatch begins with a quick segment: the step function's code, up to what it needs of others."""
+        graph, first = self.graph, dict[tuple[int, int], int]()
+        for i in self.nodes:
+            first.setdefault((graph.rank[i], graph.microbatch[i]), i)
+        quick = int(_QUICK * self.period)
+        return [
+            all(graph.ns[i] <= quick for (r, _), i in first.items() if r == rank) for rank in range(len(graph.ranks))
+        ]
 
     def _need(self, shortest: int) -> list[float]:
         """Microbatches in flight that keep a rank busy: time that one spends there ÷ period (Little's law).
@@ -249,6 +268,8 @@ class _Choice:
         if rule.spare is not None:
             # 0.9: a little more than a whole number (latency, the step function's code) does not call for one more.
             self.cap = [min(facts.active, max(1, int(need + 0.9)) + rule.spare) for need in facts.need]
+            # What only asks others for work holds nothing yet, and they have limits of their own.
+            self.cap = [facts.active if asks else cap for cap, asks in zip(self.cap, facts.asks_first, strict=True)]
         self.fill = [min(facts.active, max(1, int(need + 0.9))) for need in facts.fill]
         #: On each rank, the microbatches whose gradients of weights may wait while another begins, and the same in nodes.
         self.waiting = [max(self.fill) - own if rule.weights_wait else 0 for own in self.fill]
@@ -278,6 +299,8 @@ class _Choice:
             after = (microbatch, tail) if priority == "lowest" else (tail, microbatch)
             if graph.weights[i]:
                 return (1, 3, *after)  # nobody waits for it, however quick it is
+            if graph.ns[i] <= quick and facts.is_last(i):
+                return (1, 1, *after)
             return (0 if graph.ns[i] <= quick else 1, 0 if facts.late[i] else 2, *after)
 
         return key
@@ -299,6 +322,9 @@ class _Choice:
 
         def key(i: int) -> tuple[int, ...]:
             is_quick = graph.ns[i] <= quick and not graph.weights[i]
+            if is_quick and facts.is_last(i) and facts.late[i]:
+                next_one = min(graph.microbatch[i] + 1, count - 1)
+                return 1, cycles[graph.rank[i]]["B", next_one], 1
             return 0 if is_quick else 1, self.turn[i], -facts.tail[i]
 
         return key
