@@ -17,7 +17,6 @@ from smp_estimator.local.containers import failing_rank_told
 from smp_estimator.local.process_mode import (
     LOCAL_TYPES,
     PROCESS_IMAGE,
-    NoContainers,
     ProcessTrainingJob,
     fill_in_here,
     wants_processes,
@@ -36,6 +35,7 @@ from smp_estimator.sdk import (
     git_utils,
     is_pipeline_variable,
 )
+from smp_estimator.served import Served
 from smp_estimator.settings import advice, checks, plain, translation
 from smp_estimator.settings import distribution as strategies
 from smp_estimator.settings.distribution import SettingsReader
@@ -50,7 +50,7 @@ else:
     _SDK = object
 
 
-class TrainsWithSMP(Planned, InStockImage, _SDK):
+class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
     """Stands before an estimator class of the SDK and adds the model parallel library to it.
 
     A class that uses it says how its image is chosen (:class:`InStockImage`), which part of the SDK reads the job
@@ -435,49 +435,6 @@ class TrainsWithSMP(Planned, InStockImage, _SDK):
         if self.environment is not sent or not added:
             return self.environment
         return {name: value for name, value in sent.items() if (name, value) not in added.items()}
-
-    # -- the model -----------------------------------------------------------------------------------------
-
-    def create_model(self, *args: Any, **kwargs: Any) -> Any:
-        """A model that can be deployed, as in the SDK; also of a job in a custom image of no known version.
-
-        Args:
-            args, kwargs: as in the SDK.
-
-        Returns:
-            The SDK's model.
-
-        Example:
-            >>> model = estimator.create_model(entry_point="inference.py")  # doctest: +SKIP
-        """
-        model: Any = super().create_model(*args, **kwargs)  # type: ignore[safe-super]
-        if hasattr(model, "_is_mms_version") and model.framework_version is None:
-            # Every PyTorch that the runtime works with is served from a repacked archive; the SDK asks the version.
-            model._is_mms_version = lambda: True  # noqa: SLF001 - the SDK asks nowhere else
-        return model
-
-    def deploy(self, *args: Any, **kwargs: Any) -> Any:
-        """Deploy the model, as in the SDK; not available for jobs that ran as processes of this machine.
-
-        Args:
-            args, kwargs: as in the SDK.
-
-        Returns:
-            The SDK's predictor.
-
-        Raises:
-            NoContainers: the job ran as processes of this machine.
-
-        Example:
-            >>> predictor = estimator.deploy(1, "ml.g5.xlarge", entry_point="inference.py")  # doctest: +SKIP
-        """
-        if self._process_mode:
-            raise NoContainers(
-                "deploy() starts a serving container, and this estimator's session runs processes without Docker; the "
-                f"model is {self.model_data if self.latest_training_job else 'made by fit()'}: load it in Python, or make "
-                "a sagemaker.pytorch.PyTorchModel of it with a Docker or cloud session"
-            )
-        return super().deploy(*args, **kwargs)
 
     # -- attach --------------------------------------------------------------------------------------------
 
