@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,17 @@ def pytest_configure(config: pytest.Config) -> None:
     from support.client_cases import Cases
 
     config.pluginmanager.register(Cases())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays to the end: memory is not looked through for it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # what -m leaves
