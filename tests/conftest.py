@@ -19,8 +19,10 @@ MOST_RANKS = 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from support import matrix
     from support.client_cases import Cases
 
+    matrix.is_whole = "not full" not in config.option.markexpr
     config.pluginmanager.register(Cases())
 
 
@@ -46,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     waiting = [path for path, tests in files.items() if any(test.get_closest_marker("job") for test in tests)]
     # Files of many tests first. Nor does one that waits come last, which would leave the other workers idle.
     computing = sorted(files.keys() - set(waiting), key=lambda path: (-len(files[path]), path))
-    places = {path: 0.9 * number / len(waiting) for number, path in enumerate(waiting)}
+    places = {path: 0.8 * number / len(waiting) for number, path in enumerate(waiting)}
     places |= {path: number / len(computing) for number, path in enumerate(computing)}
     items[:] = [test for path in sorted(files, key=places.__getitem__) for test in files[path]]
 

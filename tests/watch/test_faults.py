@@ -21,10 +21,15 @@ MOMENTS = [
     ("save", 2),
     ("between", 4),
 ]
-TOPOLOGIES = ("pp 2 × dp 2", "sharding 4", "tp 2 × dp 2")
-CELLS = list(itertools.product(KINDS, MOMENTS, (0, 3), TOPOLOGIES))
+#: With the last rank of each.
+TOPOLOGIES = [("pp 2 × dp 2", 3), ("sharding 4", 3), ("tp 2 × dp 2", 3)]
+CELLS = [
+    (kind, moment, rank, topology)
+    for kind, moment, (topology, last) in itertools.product(KINDS, MOMENTS, [*TOPOLOGIES, ("dp 2", 1)])
+    for rank in (0, last)
+]
 #: Errors and kills through ``fit()`` are in tests/jobs/test_headlines.py, too, and a stopped rank in test_hangs.py.
-SAMPLE = [("lose_connection", ("forward", 4), 3, "sharding 4")]
+SAMPLE = [("lose_connection", ("forward", 4), 1, "dp 2")]
 
 #: What the failure says of each kind.
 WORDS = {
