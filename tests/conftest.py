@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         files.setdefault(item.path, []).append(item)
     waiting = [path for path, tests in files.items() if any(test.get_closest_marker("job") for test in tests)]
-    # Files of many tests first. Nor does one that waits come late, which would leave the other workers idle: the last files are short.
+    # Files of many tests first. Nor does one that waits come late, when files are short and the other workers would be idle.
     computing = sorted(files.keys() - set(waiting), key=lambda path: (-len(files[path]), path))
     places = {path: 0.6 * number / len(waiting) for number, path in enumerate(waiting)}
     places |= {path: number / len(computing) for number, path in enumerate(computing)}
