@@ -185,6 +185,7 @@ def _idle_stage():
 
     import smdistributed.modelparallel.torch as smp
 
+    torch.manual_seed(0)  # else the first loss may be next to nothing
     model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
