@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STEPS ?= 300
 # Processes that run tests at the same time; a test has up to four ranks of its own, and many of them wait. Each takes some 2.5 GB.
-WORKERS ?= 3
+WORKERS ?= 4
 
 FLOOR := .venv-sdk-floor
 SDK3 := .venv-sdk-3
@@ -117,7 +117,7 @@ $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
 	@touch $@
 
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest tests/runtime/test_torch_private.py tests/runtime/test_torch_in_place.py
+	$(OTHER)/bin/python -m pytest tests/runtime/test_torch_private*.py tests/runtime/test_torch_in_place.py
 	$(OTHER)/bin/python -m pytest tests -m "not full" $(SHARED_OUT) --ignore=tests/estimator --ignore=tests/planning \
 		--ignore=tests/docker --ignore=tests/launch
 
@@ -129,12 +129,14 @@ test-torch: $(OTHER)/.installed
 	@touch $@
 
 CLIENTS := $(SHARED_OUT) --durations=15 --durations-min=5
+# As a sample, what is Transformers' own runs beside the clients.
 test-clients: SAMPLE := -m "not full"
+test-clients: BESIDE := $(WITH_5)
 test-clients test-clients-full: .venv-clients-4/.installed .venv-clients-5/.installed
 	rm -f .venv-clients-*/outcomes.jsonl
 	SMP_CLIENT_OUTCOMES=.venv-clients-4/outcomes.jsonl .venv-clients-4/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients
-	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients
-	.venv-clients-5/bin/python -m pytest $(CLIENTS) -m "not full" $(WITH_5)
+	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients $(BESIDE)
+	$(if $(BESIDE),,.venv-clients-5/bin/python -m pytest $(CLIENTS) -m "not full" $(WITH_5))
 	.venv-clients-5/bin/python -m pytest tests/docs/test_pages_run.py -k lora.md
 	.venv-clients-5/bin/python tests/support/client_table.py .venv-clients-4/outcomes.jsonl .venv-clients-5/outcomes.jsonl
 

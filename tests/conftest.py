@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,22 @@ MOST_RANKS = 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from support import matrix
     from support.client_cases import Cases
 
+    matrix.is_whole = "not full" not in config.option.markexpr
     config.pluginmanager.register(Cases())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays to the end: memory is not looked through for it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # what -m leaves
@@ -32,9 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         files.setdefault(item.path, []).append(item)
     waiting = [path for path, tests in files.items() if any(test.get_closest_marker("job") for test in tests)]
-    # Files of many tests first. Nor does one that waits come last, which would leave the other workers idle.
+    # Files of many tests first. Nor does one that waits come late, when files are short and the other workers would be idle.
     computing = sorted(files.keys() - set(waiting), key=lambda path: (-len(files[path]), path))
-    places = {path: 0.9 * number / len(waiting) for number, path in enumerate(waiting)}
+    places = {path: 0.6 * number / len(waiting) for number, path in enumerate(waiting)}
     places |= {path: number / len(computing) for number, path in enumerate(computing)}
     items[:] = [test for path in sorted(files, key=places.__getitem__) for test in files[path]]
 

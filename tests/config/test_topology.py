@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.matrix import examples
 
 from smp_config import ConfigError, Coordinates, Group, Topology
 
@@ -85,7 +86,7 @@ def test_the_right_most_letter_varies_fastest(placement):
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from(PLACEMENTS))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33, 100), deadline=None)
 def test_laws_of_every_topology(pp, tp, sharded, replicas, placement):
     world = pp * tp * sharded * replicas
     topology = Topology(world, pipeline=pp, tensor=tp, sharded=sharded, placement=placement)

@@ -20,7 +20,7 @@ from support.docker_client import ACCESS_KEY, BUCKET, IMAGE_VARIABLE, NETWORK, R
 from support.jobs import ENTRYPOINTS, TINY, model_parallel, some_text
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # no other folder is to read this configuration
 def _no_telemetry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The SDK would report every fit() to its makers, which costs seconds where nobody answers."""
     config = tmp_path_factory.mktemp("sdk") / "config.yaml"

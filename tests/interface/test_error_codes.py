@@ -33,9 +33,13 @@ def _module(path: Path) -> str:
 
 
 @functools.cache
-def _trees() -> dict[str, ast.Module]:
-    """Each module's code; read when a test asks, since every worker collects this file."""
-    return {_module(path): ast.parse(path.read_text()) for folder in FOLDERS for path in sorted(folder.rglob("*.py"))}
+def _trees() -> dict[str, list[ast.AST]]:
+    """What each module's code is made of; read when a test asks, since every worker collects this file."""
+    return {
+        _module(path): list(ast.walk(ast.parse(path.read_text())))
+        for folder in FOLDERS
+        for path in sorted(folder.rglob("*.py"))
+    }
 
 
 @functools.cache
@@ -44,8 +48,8 @@ def _classes() -> dict[str, type]:
     found: dict[str, type] = {"Coded": Coded}
     defined = [
         (node.name, [ast.unparse(base) for base in node.bases])
-        for tree in _trees().values()
-        for node in ast.walk(tree)
+        for nodes in _trees().values()
+        for node in nodes
         if isinstance(node, ast.ClassDef)
     ]
     while True:
@@ -64,8 +68,8 @@ def _made() -> list[tuple[str, type, int]]:
     """Module, class and line of each error with a code that the library makes."""
     return [
         (module, _classes()[node.func.id], node.lineno)
-        for module, tree in _trees().items()
-        for node in ast.walk(tree)
+        for module, nodes in _trees().items()
+        for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _classes()
     ]
 
@@ -108,8 +112,8 @@ def test_errors_without_a_code_stay_inside() -> None:
     """A sentence for a user is never that of a built-in class; those of ``__getattr__`` and of methods to override have none."""
     plain = {
         module
-        for module, tree in _trees().items()
-        for node in ast.walk(tree)
+        for module, nodes in _trees().items()
+        for node in nodes
         if isinstance(node, ast.Raise) and isinstance(call := node.exc, ast.Call)
         if ast.unparse(call.func) in _BUILT_IN and not all(isinstance(word, ast.Name) for word in call.args)
     }

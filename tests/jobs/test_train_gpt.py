@@ -139,5 +139,6 @@ def test_a_stopped_job_saves_leaves_and_continues(gpt_job, text, tmp_path):
     step = int((checkpoints / "newest").read_text().removeprefix("step").removesuffix("_partial"))
     assert step >= 20
     settings["estimator"] = {"checkpoint_s3_uri": f"file://{checkpoints}"}
-    losses = artifact(_fit(gpt_job(2, steps=step + 5, **settings), text), "losses.json")
+    # One process is enough to go on.
+    losses = artifact(_fit(gpt_job(1, steps=step + 5, **settings), text), "losses.json")
     assert len(losses) == step + 5

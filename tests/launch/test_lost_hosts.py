@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import namespaced_hosts
+from support.pooled_script import run_script
 
 SCRIPT = Path(__file__).with_name("recovering_script.py")
 STEPS = 10
@@ -65,11 +66,11 @@ def kill_host(job, worker, host, processes):
     return time.monotonic()
 
 
-def states(job, processes):
-    """The parameters at the end of all ranks, which may lie with several hosts."""
+def states(folders, processes):
+    """The parameters at the end of all ranks, which may lie in several folders."""
     found = []
     for rank in range(processes):
-        paths = [job.tree(host) / "output" / "data" / f"state.{rank}.pt" for host in job.hosts]
+        paths = [folder / f"state.{rank}.pt" for folder in folders]
         found.append(torch.load(next(path for path in paths if path.exists())))
     return found
 
@@ -79,7 +80,7 @@ def states(job, processes):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "two ranks" else pytest.mark.full) for name in CASES]
 )
-def test_a_host_that_dies_for_good(launcher, tmp_path, name):
+def test_a_host_that_dies_for_good(launcher, ranks, tmp_path, name):
     hosts, processes, spares, parameters, left, smaller, batch, said = CASES[name]
     files = tmp_path / "files"
     launcher.folder = tmp_path / "lost"
@@ -105,13 +106,12 @@ def test_a_host_that_dies_for_good(launcher, tmp_path, name):
     print(
         f"\n{name}: {seconds:.1f} s from the loss to the next step, {begin[1]} of {last + 1} finished steps in memory"
     )
-    launcher.folder = tmp_path / "resumed"
-    launcher.folder.mkdir()
-    words = {"files": str(files), "resume": str(begin[1]), "batch": batch, "steps": STEPS, "mp_parameters": smaller}
-    other = launcher.job(SCRIPT.read_text(), left, hyperparameters=words)
-    running = launcher.start(other, environment={"OMP_NUM_THREADS": "1"})
-    assert running.process.wait(timeout=PATIENCE) == 0, "\n".join(running.log)
-    for mine, resumed in zip(states(job, left), states(other, left), strict=True):
+    # A job that is resumed from the checkpoint of that step, which nothing supervises, goes on the same.
+    resumed_in = tmp_path / "resumed"
+    words = {"files": files, "resume": begin[1], "batch": batch, "steps": STEPS}
+    run_script(ranks, SCRIPT, left, smaller, resumed_in, **words)
+    found = states([job.tree(host) / "output" / "data" for host in job.hosts], left)
+    for mine, resumed in zip(found, states([resumed_in], left), strict=True):
         assert mine.keys() == resumed.keys() != set()
         assert all(torch.equal(mine[key], resumed[key]) for key in mine)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.pooled_script import run_script
 
 pytestmark = pytest.mark.job
 
@@ -49,14 +50,18 @@ class Line:
 def ledgers(job):
     """What each rank has told so far."""
     found = []
-    for path in sorted((job.tree() / "output" / "data").glob("ledger.*")):
+    for path in sorted(output_of(job).glob("ledger.*")):
         lines = [line.split() for line in path.read_text().splitlines()]
         found.append([Line(kind, int(step), int(pid), float(when)) for kind, step, pid, when in lines])
     return found
 
 
-def states(job, processes):
-    return [torch.load(job.tree() / "output" / "data" / f"state.{rank}.pt") for rank in range(processes)]
+def states(folder, processes):
+    return [torch.load(folder / f"state.{rank}.pt") for rank in range(processes)]
+
+
+def output_of(job):
+    return job.tree() / "output" / "data"
 
 
 def starts_of(ledger):
@@ -102,13 +107,13 @@ def train(launcher):
 
 
 @pytest.fixture
-def undisturbed(launcher, train, tmp_path):
-    """The parameters that a topology has after so many steps without a fault."""
+def undisturbed(ranks, tmp_path):
+    """The parameters that a topology has after so many steps without a fault, in a job that nothing supervises."""
 
     def run(name, steps):
-        job = train(name, steps, tmp_path / "undisturbed")
-        to_end(launcher.start(job, environment={"OMP_NUM_THREADS": "1"}))
-        return states(job, TOPOLOGIES[name][0])
+        processes, parameters = TOPOLOGIES[name]
+        run_script(ranks, SCRIPT, processes, parameters, tmp_path / "undisturbed", steps=steps)
+        return states(tmp_path / "undisturbed", processes)
 
     return run
 
@@ -140,7 +145,7 @@ def test_ranks_that_die_between_and_within_steps(launcher, train, undisturbed, t
     # Of two ranks in three starts, all but the first are without imports of their own.
     assert [text.count(f"is forked: {forked}") for forked in (False, True)] == [2, 4]
     assert most_repeated(job) <= 1
-    assert_same(states(job, 2), expected)
+    assert_same(states(output_of(job), 2), expected)
     assert not [path for path in Path("/dev/shm").glob("smp-launch-*/**/*.head") if path.stat().st_uid == os.geteuid()]
 
 
@@ -150,7 +155,7 @@ def kill_at_random(launcher, running, job, kills, seed):
     while len(seconds) < kills and running.process.poll() is None:
         time.sleep(0.002)
         found = ledgers(job)
-        size = size or len(list((job.tree() / "output" / "data").glob("ledger.*")))
+        size = size or len(list(output_of(job).glob("ledger.*")))
         alive = [ledger[-1] for ledger in found if ledger and ledger[-1].kind == "step"]
         if len(alive) < 2 or len(alive) < len(found):
             continue
@@ -187,6 +192,6 @@ def test_ranks_that_are_killed_at_random(launcher, train, undisturbed, tmp_path,
     to_end(running)
     assert len(seconds) >= kills // 2
     assert most_repeated(job) <= 1
-    assert_same(states(job, TOPOLOGIES[name][0]), expected)
+    assert_same(states(output_of(job), TOPOLOGIES[name][0]), expected)
     quantile = sorted(seconds)[int(0.95 * (len(seconds) - 1))]
     print(f"\n{name}: {len(seconds)} kills, median {statistics.median(seconds):.2f} s, p95 {quantile:.2f} s")

@@ -56,7 +56,7 @@ def check_soon(running):
     return code
 
 
-@pytest.mark.parametrize("other", sampled(OTHERS, {"ignores SIGTERM", "waits in a receive"}))
+@pytest.mark.parametrize("other", sampled(OTHERS, {"waits in a receive"}))
 def test_a_rank_that_raises(launcher, other):
     failure = 'raise ValueError("boom")'
     job = launcher.job(script(OTHERS[other], failure))
@@ -71,7 +71,7 @@ def test_a_rank_that_raises(launcher, other):
     assert "smp_launch" not in job.failure()
 
 
-@pytest.mark.parametrize("failure", [f for f in FAILURES if "raise" not in f])
+@pytest.mark.parametrize("failure", sampled([f for f in FAILURES if "raise" not in f], {"os._exit(5)"}))
 def test_a_rank_that_dies(launcher, failure):
     job = launcher.job(script(OTHERS["ignores SIGTERM"], failure))
     running = launcher.start(job)
@@ -119,10 +119,15 @@ def test_a_long_message_leaves_room_for_rank_and_exception(launcher):
 @pytest.mark.parametrize(
     ("line", "code", "headline"),
     [
-        ("sys.exit(4)", 4, "rank 0 (algo-1): SystemExit: 4"),
+        pytest.param("sys.exit(4)", 4, "rank 0 (algo-1): SystemExit: 4", marks=pytest.mark.full),
         ('sys.exit("no data")', 1, "rank 0 (algo-1): SystemExit: no data"),
         ("x = = 1", 1, "rank 0 (algo-1): SyntaxError: invalid syntax"),
-        ("import nothing_like_this", 1, "rank 0 (algo-1): ModuleNotFoundError: No module named"),
+        pytest.param(
+            "import nothing_like_this",
+            1,
+            "rank 0 (algo-1): ModuleNotFoundError: No module named",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_other_ways_to_fail(launcher, line, code, headline):
@@ -307,7 +312,7 @@ def test_a_stop_while_the_ranks_start_reaches_them(launcher):
     assert "stopped by SIGTERM" in job.failure() or running.process.returncode == 0
 
 
-@pytest.mark.parametrize("processes", [2, None])
+@pytest.mark.parametrize("processes", [2, pytest.param(None, marks=pytest.mark.full)])
 def test_a_shell_script_may_save_and_end_well(launcher, processes):
     job = launcher.job(
         """

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.matrix import examples
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator.planning import ModelShape, Plan, Verdict, plan, suggest
@@ -324,7 +325,7 @@ def test_microbatches() -> None:
     assert microbatches_for(4, 6) == 6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 40), deadline=None)
 @given(
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 4, 8]),

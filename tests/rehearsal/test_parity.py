@@ -29,7 +29,7 @@ CASES = {
     "sharded bf16": (
         {"ddp": True, "sharded_data_parallel_degree": 2, "bf16": True, "sdp_param_persistence_threshold": 0},
         2,
-        (),
+        ("--layers", "2"),
     ),
     "sharded of four": ({"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}, 4, ()),
     "checkpointing": ({"ddp": True}, 2, ("--checkpoint",)),

@@ -33,7 +33,7 @@ def test_a_job_trains_on_as_if_nothing_had_happened(ranks):
     _check_bytes(outcomes)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 def test_half_precision_keeps_its_float32_weights(ranks, precision):
     names = "o2 pp2-s2 tp2 s4 dp2".split() if precision == "bf16" else "s4 pp2 tp2-s2 o2".split()
     half = {precision: True}

@@ -7,6 +7,14 @@ from typing import Any
 
 import pytest
 
+#: Whether whole matrices run; said by ``conftest.py``.
+is_whole = True
+
+
+def examples(sample: int, whole: int) -> int:
+    """How many examples hypothesis makes: ``whole`` where whole matrices run."""
+    return whole if is_whole else sample
+
 
 def sampled(cases: Iterable[Any], sample: Collection[Any]) -> list[Any]:
     """``cases`` for ``parametrize``, those that are not in ``sample`` as part of the whole matrix.

@@ -43,6 +43,7 @@ _TESTS = {
     True: ("tests/config", "tests/planning", "tests/estimator"),
     False: (
         "tests/runtime/test_torch_private.py",
+        "tests/runtime/test_torch_private_groups.py",
         "tests/runtime/test_torch_in_place.py",
         "tests/runtime/test_clipping.py",
         "tests/pipeline/test_parity.py",
