@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
+from smp_runtime.pipeline.schedule.facts import Facts
 from smp_runtime.pipeline.schedule.simulation import Clock, Graph, replay, summary
 
 if TYPE_CHECKING:
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 #: Simulated segments (segments × rules) that a search may cost; about 5 µs each. Of a bigger graph, only the rules that are
 #: best on its first microbatches are tried on the whole.
 _BUDGET = 400_000
-
-#: Segments shorter than this fraction of a microbatch's work on the busiest rank go first, since they are what others wait for:
-#: as a rule the step function's own code.
-_QUICK = 0.06
 
 #: Random changes that are tried on the best schedule of a small graph.
 _ROUNDS = 300
@@ -73,7 +70,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
     segments = sorted(segments, key=lambda s: (s.action.microbatch, s.action.kind.value, s.action.path, s.action.part))
     if not segments:
         return Plan({}, 0.0, 0.0, {}, {}, "nothing to run")
-    facts = _Facts(Graph(segments, latency, ascending=True), active, policy)
+    facts = Facts(Graph(segments, latency, ascending=True), active, policy)
     best = _search(facts)
     graph = facts.graph
     sequence = best.clock.order
@@ -87,141 +84,6 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
         rule=str(best.rule),
         start=run.start,
     )
-
-
-# ---- what the rules look at ----
-
-
-class _Facts:
-    """What is known of a graph before any order: solo times, tails, waves, and how many microbatches fill each rank."""
-
-    def __init__(self, graph: Graph, active: int, policy: Policy) -> None:
-        self.graph = graph
-        self.active = active
-        self.policy = policy
-        self.nodes = graph.topological()
-        self.period = self._period()
-        self.tail, self.head = self._tails(), self._heads()
-        self.bound = self._bound()
-        waves = [policy.wave(k, active) for k in range(len(graph.microbatches))]
-        self.in_waves = None not in waves
-        self.wave = [wave or 0 for wave in waves]
-        #: The first microbatch of each wave.
-        self.first = [self.wave.index(wave) for wave in range(1 + max(self.wave))]
-        self.late = self._late()
-        self.asks_first = self._asks_first()
-        self.need = self._need(0)
-        #: The same without what the step function's own code takes, which may begin long before.
-        self.fill = self._need(int(_QUICK * self.period))
-
-    def _period(self) -> int:
-        """Work per microbatch of the busiest rank, in nanoseconds."""
-        work = [0] * len(self.graph.ranks)
-        for r, ns in zip(self.graph.rank, self.graph.ns, strict=True):
-            work[r] += ns
-        return max(1, max(work) // len(self.graph.microbatches))
-
-    def _edges(self, node: int) -> Iterable[tuple[int, int]]:
-        """Followers in the same microbatch, with the time from start to start."""
-        graph = self.graph
-        for target, at in graph.successors[node]:
-            if graph.microbatch[target] == graph.microbatch[node]:
-                yield target, (graph.ns[node] if at < 0 else at) + graph.travel(node, target)
-
-    def _tails(self) -> list[int]:
-        """From a node's start to its microbatch's end, were there nothing else to do."""
-        tail = list(self.graph.ns)
-        for node in reversed(self.nodes):
-            for target, time in self._edges(node):
-                tail[node] = max(tail[node], time + tail[target])
-        return tail
-
-    def _heads(self, later: Sequence[int] | None = None) -> list[int]:
-        """From a microbatch's begin to a node's start, were there nothing else to do.
-
-        Args:
-            later: by how much later each node gives what it gives.
-        """
-        head = [0] * len(self.graph.ns)
-        for node in self.nodes:
-            for target, time in self._edges(node):
-                head[target] = max(head[target], head[node] + time + (later[node] if later else 0))
-        return head
-
-    def _bound(self) -> int:
-        """Seconds that no order can beat, in nanoseconds.
-
-        Per rank: the earliest start of a segment, the work of all, the shortest tail after one. Once over all segments, once
-        over the longer ones only, which have more before and after them.
-        """
-        graph = self.graph
-        bound = max(self.tail)
-        for shortest in (0, int(_QUICK * self.period)):
-            for rank in range(len(graph.ranks)):
-                nodes = [i for i, r in enumerate(graph.rank) if r == rank and graph.ns[i] >= shortest]
-                if nodes:
-                    before = min(self.head[i] for i in nodes)
-                    after = min(self.tail[i] - graph.ns[i] for i in nodes)
-                    bound = max(bound, before + sum(graph.ns[i] for i in nodes) + after)
-        return bound
-
-    def _late(self) -> list[bool]:
-        """Segments of the backward phase, with all that follows from them (a forward run again inside a backward)."""
-        graph = self.graph
-        late = [not forward for forward in graph.forward]
-        for node in self.nodes:
-            if late[node]:
-                for target, _ in graph.successors[node]:
-                    if self.wave[graph.microbatch[target]] == self.wave[graph.microbatch[node]]:
-                        late[target] = True
-        return late
-
-    def is_last(self, node: int) -> bool:
-        """Whether nothing of its microbatch waits for a node but gradients of weights, for which nobody waits.
-
-        What waits for others itself, as the step function does for the gradient of an embedding that lies with the loss, had better
-        not stand between segments that others wait for: on a rank that keeps to an order, it would hold them up when it comes late.
-        """
-        return all(self.graph.weights[target] for target, _ in self._edges(node))
-
-    def _asks_first(self) -> list[bool]:
-        """Ranks on which a microbatch begins with a quick segment: the step function's code, up to what it needs of others."""
-        graph, first = self.graph, dict[tuple[int, int], int]()
-        for i in self.nodes:
-            first.setdefault((graph.rank[i], graph.microbatch[i]), i)
-        quick = int(_QUICK * self.period)
-        return [
-            all(graph.ns[i] <= quick for (r, _), i in first.items() if r == rank) for rank in range(len(graph.ranks))
-        ]
-
-    def _need(self, shortest: int) -> list[float]:
-        """Microbatches in flight that keep a rank busy: time that one spends there ÷ period (Little's law).
-
-        On a chain of equal stages this is ``p - i``, as in 1F1B. Gradients of weights that come later count as if they were
-        computed at once, in the backward pass that leaves them: what idles less by them holds no more.
-
-        Args:
-            shortest: nanoseconds of the segments that count.
-        """
-        graph = self.graph
-        left = [0] * len(graph.ns)
-        for i, segment in enumerate(graph.segments):
-            if graph.weights[i]:
-                for event in segment.needs:
-                    left[graph.giver[event][0]] += graph.ns[i]
-        head = self._heads(left) if any(left) else self.head
-        begin: dict[tuple[int, int], int] = {}
-        end: dict[tuple[int, int], int] = {}
-        for i, (r, k) in enumerate(zip(graph.rank, graph.microbatch, strict=True)):
-            if graph.ns[i] < shortest or graph.weights[i]:
-                continue
-            if graph.forward[i]:
-                begin[r, k] = min(begin.get((r, k), head[i]), head[i])
-            end[r, k] = max(end.get((r, k), 0), head[i] + graph.ns[i] + left[i])
-        need = [0.0] * len(graph.ranks)
-        for (r, k), time in begin.items():
-            need[r] = max(need[r], (end[r, k] - time) / self.period)
-        return need
 
 
 # ---- the rules ----
@@ -246,7 +108,7 @@ class _Rule:
         return f"{self.priority} first, in flight {spare}" + (", weights later" if self.weights_wait else "")
 
 
-def _rules(facts: _Facts) -> list[_Rule]:
+def _rules(facts: Facts) -> list[_Rule]:
     spares: list[int | None] = [None]
     if not facts.in_waves:
         least = max(1, min(int(need) for need in facts.need))
@@ -260,7 +122,7 @@ def _rules(facts: _Facts) -> list[_Rule]:
 class _Choice:
     """A rule at work on a graph."""
 
-    def __init__(self, facts: _Facts, rule: _Rule, keys: Sequence[float] | None = None) -> None:
+    def __init__(self, facts: Facts, rule: _Rule, keys: Sequence[float] | None = None) -> None:
         self.facts = facts
         self.rule = rule
         graph = facts.graph
@@ -292,7 +154,7 @@ class _Choice:
 
     def _key(self) -> Callable[[int], tuple[int, ...]]:
         facts, graph, priority = self.facts, self.facts.graph, self.rule.priority
-        quick = int(_QUICK * facts.period)
+        quick = facts.quick
 
         def key(i: int) -> tuple[int, ...]:
             microbatch, tail = graph.microbatch[i], -facts.tail[i]
@@ -307,7 +169,7 @@ class _Choice:
 
     def _turn_key(self) -> Callable[[int], tuple[int, ...]]:
         facts, graph = self.facts, self.facts.graph
-        quick, count = int(_QUICK * facts.period), len(graph.microbatches)
+        quick, count = facts.quick, len(graph.microbatches)
         cycles = [_cycle(count, own, waiting) for own, waiting in zip(self.fill, self.waiting, strict=True)]
 
         def turn(i: int) -> int:
@@ -423,7 +285,7 @@ class _Try:
         return sum(self.clock.most_in_flight)
 
 
-def _run(facts: _Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Try:
+def _run(facts: Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Try:
     choice = _Choice(facts, rule, keys)
     clock = Clock(facts.graph, facts.active).run(choice)
     if clock.done < len(facts.graph.segments):
@@ -431,7 +293,7 @@ def _run(facts: _Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Tr
     return _Try(rule, clock, choice.capped)
 
 
-def _search(facts: _Facts) -> _Try:
+def _search(facts: Facts) -> _Try:
     rules = _rules(facts)
     size = len(facts.graph.segments)
     if size * len(rules) > _BUDGET:
@@ -446,7 +308,7 @@ def _search(facts: _Facts) -> _Try:
     return _best(tries)[0]
 
 
-def _tries(facts: _Facts, rules: Sequence[_Rule]) -> list[_Try]:
+def _tries(facts: Facts, rules: Sequence[_Rule]) -> list[_Try]:
     """A run of every rule, less those that are known to come to the same."""
     tries: list[_Try] = []
     settled: set[tuple[str, bool]] = set()  # what more spare cannot change
@@ -470,7 +332,7 @@ def _best(tries: Sequence[_Try]) -> list[_Try]:
     return sorted(_without_doubles(tries), key=preference)
 
 
-def _first_microbatches(facts: _Facts) -> _Facts | None:
+def _first_microbatches(facts: Facts) -> Facts | None:
     """The same for fewer microbatches: enough for a full pipeline and, in waves, for two of them."""
     graph, active = facts.graph, facts.active
     # Waves are as long as each other, but for the last.
@@ -480,7 +342,7 @@ def _first_microbatches(facts: _Facts) -> _Facts | None:
     kept = set(graph.microbatches[:number])
     segments = [segment for segment in graph.segments if segment.action.microbatch in kept]
     try:
-        return _Facts(Graph(segments, graph.latency / 1e9, ascending=True), active, facts.policy)
+        return Facts(Graph(segments, graph.latency / 1e9, ascending=True), active, facts.policy)
     except ScheduleError:  # a microbatch needs something of a later one
         return None
 
@@ -490,7 +352,7 @@ def _without_doubles(tries: Iterable[_Try]) -> list[_Try]:
     return list({tuple(map(tuple, one.clock.order)): one for one in reversed(list(tries))}.values())[::-1]
 
 
-def _refined(facts: _Facts, best: _Try, rounds: int) -> _Try:
+def _refined(facts: Facts, best: _Try, rounds: int) -> _Try:
     """Climb from a schedule: take its start times as priorities, shift a few of them at random, keep what is faster."""
     draw = random.Random(0)
     size = len(facts.graph.segments)

@@ -1,0 +1,147 @@
+"""What planning knows of a recorded step before it has any order: what takes how long, and how much keeps each rank busy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smp_runtime.pipeline.schedule.policies import Policy
+    from smp_runtime.pipeline.schedule.simulation import Graph
+
+#: Segments shorter than this fraction of a microbatch's work on the busiest rank go first, since they are what others wait for:
+#: as a rule the step function's own code.
+_QUICK = 0.06
+
+
+class Facts:
+    """What is known of a graph before any order: solo times, tails, waves, and how many microbatches fill each rank."""
+
+    def __init__(self, graph: Graph, active: int, policy: Policy) -> None:
+        self.graph = graph
+        self.active = active
+        self.policy = policy
+        self.nodes = graph.topological()
+        self.period = self._period()
+        self.quick = int(_QUICK * self.period)
+        self.tail, self.head = self._tails(), self._heads()
+        self.bound = self._bound()
+        waves = [policy.wave(k, active) for k in range(len(graph.microbatches))]
+        self.in_waves = None not in waves
+        self.wave = [wave or 0 for wave in waves]
+        #: The first microbatch of each wave.
+        self.first = [self.wave.index(wave) for wave in range(1 + max(self.wave))]
+        self.late = self._late()
+        self.asks_first = self._asks_first()
+        self.need = self._need(0)
+        #: The same without what the step function's own code takes, which may begin long before.
+        self.fill = self._need(self.quick)
+
+    def _period(self) -> int:
+        """Work per microbatch of the busiest rank, in nanoseconds."""
+        work = [0] * len(self.graph.ranks)
+        for r, ns in zip(self.graph.rank, self.graph.ns, strict=True):
+            work[r] += ns
+        return max(1, max(work) // len(self.graph.microbatches))
+
+    def _edges(self, node: int) -> Iterable[tuple[int, int]]:
+        """Followers in the same microbatch, with the time from start to start."""
+        graph = self.graph
+        for target, at in graph.successors[node]:
+            if graph.microbatch[target] == graph.microbatch[node]:
+                yield target, (graph.ns[node] if at < 0 else at) + graph.travel(node, target)
+
+    def _tails(self) -> list[int]:
+        """From a node's start to its microbatch's end, were there nothing else to do."""
+        tail = list(self.graph.ns)
+        for node in reversed(self.nodes):
+            for target, time in self._edges(node):
+                tail[node] = max(tail[node], time + tail[target])
+        return tail
+
+    def _heads(self, later: Sequence[int] | None = None) -> list[int]:
+        """From a microbatch's begin to a node's start, were there nothing else to do.
+
+        Args:
+            later: by how much later each node gives what it gives.
+        """
+        head = [0] * len(self.graph.ns)
+        for node in self.nodes:
+            for target, time in self._edges(node):
+                head[target] = max(head[target], head[node] + time + (later[node] if later else 0))
+        return head
+
+    def _bound(self) -> int:
+        """Seconds that no order can beat, in nanoseconds.
+
+        Per rank: the earliest start of a segment, the work of all, the shortest tail after one. Once over all segments, once
+        over the longer ones only, which have more before and after them.
+        """
+        graph = self.graph
+        bound = max(self.tail)
+        for shortest in (0, self.quick):
+            for rank in range(len(graph.ranks)):
+                nodes = [i for i, r in enumerate(graph.rank) if r == rank and graph.ns[i] >= shortest]
+                if nodes:
+                    before = min(self.head[i] for i in nodes)
+                    after = min(self.tail[i] - graph.ns[i] for i in nodes)
+                    bound = max(bound, before + sum(graph.ns[i] for i in nodes) + after)
+        return bound
+
+    def _late(self) -> list[bool]:
+        """Segments of the backward phase, with all that follows from them (a forward run again inside a backward)."""
+        graph = self.graph
+        late = [not forward for forward in graph.forward]
+        for node in self.nodes:
+            if late[node]:
+                for target, _ in graph.successors[node]:
+                    if self.wave[graph.microbatch[target]] == self.wave[graph.microbatch[node]]:
+                        late[target] = True
+        return late
+
+    def is_last(self, node: int) -> bool:
+        """Whether nothing of its microbatch waits for a node but gradients of weights, for which nobody waits.
+
+        What waits for others itself, as the step function does for the gradient of an embedding that lies with the loss, had better
+        not stand between segments that others wait for: on a rank that keeps to an order, it would hold them up when it comes late.
+        """
+        return all(self.graph.weights[target] for target, _ in self._edges(node))
+
+    def _asks_first(self) -> list[bool]:
+        """Ranks on which a microbatch begins with a quick segment: the step function's code, up to what it needs of others."""
+        graph, first = self.graph, dict[tuple[int, int], int]()
+        for i in self.nodes:
+            first.setdefault((graph.rank[i], graph.microbatch[i]), i)
+        return [
+            all(graph.ns[i] <= self.quick for (r, _), i in first.items() if r == rank)
+            for rank in range(len(graph.ranks))
+        ]
+
+    def _need(self, shortest: int) -> list[float]:
+        """Microbatches in flight that keep a rank busy: time that one spends there ÷ period (Little's law).
+
+        On a chain of equal stages this is ``p - i``, as in 1F1B. Gradients of weights that come later count as if they were
+        computed at once, in the backward pass that leaves them: what idles less by them holds no more.
+
+        Args:
+            shortest: nanoseconds of the segments that count.
+        """
+        graph = self.graph
+        left = [0] * len(graph.ns)
+        for i, segment in enumerate(graph.segments):
+            if graph.weights[i]:
+                for event in segment.needs:
+                    left[graph.giver[event][0]] += graph.ns[i]
+        head = self._heads(left) if any(left) else self.head
+        begin: dict[tuple[int, int], int] = {}
+        end: dict[tuple[int, int], int] = {}
+        for i, (r, k) in enumerate(zip(graph.rank, graph.microbatch, strict=True)):
+            if graph.ns[i] < shortest or graph.weights[i]:
+                continue
+            if graph.forward[i]:
+                begin[r, k] = min(begin.get((r, k), head[i]), head[i])
+            end[r, k] = max(end.get((r, k), 0), head[i] + graph.ns[i] + left[i])
+        need = [0.0] * len(graph.ranks)
+        for (r, k), time in begin.items():
+            need[r] = max(need[r], (end[r, k] - time) / self.period)
+        return need
