@@ -55,6 +55,8 @@ SUITES = (
                 "--case",
                 "torch",
                 "--case",
+                "torch-zero",
+                "--case",
                 "live",
                 "--rounds",
                 "8",
@@ -75,7 +77,7 @@ SUITES = (
             **dict.fromkeys(("sleep", "sleep-last"), ("makespan_over_closed_form", 1.02)),
             **dict.fromkeys(("sleep-zero", "sleep-zero-last"), ("idle_over_1f1b", 0.45)),
             "live": ("peak_over_interleaved", 1.05),
-            "torch": ("time_ratio", 0.97),
+            **dict.fromkeys(("torch", "torch-zero"), ("time_ratio", 0.97)),
         },
     ),
     Suite(
