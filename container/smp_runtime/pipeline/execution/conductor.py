@@ -13,7 +13,6 @@ sending only queues bytes. So whoever holds the lock gets on, and no circle of w
 from __future__ import annotations
 
 import contextlib
-import functools
 import queue
 import threading
 import time
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 #: Seconds that worker threads get to end.
 CLOSE_SECONDS = 10.0
-#: Name of a thread that runs tasks.
-WORKER = "smp-pipeline-worker"
 
 
 class Conductor:
@@ -211,25 +208,6 @@ class Conductor:
         for task in waiting.values():
             task.turn.release()
 
-    def goes_on(self, take: Callable[[], None]) -> Callable[[], None] | None:
-        """Have a message handled, without the lock, on a thread that may go on with the task that can begin by it.
-
-        A switch of threads costs more than a small task, and every stage waits for those that come before it.
-
-        Args:
-            take: handles the message.
-
-        Returns:
-            What the calling thread is to do next, or None.
-        """
-        self._local.takes_next = True
-        try:
-            take()
-        finally:
-            self._local.takes_next = False
-        following: Task | None = self._local.__dict__.pop("next", None)
-        return None if following is None else functools.partial(self._work_as_guest, following)
-
     def wait_for_end(self, seconds: float) -> bool:
         """Wait until no task of an aborted step runs any more; returns whether that came true in time."""
         with self._lock:
@@ -335,11 +313,11 @@ class Conductor:
         else:
             task.has_thread = True
             self._live += 1
-            if getattr(self._local, "takes_next", False):
+            if getattr(self._local, "is_ending", False):
                 # This thread goes on with it; nobody else can take it meanwhile, since it has the baton already.
                 self._local.next = task
             elif self._spare == 0:
-                thread = threading.Thread(target=self._work, args=(task,), name=WORKER, daemon=True)
+                thread = threading.Thread(target=self._work, args=(task,), name="smp-pipeline-worker", daemon=True)
                 self._threads.append(thread)
                 thread.start()
             else:
@@ -352,28 +330,15 @@ class Conductor:
             torch.cuda.set_device(self._device)
         task: Task | None = first
         while task is not None:
-            self._run_all(task)
-            with self._lock:
-                self._spare += 1
-            task = self._idle_threads.get()
-
-    def _work_as_guest(self, first: Task) -> None:
-        """On another one's thread: run a task, and those that can begin when it ends."""
-        thread = threading.current_thread()
-        thread.name, name = WORKER, thread.name
-        try:
-            self._run_all(first)
-        finally:
-            thread.name = name
-
-    def _run_all(self, first: Task) -> None:
-        task: Task | None = first
-        while task is not None:
             self._local.task = task
             try:
                 task = self._run(task)
             finally:
                 self._local.task = None
+            if task is None:
+                with self._lock:
+                    self._spare += 1
+                task = self._idle_threads.get()
 
     def _run(self, task: Task) -> Task | None:
         """Run a task to its end; returns one that can begin now, for the same thread."""
@@ -383,9 +348,9 @@ class Conductor:
         with self._lock:
             post = self._ended(task, error)
             # Whoever comes next should run on this thread, which is awake: a switch of threads costs more than a small task.
-            self._local.takes_next = True
+            self._local.is_ending = True
             self.poke()
-            self._local.takes_next = False
+            self._local.is_ending = False
             following: Task | None = self._local.__dict__.pop("next", None)
         if post is not None:
             try:
@@ -444,4 +409,3 @@ class Conductor:
         until = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        self.wait_for_end(max(0.0, until - time.monotonic()))  # of tasks on threads of others

@@ -6,7 +6,6 @@ requests of the next step early would add gradients that its script has not clea
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,20 +55,15 @@ class Messenger:
         device: torch.device,
         handlers: Mapping[type, Handler],
         alarm: Alarm,
-        goes_on: Callable[[Callable[[], None]], Callable[[], None] | None],
         **options: Any,
     ) -> None:
-        """Connect with the other stages, as :class:`Transport`; every rank of the pipeline calls it. From now on messages come.
-
-        Args:
-            goes_on: calls what handles a message; returns what the thread that has received it is to do next, or None.
-        """
+        """Connect with the other stages, as :class:`Transport`; every rank of the pipeline calls it. From now on messages come."""
         self._handlers, self._alarm = handlers, alarm
         self.transport = Transport(
             control,
             ranks,
             device=device,
-            on_message=lambda *message: goes_on(functools.partial(self.receive, *message)),
+            on_message=self.receive,
             afterthought=self._news_for,
             on_lost=alarm.lost_stage,
             on_failed=alarm.broken,

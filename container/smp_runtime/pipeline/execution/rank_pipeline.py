@@ -137,7 +137,7 @@ class Pipeline:
         )
         # Last of all, since messages may come from now on.
         messenger.connect(
-            *(control, ranks, device, self._handlers(completion), self._alarm, conductor.goes_on),
+            *(control, ranks, device, self._handlers(completion), self._alarm),
             delay=settings.delay,
             make_group=settings.make_group,
         )

@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import pickle
-import queue
 import socket
 import struct
 import threading
@@ -66,10 +65,9 @@ class Transport:
     A message is a small picklable head and tensors of any dtype and shape. Messages from one stage arrive in the
     order of their ``send``. Collective over ``ranks``: all of them construct it.
 
-    Of each stage one thread at a time receives, and one writes what the system did not take at once; callers send on their own
-    threads. A receiver thread may go on with work that a message has brought; another one receives meanwhile, and work need not
-    wait for that one to wake up. Locks are taken in one order only: a caller's own (it may hold the pipeline's lock, if the
-    message has no tensors of an accelerator), then ``Peer.order``, then ``Peer.changed``. Neither is held while ``on_message`` or
+    Each stage has a thread that receives from it and one that writes what the system did not take at once; callers send on
+    their own threads. Locks are taken in one order only: a caller's own (it may hold the pipeline's lock, if the message has
+    no tensors of an accelerator), then ``Peer.order``, then ``Peer.changed``. Neither is held while ``on_message`` or
     another callback runs, which may take the caller's, nor while bytes are written that the other side has to read first.
 
     Args:
@@ -77,8 +75,7 @@ class Transport:
         ranks: global ranks of the group; a stage is a position in it.
         device: where received tensors of an accelerator are put; tensors in host memory stay there.
         on_message: called as ``on_message(stage, head, tensors)`` on the receiver thread of that stage (on the
-            sender's own thread for a message to the own stage); must be quick, since it holds up what comes after. Returns what
-            is to be done next, or None: the receiver thread does it, while another one receives.
+            sender's own thread for a message to the own stage); must be quick, since it holds up what comes after.
         on_lost: called as ``on_lost(stage, error)`` on the receiver thread, once when the connection to a stage that
             has not closed its transport breaks, with :class:`StageFailed` if that stage has said why, and for every
             exception of ``on_message``.
@@ -110,7 +107,7 @@ class Transport:
         ranks: Sequence[int],
         *,
         device: torch.device,
-        on_message: Callable[[int, Any, list[torch.Tensor]], Callable[[], None] | None],
+        on_message: Callable[[int, Any, list[torch.Tensor]], None],
         on_lost: Callable[[int, BaseException], None],
         on_failed: Callable[[BaseException, str], Any] = lambda error, doing: (
             f"{doing}: {type(error).__name__}: {error}"
@@ -150,12 +147,9 @@ class Transport:
             except BaseException:
                 self.forget()
                 raise
-        #: Connections to read from, for receiver threads that have nothing to do: so many.
-        self._unread: queue.SimpleQueue[tuple[Peer, Reader] | None] = queue.SimpleQueue()
-        self._spare, self._counting = 0, threading.Lock()
         for peer in self._peers.values():
-            self._read_on(peer, Reader(peer.connection))
-            threading.Thread(target=self._work_off, args=(peer,), name=f"smp-to-{peer.stage}", daemon=True).start()
+            for work, name in ((self._receive, "from"), (self._work_off, "to")):
+                threading.Thread(target=work, args=(peer,), name=f"smp-{name}-{peer.stage}", daemon=True).start()
 
     def send(self, stage: int, head: Any, tensors: Sequence[torch.Tensor] = (), *, copy: bool = True) -> None:
         """Send a message; returns without waiting for the receiver.
@@ -175,8 +169,7 @@ class Transport:
         """
         if stage == self.stage:
             self.messages_sent[stage] += 1
-            if (work := self._on_message(stage, head, list(tensors))) is not None:
-                threading.Thread(target=work, name="smp-own", daemon=True).start()
+            self._on_message(stage, head, list(tensors))
             return
         peer = self._peers[stage]
         announced: list[tuple] = []  # without their class, which would cost as much as all else
@@ -285,13 +278,9 @@ class Transport:
 
     def close(self) -> None:
         """Say goodbye to every stage and stop delivering; what was sent is given a few seconds to leave."""
-        with self._counting:
-            if self._closed:
-                return
-            self._closed = True
-            for _ in range(self._spare):
-                self._unread.put(None)
-            self._spare = 0
+        if self._closed:
+            return
+        self._closed = True
         goodbye = memoryview(_FRAME.pack(_GOODBYE, 0))
         for peer in self._peers.values():
             with peer.order:
@@ -347,53 +336,24 @@ class Transport:
                     peer.backlog.popleft()
                 peer.changed.notify_all()
 
-    def _read_on(self, peer: Peer, reader: Reader) -> None:
-        """Have a receiver thread read from a connection."""
-        with self._counting:
-            is_there = self._spare > 0
-            self._spare -= is_there
-        if is_there:
-            self._unread.put((peer, reader))
-        else:
-            name = f"smp-from-{peer.stage}"
-            threading.Thread(target=self._receive, args=(peer, reader), name=name, daemon=True).start()
-
-    def _receive(self, peer: Peer, reader: Reader) -> None:
-        """A receiver thread: reads from a connection, from another one later, until nothing is left to read."""
-        following: tuple[Peer, Reader] | None = peer, reader
-        while following is not None:
-            peer, reader = following
-            threading.current_thread().name = f"smp-from-{peer.stage}"
-            work = self._messages(peer, reader)
-            if work is None:
-                return
-            self._read_on(peer, reader)
-            work()
-            del work
-            with self._counting:
-                if self._closed:
-                    return
-                self._spare += 1
-            following = self._unread.get()
-
-    def _messages(self, peer: Peer, reader: Reader) -> Callable[[], None] | None:
-        """Hand on messages until one brings work for this thread, or the other side leaves or is lost."""
+    def _receive(self, peer: Peer) -> None:
+        """The receiver thread: hands on messages until the other side leaves or is lost."""
+        reader = Reader(peer.connection)
         try:
             use_device(self._device)
             while True:
                 kind, size = _FRAME.unpack(reader.take(_FRAME.size))
                 if kind != _MESSAGE:
                     self._part(peer, kind, reader.take(size))
-                    break
+                    return
                 head, announced = pickle.loads(reader.take(size))
                 arriving = [Announcement(*each) for each in announced]
                 tensors = [peer.back[each.channel].receive(each, reader.fill) for each in arriving]
                 if self._delay is not None:
                     time.sleep(self._delay())
-                work = None if self._closed else self._hand_over(peer, head, tensors)
+                if not self._closed:
+                    self._hand_over(peer, head, tensors)
                 del head, announced, arriving, tensors  # what was handed over must not live until the next message
-                if work is not None:
-                    return work
         except Ended as ended:
             self._lose(peer, ended.args[0])
         except BaseException as error:
@@ -401,11 +361,11 @@ class Transport:
                 self._lose(peer, error)
             else:
                 self._fail(error, f"receiving from stage {peer.stage}")
-        with peer.changed:
-            peer.reading = False
-            if peer.closed:
-                peer.connection.close()
-        return None
+        finally:
+            with peer.changed:
+                peer.reading = False
+                if peer.closed:
+                    peer.connection.close()
 
     def _part(self, peer: Peer, kind: int, body: memoryview) -> None:
         """The other side will say no more."""
@@ -438,12 +398,11 @@ class Transport:
         for peer in self._peers.values():
             peer.write_last(_FRAME.pack(_LAST_WORDS, len(body)) + body, error)
 
-    def _hand_over(self, peer: Peer, head: Any, tensors: list[torch.Tensor]) -> Callable[[], None] | None:
+    def _hand_over(self, peer: Peer, head: Any, tensors: list[torch.Tensor]) -> None:
         try:
-            return self._on_message(peer.stage, head, tensors)
+            self._on_message(peer.stage, head, tensors)
         except Exception as error:
             self._report(peer, error)
-            return None
 
     def _report(self, peer: Peer, error: BaseException) -> None:
         try:
