@@ -163,7 +163,7 @@ def test_a_pipeline_ends_with_the_session_though_its_model_is_gone(ranks):
             step(torch.ones(4, 4))
 
         train()  # nobody holds the model afterwards
-        during = [thread.name for thread in threading.enumerate() if thread.name.startswith("smp-")]
+        during = [thread.name for thread in threading.enumerate() if thread.name.startswith("smp-pipeline")]
         smp.shutdown()
         for thread in threading.enumerate():
             if thread.name.startswith("smp-"):
