@@ -159,7 +159,10 @@ def test_what_is_shown() -> None:
     found = suggest("gpt-neox-20b", prefer="cheapest")
     text = " ".join(str(found).split())
     assert text.startswith("the cheapest clusters that fit")
-    assert "of those that fit the one with the shortest step is chosen" not in text  # with a cluster that is given
+    how = "of those that fit the one with the shortest step is chosen"
+    assert how not in text  # each cluster has its configuration beside it
+    given = suggest("gpt-neox-20b", found.instance_type, found.instance_count, prefer="fastest")
+    assert how in " ".join(str(given).split())
     written = json.loads(json.dumps(found.to_dict()))
     assert (written["prefer"], written["left_out"]) == ("cheapest", list(found.left_out))
     first = written["clusters"][0]
