@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support.doc_scenes  # noqa: F401 - it registers the scenes
 from support.doc_blocks import ROOT, all_blocks
 from support.doc_runs import SCENES, Key, Passage, matching, passages, play
-from support.doc_scenes import stand_ins
+from support.doc_stand_ins import stand_ins
 
 #: Blocks that another file of tests runs: it reads the page itself.
 ELSEWHERE: dict[str, list[Key]] = {
@@ -79,8 +80,8 @@ def test_a_passage_runs(index: int, tmp_path: Path, request: pytest.FixtureReque
 
 
 def _play(key: Key, folder: str) -> None:
-    from support import doc_runs, doc_scenes
+    from support import doc_runs, doc_scenes, doc_stand_ins  # noqa: F401 - scenes are registered
 
     for passage in doc_runs.passages(()):
         if passage.scene and passage.scene.key == key:
-            doc_runs.play(passage, folder, doc_scenes.stand_ins)
+            doc_runs.play(passage, folder, doc_stand_ins.stand_ins)
