@@ -166,12 +166,15 @@ def test_a_rehearsal_counts_what_the_job_does(name, tmp_path):
         kind = kinds[report.stage]
         assert collectives(kind) == collectives(report)
         assert links(kind) == links(report)
-        assert kind.parameters == report.parameters
+        # The last rank of a sharding group has less by the padding, and is not a kind of its own.
+        assert report.parameters <= kind.parameters == pytest.approx(report.parameters, rel=0.001)
         assert kind.resident_bytes == pytest.approx(report.resident_bytes, rel=0.02)
         if stages == 1:  # else only some ranks trace the model in it, and no order is planned
             assert kind.first_step_peak_bytes == pytest.approx(report.first_step_peak_bytes, rel=0.02)
         # Two ranks of one stage of a job differ by 3.0 % themselves: tensors that came early, or are kept until a microbatch is
-        # known to be over, follow messages and not the order.
-        assert kind.peak_bytes == pytest.approx(report.peak_bytes, rel=0.04 if 1 < stages < ranks else 0.02)
+        # known to be over, follow messages and not the order. What a collective is given lives until the slowest rank has come
+        # to it: of a tensor parallel head's backward pass up to 3.2 %, in one run of ten.
+        varies = 1 < stages < ranks or "--tensor" in words
+        assert kind.peak_bytes == pytest.approx(report.peak_bytes, rel=0.04 if varies else 0.02)
         assert kind.host_peak_bytes == report.host_peak_bytes
         assert bool(links(report)) == (stages > 1)
