@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.checkpoint.files.manifest import Manifest, checkpoints_in, read_manifest
+from smp_runtime.checkpoint.files.manifest import USER_CONTENT, Manifest, checkpoints_in, read_manifest
 from smp_runtime.checkpoint.files.opened_files import is_plain_name
 from smp_runtime.checkpoint.files.records import digest_of
 from smp_runtime.errors import CheckpointError, SMPUserError
@@ -63,8 +64,27 @@ def test_an_older_manifest_loads_and_one_of_now_without_checksum_does_not(saved,
         smp.resume_from_checkpoint(str(tmp_path))
     file.write_text(json.dumps({**data, "format": 1}))
     assert smp.resume_from_checkpoint(str(tmp_path)) == 1
-    file.write_text(json.dumps({**data, "format": 3}))
-    with pytest.raises(CheckpointError, match="it has format 3, and this version reads format 2"):
+    file.write_text(json.dumps({**data, "format": 4}))
+    with pytest.raises(CheckpointError, match="it has format 4, and this version reads format 3"):
+        smp.resume_from_checkpoint(str(tmp_path))
+
+
+def test_a_checkpoint_with_checksums_of_whole_files_loads_and_they_are_compared(saved, tmp_path):
+    _, _, file = saved
+    data = json.loads(file.read_text())
+    assert {name: record["of_headers"] for name, record in data["files"].items()} == {
+        name: name.endswith(".pt") and name != USER_CONTENT for name in data["files"]
+    }
+    for name, record in data["files"].items():
+        del record["of_headers"]
+        record["sha256"] = hashlib.sha256((file.parent / name).read_bytes()).hexdigest()
+    data["format"] = 2
+    file.write_text(json.dumps({**data, "digest": digest_of(data)}))
+    assert smp.resume_from_checkpoint(str(tmp_path)) == 1
+    with open(file.parent / "model_0.pt", "r+b") as damaged:
+        damaged.seek(-1, 2)
+        damaged.write(b"x")
+    with pytest.raises(CheckpointError, match="model_0.pt has other content than was saved"):
         smp.resume_from_checkpoint(str(tmp_path))
 
 

@@ -229,7 +229,8 @@ def _file_forged(folder: Path, outside: Path, chance: random.Random) -> Damage:
     what = chance.choice([_other_content, _bytes_changed, _cut])(folder / name, outside, chance)
     data = json.loads((folder / "manifest.json").read_text())
     content = (folder / name).read_bytes()
-    data["files"][name] |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    fits = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "of_headers": False}
+    data["files"][name] |= fits
     data[DIGEST] = digest_of(data)
     (folder / "manifest.json").write_text(json.dumps(data))
     return Damage(f"{name} forged: {what}", is_forged=True)

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -390,7 +390,7 @@ def merge(described: Described, reports: list[Report], save: str) -> Manifest:
         for name, record in report.files.items():
             former = manifest.files.setdefault(name, record)
             if record.sha256 not in (former.sha256, *former.copies):
-                manifest.files[name] = FileRecord(former.bytes, former.sha256, (*former.copies, record.sha256))
+                manifest.files[name] = replace(former, copies=(*former.copies, record.sha256))
         for file, pieces in report.pieces.items():
             manifest.pieces.setdefault(file, pieces)
         manifest.parameters.update(report.parameters)

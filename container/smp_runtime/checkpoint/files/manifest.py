@@ -22,8 +22,10 @@ from smp_runtime.checkpoint.files.records import Piece as Piece
 from smp_runtime.checkpoint.files.records import TensorRecord as TensorRecord
 from smp_runtime.errors import CheckpointError
 
-#: Version of the layout; a reader refuses a newer one. Manifests of 1 may lack the checksum of themselves, later ones may not.
-FORMAT = 2
+#: Version of the layout; a reader refuses a newer one. Manifests of 1 may lack the checksum of themselves, later ones may not;
+#: those before 3 have checksums of whole files only.
+FORMAT = 3
+_READ = (1, 2, FORMAT)
 _WITHOUT_DIGEST = 1
 
 NEWEST = "newest"
@@ -115,9 +117,9 @@ class Manifest:
         if not isinstance(data, dict) or "files" not in data or "pieces" not in data:
             raise ValueError("it is no manifest")
         version = data.get("format")
-        if version not in (_WITHOUT_DIGEST, FORMAT):
+        if isinstance(version, bool) or version not in _READ:
             raise ValueError(f"it has format {str(version)[:20]}, and this version reads format {FORMAT}")
-        if (version == FORMAT or DIGEST in data) and data.get(DIGEST) != digest_of(data):
+        if (version != _WITHOUT_DIGEST or DIGEST in data) and data.get(DIGEST) != digest_of(data):
             raise ValueError("its content was changed after it was saved (its checksum differs)")
         try:
             manifest = cls(
@@ -238,7 +240,7 @@ def missing_files(
             # Copies of other hosts may be of another length.
             if found != record.bytes and not record.copies:
                 problems.append(f"{name} has {found:,} bytes, but {record.bytes:,} were saved")
-            elif read and opened.checksum(name) not in (record.sha256, *record.copies):
+            elif read and opened.checksum(name, of_headers=record.of_headers) not in (record.sha256, *record.copies):
                 problems.append(f"{name} has other content than was saved (its checksum differs)")
         except FileNotFoundError:
             problems.append(f"{name} is missing")
@@ -246,6 +248,8 @@ def missing_files(
             problems.append(f"{name} cannot be read ({error.strerror or error})")
         except CheckpointError as error:
             problems.append(str(error))
+        except ValueError as error:
+            problems.append(f"{name} has other content than was saved ({error})")
     return problems
 
 

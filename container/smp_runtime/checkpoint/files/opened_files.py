@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
 from smp_runtime.errors import CheckpointError
 
 #: What says which files a folder has; written last.
@@ -173,10 +174,20 @@ class CheckpointFiles:
         with self.opened(name) as file:
             return os.fstat(file.fileno()).st_size
 
-    def checksum(self, name: str) -> str:
-        """The sha256 of a file, hexadecimal; raises as :meth:`opened`."""
+    def checksum(self, name: str, *, of_headers: bool = False) -> str:
+        """The sha256 of a file, hexadecimal, after reading all of it.
+
+        Args:
+            of_headers: of all but the contents of an archive's records, which are compared with checksums of their own.
+
+        Raises:
+            OSError, CheckpointError: as :meth:`opened`.
+            ValueError: it is no archive, or a record has another content than was saved.
+        """
         digest = hashlib.sha256()
         with self.opened(name) as file:
+            if of_headers:
+                return checksum_of_archive(file, reads_contents=True)
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
         return digest.hexdigest()

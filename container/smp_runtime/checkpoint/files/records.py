@@ -37,17 +37,21 @@ class FileRecord:
     Attributes:
         bytes: its length.
         sha256: hexadecimal checksum.
+        of_headers: whether that is of all but the contents of an archive's records, of which the archive has checksums itself
+            (see :mod:`.archive_checksums`).
         copies: checksums of copies that other hosts have written into folders of their own, where they differ.
     """
 
     bytes: int
     sha256: str
     copies: tuple[str, ...] = ()
+    of_headers: bool = False
 
     def check(self, where: str) -> None:
         """Make sure that it can be; raises ValueError, as all checks here."""
         check_count(self.bytes, f"{where}.bytes")
         check(isinstance(self.copies, tuple), f"{where}.copies", self.copies)
+        check(isinstance(self.of_headers, bool), f"{where}.of_headers", self.of_headers)
         for found in (self.sha256, *self.copies):
             check(isinstance(found, str) and _SHA256.fullmatch(found) is not None, f"{where}.sha256", found)
 

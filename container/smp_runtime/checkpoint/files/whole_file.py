@@ -18,6 +18,7 @@ from typing import IO, Any, BinaryIO
 
 import torch
 
+from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
 from smp_runtime.checkpoint.files.disk_space import bytes_of, naming_full_disk
 from smp_runtime.checkpoint.files.manifest import FileRecord
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, open_regular, refuse_other_kinds
@@ -74,7 +75,7 @@ def write_tensors(content: Any, path: Path, **options: Any) -> None:
         CheckpointError: the disk is full.
     """
     with whole_file(path, bytes_of(content)) as temporary, open(temporary, "wb") as file:
-        _save_to(file, content, **options)
+        _save_to(_Written(file), content, **options)
 
 
 def write_text(text: str, path: Path) -> None:
@@ -105,49 +106,60 @@ def write_recorded(content: Any, path: Path) -> FileRecord:
     """Write a file of a checkpoint folder that is not in its place yet: tensors, or bytes as they are.
 
     Returns:
-        Its length and checksum, computed while it was written.
+        Its length and checksum.
 
     Raises:
         CheckpointError: the disk is full.
     """
-    with naming_full_disk(path, bytes_of(content)), open(path, "wb") as file:
+    of_headers = not isinstance(content, bytes) and _saves_crc32()
+    with naming_full_disk(path, bytes_of(content)), open(path, "w+b") as file:
+        stream = _Written(file, None if of_headers else hashlib.sha256())
         if isinstance(content, bytes):
-            stream = _Hashing(file)
             stream.write(content)
         else:
-            stream = _save_to(file, content)
+            _save_to(stream, content)
         file.flush()
+        checksum = checksum_of_archive(file, reads_contents=False) if stream.digest is None else stream.digest.hexdigest()
         os.fsync(file.fileno())
-    return FileRecord(stream.length, stream.digest.hexdigest())
+    return FileRecord(stream.length, checksum, of_headers=of_headers)
 
 
-def _save_to(file: IO[bytes], content: Any, **options: Any) -> _Hashing:
+def _saves_crc32() -> bool:
+    """Whether ``torch.save`` computes checksums; a script may have turned them off."""
+    asked = getattr(torch.serialization, "get_crc32_options", None)  # before PyTorch 2.6 it always does
+    return asked is None or bool(asked())
+
+
+def _save_to(stream: _Written, content: Any, **options: Any) -> None:
     """``torch.save``, whose own errors do not say why a file could not be written."""
-    stream = _Hashing(file)
     try:
         torch.save(content, stream, **options)  # type: ignore[arg-type]
     except Exception:
         if stream.failure is not None:
             raise stream.failure from None
         raise
-    return stream
 
 
-class _Hashing:
-    """A file that is written from its beginning to its end, with its checksum.
+class _Written:
+    """A file that is written from its beginning to its end.
+
+    Args:
+        digest: takes all that is written, or None.
 
     Attributes:
+        length: bytes written.
         failure: why the file could not be written, if it could not.
     """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, digest: Any = None) -> None:
         self._file = file
-        self.digest = hashlib.sha256()
+        self.digest = digest
         self.length = 0
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        self.digest.update(data)
+        if self.digest is not None:
+            self.digest.update(data)
         try:
             self._file.write(data)
         except OSError as error:
