@@ -103,5 +103,7 @@ def test_a_weight_that_changed_on_the_disk_is_named(solo, tmp_path):
     content = bytearray((folder / "model_0.pt").read_bytes())
     content[content.index(weight) + 123] ^= 4
     (folder / "model_0.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model_0.pt has other content than was saved \(its record .* has another crc32"):
+    with pytest.raises(
+        CheckpointError, match=r"model_0.pt has other content than was saved \(its record .* has another crc32"
+    ):
         smp.resume_from_checkpoint(str(tmp_path))

@@ -119,7 +119,9 @@ def write_recorded(content: Any, path: Path) -> FileRecord:
         else:
             _save_to(stream, content)
         file.flush()
-        checksum = checksum_of_archive(file, reads_contents=False) if stream.digest is None else stream.digest.hexdigest()
+        checksum = (
+            checksum_of_archive(file, reads_contents=False) if stream.digest is None else stream.digest.hexdigest()
+        )
         os.fsync(file.fileno())
     return FileRecord(stream.length, checksum, of_headers=of_headers)
 
