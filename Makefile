@@ -76,6 +76,10 @@ test: test-sdk-floor test-newest
 test-newest: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not full" $(SHARED_OUT) --durations=25 --durations-min=3 --ignore=tests/clients
 
+# What touches the SDK most; all of the notebook side with `make test-full`.
+FLOOR_TESTS := $(addprefix tests/estimator/test_,cloud.py cloud_requests.py huggingface.py images.py passthrough.py process_session.py sdk_found.py)
+test-full: FLOOR_TESTS := tests/estimator
+
 # The notebook side with the oldest SDK that is supported. It wants an older protobuf, and imports pytz unasked.
 $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 	$(PYTHON) -m venv $(FLOOR)
@@ -85,7 +89,7 @@ $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 	@touch $@
 
 test-sdk-floor: $(FLOOR)/.installed
-	$(FLOOR)/bin/python -m pytest tests/estimator -m "not job and not full" $(SHARED_OUT)
+	$(FLOOR)/bin/python -m pytest $(FLOOR_TESTS) -m "not job and not full" $(SHARED_OUT)
 
 # The notebook side with SDK v3, and whole jobs of it; the SDK wants packages that v2 has in other versions, or not at all.
 $(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
@@ -146,7 +150,7 @@ MATRIX ?=
 test-matrix:
 	$(PYTHON) tests/support/version_matrix.py run $(MATRIX)
 
-test-full: $(VENV)/.installed
+test-full: $(VENV)/.installed test-sdk-floor
 	$(BIN)/python -m pytest $(SHARED_OUT)
 
 image: $(VENV)/.installed

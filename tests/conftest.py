@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     matrix.is_whole = "not full" not in config.option.markexpr
     config.pluginmanager.register(Cases())
+    config.pluginmanager.register(matrix.LongerTests(Path(__file__).with_name("longer-tests.txt")))
 
 
 @pytest.hookimpl(wrapper=True)

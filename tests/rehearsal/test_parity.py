@@ -99,7 +99,7 @@ CASES = {
         ("--model", "moe"),
     ),
 }
-SAMPLE = {"sharded bf16"}
+SAMPLE = {"cnn"}
 
 
 def environment(parameters):

@@ -1,8 +1,9 @@
-"""A matrix of cases of which the normal run takes a sample; the rest is marked ``full``."""
+"""What the normal run leaves out: the rest of a matrix of which it takes a sample, and tests that take long. It is marked ``full``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,36 @@ def sampled(cases: Iterable[Any], sample: Collection[Any]) -> list[Any]:
     cases = list(cases)
     unknown = [case for case in sample if case not in cases]
     assert not unknown, f"the sample's {unknown} are not among the {len(cases)} cases of the matrix"
+    if not is_whole:  # what would only be left out again need not be made
+        cases = [case for case in cases if case in sample]
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in sample else pytest.mark.full)
         for case in cases
     ]
+
+
+class LongerTests:
+    """Marks the tests that a file names, one a line; lines that begin with ``#`` are for readers."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        lines = file.read_text(encoding="utf-8").splitlines()
+        self._names = {line for line in lines if line and not line.startswith("#")}
+
+    @pytest.hookimpl(tryfirst=True)  # before -m takes its choice
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Mark them.
+
+        Raises:
+            pytest.UsageError: a file that was collected whole has no such test.
+        """
+        found = {item.nodeid for item in items}
+        for item in items:
+            if item.nodeid in self._names:
+                item.add_marker(pytest.mark.full)
+        if any("::" in argument for argument in config.args):
+            return
+        files = {name.partition("::")[0] for name in found}
+        unknown = sorted(name for name in self._names - found if name.partition("::")[0] in files)
+        if unknown:
+            raise pytest.UsageError(f"{self._file.name} names what is no test: {', '.join(unknown)}")
