@@ -91,7 +91,8 @@ _INSIDE = {
     "readers, whose callers name the file or the setting and raise an error with a code": """
         smp_config.numerics smp_config.parameters smp_config.strict_json smp_config.timeline smp_estimator.cloud.entry
         smp_estimator.timeline.profiles
-        smp_estimator.timeline.files smp_launch.platform_files smp_launch.warm.messages smp_runtime.checkpoint.files.manifest
+        smp_estimator.timeline.files smp_launch.platform_files smp_launch.warm.messages
+        smp_runtime.checkpoint.files.archive_checksums smp_runtime.checkpoint.files.manifest
         smp_runtime.checkpoint.files.records smp_runtime.checkpoint.full_transaction smp_runtime.checkpoint.memory.host_folder
         smp_runtime.checkpoint.memory.newest smp_runtime.comm.plain_data""",
     "what PyTorch says on a machine with GPUs, word for word": """

@@ -77,7 +77,8 @@ def _reused():
 
 def test_memory_is_used_again_and_what_nobody_waits_for_ends(ranks):
     for ends in ranks(_reused, 2, init=False):
-        assert ends[-1] == ends[10]
+        # Ninety rounds want 120 kB each. How many are under way together, a rank's speed says.
+        assert ends[-1] <= ends[10] + 200_000
 
 
 def _left():

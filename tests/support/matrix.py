@@ -1,4 +1,4 @@
-"""What the normal run leaves out: the rest of a matrix of which it takes a sample, and tests that take long. It is marked ``full``."""
+"""What the normal run leaves out, marked ``full``: the rest of a matrix of which it takes a sample, and tests that take long."""
 
 from __future__ import annotations
 
