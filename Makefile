@@ -13,6 +13,11 @@ SDK3 := .venv-sdk-3
 # Tests start some thousand processes; where Python is told to keep no bytecode, each compiles the runtime anew.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Compiled is what is imported, at the first time: of the packages that is a tenth, and pip would compile all of them on one processor.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+# What most processes import, before many do so at once.
+IMPORTED := -c "import torch._dynamo, sagemaker.pytorch, matplotlib.pyplot, moto.server"
+
 # A file's tests stay together, for what its fixtures have made; tests/conftest.py puts the files in order.
 SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -56,7 +61,8 @@ help:
 $(VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'smp-estimator needs Python 3.10 or newer, found ' + sys.version.split()[0])"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e ".[local,test,lint]"
+	$(BIN)/python $(INSTALL) -c constraints-cpu.txt -e ".[local,test,lint]"
+	$(BIN)/python $(IMPORTED)
 	@touch $@
 
 quickstart: $(VENV)/.installed
@@ -84,7 +90,7 @@ test-full: FLOOR_TESTS := tests/estimator
 $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 	$(PYTHON) -m venv $(FLOOR)
 	grep -v '^sagemaker==\|^sagemaker-core==\|^protobuf==' constraints-cpu.txt > $(FLOOR)/constraints.txt
-	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check -c $(FLOOR)/constraints.txt -e ".[sagemaker]" \
+	$(FLOOR)/bin/python $(INSTALL) -c $(FLOOR)/constraints.txt -e ".[sagemaker]" \
 		sagemaker==2.254.0 pytz pytest pytest-timeout pytest-xdist hypothesis "moto[server]" cloudpickle matplotlib
 	@touch $@
 
@@ -95,8 +101,9 @@ test-sdk-floor: $(FLOOR)/.installed
 $(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
 	$(PYTHON) -m venv $(SDK3)
 	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-sdk-3.txt constraints-cpu.txt > $(SDK3)/constraints.txt
-	$(SDK3)/bin/python -m pip install --quiet --disable-pip-version-check -c $(SDK3)/constraints.txt -e ".[local3]" \
+	$(SDK3)/bin/python $(INSTALL) -c $(SDK3)/constraints.txt -e ".[local3]" \
 		pytest pytest-timeout pytest-xdist nbformat "moto[server]"
+	$(SDK3)/bin/python -c "import torch._dynamo, sagemaker.train, moto.server"
 	@touch $@
 
 # With environments of version 2 that are there already, losses are compared.
@@ -107,7 +114,7 @@ test-v3: $(SDK3)/.installed
 # Trackers, which want packages that nothing else here needs.
 $(TRACKERS)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-trackers.txt
 	$(PYTHON) -m venv $(TRACKERS)
-	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -c constraints-trackers.txt -e ".[local,test,trackers]"
+	$(TRACKERS)/bin/python $(INSTALL) -c constraints-cpu.txt -c constraints-trackers.txt -e ".[local,test,trackers]"
 	@touch $@
 
 test-trackers: $(TRACKERS)/.installed
@@ -117,7 +124,7 @@ test-trackers: $(TRACKERS)/.installed
 $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
 	$(PYTHON) -m venv $(OTHER)
 	grep -v '^torch==\|^sympy==' constraints-cpu.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e ".[local,test]" torch==$(TORCH)
+	$(OTHER)/bin/python $(INSTALL) -c $(OTHER)/constraints.txt -e ".[local,test]" torch==$(TORCH)
 	@touch $@
 
 test-torch: $(OTHER)/.installed
@@ -129,7 +136,9 @@ test-torch: $(OTHER)/.installed
 .venv-clients-%/.installed: setup.cfg setup.py constraints-cpu.txt constraints-clients-%.txt
 	$(PYTHON) -m venv .venv-clients-$*
 	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-clients-$*.txt constraints-cpu.txt > .venv-clients-$*/constraints.txt
-	.venv-clients-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-clients-$*/constraints.txt -e ".[local,test,clients]"
+	.venv-clients-$*/bin/python $(INSTALL) -c .venv-clients-$*/constraints.txt -e ".[local,test,clients]"
+	.venv-clients-$*/bin/python $(IMPORTED)
+	.venv-clients-$*/bin/python -c "import transformers.modeling_utils, transformers.trainer, peft, trl"
 	@touch $@
 
 CLIENTS := $(SHARED_OUT) --durations=15 --durations-min=5
@@ -185,7 +194,7 @@ type: $(VENV)/.installed
 # What builds the site reads the code without running it, so that the project's own packages are not installed there.
 $(DOCS)/.installed: constraints-docs.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt mkdocs-material "mkdocstrings[python]" build
+	$(DOCS)/bin/python $(INSTALL) -c constraints-docs.txt mkdocs-material "mkdocstrings[python]" build
 	@touch $@
 
 # The variable: of the theme's word on a successor of mkdocs, which the pinned version does not concern.
