@@ -81,6 +81,10 @@ class CountingCollectives:
 
     Args:
         inner: do the work; None for PyTorch's.
+
+    Attributes:
+        sent: bytes.
+        calls: collectives.
     """
 
     def __init__(self, inner: Collectives | None = None) -> None:
@@ -88,29 +92,34 @@ class CountingCollectives:
 
         self._inner = inner or TorchCollectives()
         self.sent = 0.0
+        self.calls = 0
 
     def empty(self, elements, dtype, device, group):
         return self._inner.empty(elements, dtype, device, group)
 
     def all_reduce(self, tensor, group):
-        self.sent += 2 * (group.size() - 1) / group.size() * tensor.nbytes
+        self._note(2 * (group.size() - 1) / group.size() * tensor.nbytes)
         return self._inner.all_reduce(tensor, group)
 
     def broadcast(self, tensor, source, group):
-        self.sent += tensor.nbytes * (group.size() - 1) / group.size()
+        self._note(tensor.nbytes * (group.size() - 1) / group.size())
         return self._inner.broadcast(tensor, source, group)
 
     def reduce_scatter(self, shard, full, group):
-        self.sent += (group.size() - 1) * shard.nbytes
+        self._note((group.size() - 1) * shard.nbytes)
         return self._inner.reduce_scatter(shard, full, group)
 
     def all_gather(self, full, shard, group):
-        self.sent += (group.size() - 1) * shard.nbytes
+        self._note((group.size() - 1) * shard.nbytes)
         return self._inner.all_gather(full, shard, group)
 
     def all_to_all(self, received, sent, group):
-        self.sent += (group.size() - 1) / group.size() * sent.nbytes
+        self._note((group.size() - 1) / group.size() * sent.nbytes)
         return self._inner.all_to_all(received, sent, group)
+
+    def _note(self, sent: float) -> None:
+        self.sent += sent
+        self.calls += sent > 0
 
 
 def bytes_bound(elements: int, ranks: int, precision: str, *, sharded: bool) -> float:

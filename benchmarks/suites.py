@@ -10,6 +10,18 @@ STEPS = Column("step, ms (ours, peer)", "{ours_ms:.1f}, {peer_ms:.1f}")
 BYTES = Column("bytes ÷ bound", "{bytes_over_bound:.3f}")
 TURNS = (CASE, RANKS, PEER, RATIO, STEPS, BYTES)
 
+#: Of the page's table of pipelines.
+_STAGES = (
+    *("sleep", "sleep-last", "sleep-zero", "sleep-zero-last", "sleep-torch", "sleep-torch-zbv"),
+    *("torch", "torch-zero", "live"),
+)
+
+
+def _cases(*names: str, rounds: int) -> tuple[str, ...]:
+    """The words that ask for some cases."""
+    return (*(word for name in names for word in ("--case", name)), "--rounds", str(rounds))
+
+
 SUITES = (
     Suite(
         "data-parallel",
@@ -44,24 +56,8 @@ SUITES = (
         "pipeline",
         "Pipeline parallelism",
         "pipeline.py",
-        ("--rounds", "16"),
-        (
-            *("--case", "sleep", "--case", "sleep-last", "--case", "sleep-zero", "--case", "sleep-zero-last"),
-            *(
-                "--case",
-                "sleep-torch",
-                "--case",
-                "sleep-torch-zbv",
-                "--case",
-                "torch",
-                "--case",
-                "torch-zero",
-                "--case",
-                "live",
-                "--rounds",
-                "8",
-            ),
-        ),
+        _cases(*_STAGES, rounds=8),
+        _cases("sleep", "sleep-zero-last", "torch", rounds=3),
         (
             CASE,
             RANKS,

@@ -39,18 +39,27 @@ def _staged(seed: int) -> list[dict[str, torch.Tensor]]:
     model = smp.DistributedModel(net)
     for module in random_modules.checkpointed(net, seed):
         smp.set_activation_checkpointing(module)
+    return _gradients(model, random_modules.loss_of, random_modules.batch)
+
+
+def _gradients(
+    model: torch.nn.Module, loss_of: Callable[..., torch.Tensor], batch: Callable[[int, int], torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """Those that a rank has of every step."""
+    import smdistributed.modelparallel.torch as smp
+
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
 
     @smp.step
     def train(x: torch.Tensor) -> torch.Tensor:
-        loss = random_modules.loss_of(model, x)
+        loss = loss_of(model, x)
         model.backward(loss)
         return loss
 
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        train(random_modules.batch(step, SAMPLES))
+        train(batch(step, SAMPLES))
         found.append({n: p.grad.clone() for n, p in model.local_named_parameters() if p.grad is not None})
         optimizer.step()
     return found
@@ -67,13 +76,19 @@ def test_trees_on_stages(ranks: Any, seed: int, record_property: Any) -> None:
     stages = 2 + seed % 2
     config = {"pipeline_parallel_degree": stages, "microbatches": MICROBATCHES, "pipeline": "zero_bubble"}
     results = ranks(_staged, stages, seed, config=config, timeout=200)
+    worst = farthest(results, alone)
+    record_property("distance", worst)
+    assert worst <= NEAR
+
+
+def farthest(results: list[list[dict[str, torch.Tensor]]], alone: Alone) -> float:
+    """The greatest distance of a gradient of all ranks, of any step, from that of one process."""
     worst = 0.0
     for step, expected in enumerate(alone.gradients):
         found = {name: value for result in results for name, value in result[step].items()}
         assert found.keys() == expected.keys()
         worst = max(worst, *(distance(found[name], value) for name, value in expected.items()))
-    record_property("distance", worst)
-    assert worst <= NEAR
+    return worst
 
 
 def taken_apart(model: torch.nn.Module, loss_of: Callable[[int], torch.Tensor]) -> float:
@@ -110,10 +125,36 @@ def test_trees_on_one_rank(seeds: range) -> None:
 @pytest.mark.parametrize(("kind", "name"), sampled(FAMILIES, {("causal", "gpt2")}))
 def test_families(kind: str, name: str, record_property: Any) -> None:
     """What is taken apart does not depend on where it runs."""
+    model = _family(kind, name)
+    worst = taken_apart(model, lambda number: loss_of(model, batch_of(number, 4)))
+    record_property("distance", worst)
+    assert worst <= NEAR
+
+
+def _family(kind: str, name: str) -> torch.nn.Module:
+    """A tiny model of a family, in float64 and without dropout."""
     model = tiny_model(Family(kind, name)).double().train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    worst = taken_apart(model, lambda number: loss_of(model, batch_of(number, 4)))
+    return model
+
+
+def _staged_family(kind: str, name: str) -> list[dict[str, torch.Tensor]]:
+    """A rank's gradients of every step."""
+    import smdistributed.modelparallel.torch as smp
+
+    return _gradients(smp.DistributedModel(_family(kind, name)), loss_of, batch_of)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("kind", "name"), FAMILIES)
+def test_families_on_stages(ranks: Any, kind: str, name: str, record_property: Any) -> None:
+    alone = Alone(_family(kind, name), lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    for step in range(STEPS):
+        alone.step([(piece,) for piece in batch_of(step, SAMPLES).chunk(MICROBATCHES)], loss_of)
+    config = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "pipeline": "zero_bubble"}
+    worst = farthest(ranks(_staged_family, 2, kind, name, config=config, timeout=200), alone)
     record_property("distance", worst)
     assert worst <= NEAR
