@@ -187,6 +187,7 @@ def main():
         ids = data[rows].to(device)
         optimizer.zero_grad()
         loss = train_step(model, ids[:, :-1], ids[:, 1:])
+        assert all(seen.shape == (2,) for seen in smp.allgather(torch.ones(2), smp.CommGroup.DP_GROUP))
         if given.wrong == "values":
             model.module.head.weight.nonzero()
         optimizer.step()

@@ -37,7 +37,7 @@ from smp_config.values import dictionary
 from smp_emulation.installing import install_where_asked
 from smp_runtime.comm import collectives as collectives_room
 from smp_runtime.comm.carriers import SoloCarrier, StoreCarrier
-from smp_runtime.errors import SMPUserError
+from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.module_state.compiled_blocks import eagerly
@@ -347,9 +347,24 @@ class _Kind:
 _save = torch.save
 
 
+#: Bytes of a tensor that travels from rank to rank; of larger ones nobody has computed the elements.
+_TRAVELS = 1 << 26
+
+
 def _save_nothing(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-    """Write a file that can be read: the elements of what it should hold are nobody's."""
-    _save(None, file)
+    """Write a file that can be read: the elements of what it should hold are nobody's.
+
+    Raises:
+        SMPRuntimeError: a tensor is pickled that is too large to be.
+    """
+    if not isinstance(content, torch.TypedStorage | torch.UntypedStorage):
+        _save(None, file)
+    elif content.nbytes() <= _TRAVELS:  # PyTorch pickles tensors by this, and ranks tell each other some
+        _save(content, file, *args, **kwargs)
+    else:
+        raise SMPRuntimeError(
+            f"a tensor of {content.nbytes():,} bytes is pickled, of which a rehearsal has no elements"
+        )
 
 
 def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
