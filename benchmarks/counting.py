@@ -84,7 +84,7 @@ class CountingCollectives:
 
     Attributes:
         sent: bytes.
-        calls: collectives.
+        asked: collectives.
     """
 
     def __init__(self, inner: Collectives | None = None) -> None:
@@ -92,7 +92,7 @@ class CountingCollectives:
 
         self._inner = inner or TorchCollectives()
         self.sent = 0.0
-        self.calls = 0
+        self.asked = 0
 
     def empty(self, elements, dtype, device, group):
         return self._inner.empty(elements, dtype, device, group)
@@ -119,7 +119,7 @@ class CountingCollectives:
 
     def _note(self, sent: float) -> None:
         self.sent += sent
-        self.calls += sent > 0
+        self.asked += sent > 0
 
 
 def bytes_bound(elements: int, ranks: int, precision: str, *, sharded: bool) -> float:

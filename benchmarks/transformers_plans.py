@@ -88,12 +88,14 @@ def run_rank(family: str, args: argparse.Namespace) -> None:
     sent, calls = {}, {}
     for name, step in sides.items():
         for number, batch in enumerate(batches):
-            through.sent, through.calls, counted = 0.0, 0, BytesSent()
+            through.sent, through.asked, counted = 0.0, 0, BytesSent()
             with counted:
                 loss = step(batch)
             off[name] = max(off[name], abs(loss - expected[number]))
-        seen = through if name == "ours" else counted
-        sent[name], calls[name] = seen.sent, seen.calls
+        if name == "ours":
+            sent[name], calls[name] = through.sent, through.asked
+        else:
+            sent[name], calls[name] = counted.sent, counted.calls
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(args.rounds):
         for name, step in sides.items():
