@@ -28,7 +28,7 @@ SUITES = (
         "Data parallelism and sharded optimizer state",
         "data_parallel.py",
         ("--rounds", "16"),
-        ("--rounds", "6"),
+        ("--rounds", "3"),
         TURNS,
         {"ddp": ("time_ratio", 0.97), "zero": ("time_ratio", 0.85)},
     ),
