@@ -154,3 +154,23 @@ def test_a_broadcast_to_all_reaches_each_process_once():
     assert together(sends, lambda: second.receive(0)) == [None, kinds.representatives[1]]
     sent = [len(box) for key, box in first._carrier._inner._boxes.items() if key != "changed"]
     assert sent == [0]
+
+
+def test_tensors_that_ranks_tell_each_other_travel_and_files_stay_empty(tmp_path, monkeypatch):
+    import io
+    import pickle
+
+    import torch
+
+    from smp_runtime.errors import SMPRuntimeError
+    from smp_runtime.rehearsal import rank
+
+    monkeypatch.setattr(torch, "save", rank._save_nothing)
+    told = pickle.loads(pickle.dumps({"a": torch.arange(5.0)}))
+    assert told["a"].tolist() == [0, 1, 2, 3, 4]
+    file = io.BytesIO()
+    torch.save({"a": torch.ones(3)}, file)
+    file.seek(0)
+    assert torch.load(file) is None
+    with pytest.raises(SMPRuntimeError, match="a tensor of 67,108,868 bytes is handed to other ranks"):
+        pickle.dumps(torch.empty(2**24 + 1))

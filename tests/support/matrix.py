@@ -30,7 +30,7 @@ def sampled(cases: Iterable[Any], sample: Collection[Any]) -> list[Any]:
     cases = list(cases)
     unknown = [case for case in sample if case not in cases]
     assert not unknown, f"the sample's {unknown} are not among the {len(cases)} cases of the matrix"
-    if not is_whole:  # what would only be left out again need not be made
+    if not is_whole and sample:  # what would only be left out again need not be made
         cases = [case for case in cases if case in sample]
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in sample else pytest.mark.full)

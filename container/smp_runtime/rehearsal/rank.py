@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -359,12 +360,16 @@ def _save_nothing(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
     """
     if not isinstance(content, torch.TypedStorage | torch.UntypedStorage):
         _save(None, file)
-    elif content.nbytes() <= _TRAVELS:  # PyTorch pickles tensors by this, and ranks tell each other some
-        _save(content, file, *args, **kwargs)
-    else:
+        return
+    with warnings.catch_warnings():  # scripts should not use typed ones, tensors do
+        warnings.simplefilter("ignore", UserWarning)
+        size = content.nbytes()
+    if size > _TRAVELS:
         raise SMPRuntimeError(
-            f"a tensor of {content.nbytes():,} bytes is pickled, of which a rehearsal has no elements"
+            f"a tensor of {size:,} bytes is handed to other ranks as an object, and a rehearsal has no elements of it; hand over "
+            "its shape, or use a collective of tensors"
         )
+    _save(content, file, *args, **kwargs)  # PyTorch pickles tensors by this, and ranks tell each other some
 
 
 def _refused(self: Any, *args: Any, **kwargs: Any) -> None:

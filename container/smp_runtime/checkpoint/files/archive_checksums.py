@@ -15,6 +15,7 @@ import hashlib
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 #: A local header up to the lengths of name and extra field, which follow it.
@@ -59,19 +60,24 @@ def checksum_of_archive(file: BinaryIO, *, reads_contents: bool) -> str:
     return digest.hexdigest()
 
 
-def _digest(file: BinaryIO, length: int, digest: Any) -> None:
-    """Add so many of the next bytes."""
+def _chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
+    """So many of the next bytes; ValueError where records overlap."""
     if length < 0:
         raise ValueError("its records overlap")
     while length and (chunk := file.read(min(length, _CHUNK))):
-        digest.update(chunk)
+        yield chunk
         length -= len(chunk)
+
+
+def _digest(file: BinaryIO, length: int, digest: Any) -> None:
+    """Add so many of the next bytes."""
+    for chunk in _chunks(file, length):
+        digest.update(chunk)
 
 
 def _crc32(file: BinaryIO, length: int) -> int:
     """That of so many of the next bytes."""
     found = 0
-    while length and (chunk := file.read(min(length, _CHUNK))):
+    for chunk in _chunks(file, length):
         found = zlib.crc32(chunk, found)
-        length -= len(chunk)
     return found
