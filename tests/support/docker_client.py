@@ -44,8 +44,10 @@ class Containers:
     def collect(self) -> None:
         """Find the containers of local mode jobs below ``folder``, in the order of their hosts.
 
-        By the names in their compose files; version 3 of the SDK gives them none, and Docker Compose marks them.
+        By the names in their compose files; version 3 of the SDK gives them none, and Docker Compose marks them. While a job
+        starts, a later host's may be found first: the order is right again when all are there.
         """
+        found: list[str] = []
         for path in self.folder.glob("*/docker-compose.yaml"):
             for host, service in sorted(yaml.safe_load(path.read_text())["services"].items()):
                 wanted = (
@@ -56,8 +58,8 @@ class Containers:
                         f"label=com.docker.compose.service={host}",
                     ]
                 )
-                found = docker("ps", "-aq", "--no-trunc", *(word for each in wanted for word in ("-f", each)))
-                self.ids += [i for i in found.split() if i not in self.ids]
+                found += docker("ps", "-aq", "--no-trunc", *(word for each in wanted for word in ("-f", each))).split()
+        self.ids = [i for i in self.ids if i not in found] + found
 
     def run(self, *words: str) -> str:
         """Start a container in the background; gives its id."""
