@@ -11,9 +11,9 @@ from support.huggingface import tiny_model
 from support.models import VOCABULARY, token_batch
 
 TIMEOUT = 150.0
-HOWS = ["smp", "before", "after", "not reentrant"]
+HOWS = ["smp", "before", "after", "not reentrant", "switched inside"]
 CASES = [(kind, how) for kind in ("gpt2", "llama") for how in HOWS]
-SAMPLE = {("gpt2", "smp"), ("llama", "before")}
+SAMPLE = {("gpt2", "smp"), ("llama", "before"), ("llama", "switched inside")}
 
 
 def _train(kind: str, how: str | None) -> dict:
@@ -31,7 +31,7 @@ def _train(kind: str, how: str | None) -> dict:
         net = hf.LlamaForCausalLM(hf.LlamaConfig(max_position_embeddings=8, attention_dropout=0.2, **sizes, **common))
         layers = net.model.layers
     net.train()
-    if how in ("before", "not reentrant"):
+    if how in ("before", "not reentrant", "switched inside"):
         net.gradient_checkpointing_enable({"use_reentrant": how == "before"})
     model = smp.DistributedModel(net)
     if how == "after":
@@ -47,6 +47,9 @@ def _train(kind: str, how: str | None) -> dict:
     @smp.step
     def step(ids):
         loss = model(input_ids=ids, labels=ids).loss
+        if how == "switched inside":  # as TRL does around the forward pass of a reference
+            net.gradient_checkpointing_disable()
+            net.gradient_checkpointing_enable({"use_reentrant": False})
         model.backward(loss)
         return loss
 
@@ -80,6 +83,40 @@ def test_layers_are_checkpointed_where_they_run(ranks, kind, how):
     assert sum(rank["runs"] for rank in plain) == 3 * 2 * 4
     for with_regions, without in zip(found, plain, strict=True):
         assert with_regions["runs"] == 2 * without["runs"] > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_the_script_switches_off_between_steps_is_kept(ranks, family):
+    found = ranks(_switch_off, 2, family, config={"pipeline_parallel_degree": 2, "microbatches": 2}, timeout=TIMEOUT)
+    for before, after, again in found:
+        assert before == again == 2 * after > 0
+
+
+def _switch_off(family: str) -> list[int]:
+    """How often layers of this stage run in a step: checkpointed, switched off, and on again."""
+    import smdistributed.modelparallel.torch as smp
+
+    torch.manual_seed(1)
+    net = tiny_model(family, VOCABULARY).train()
+    runs = []
+    for layer in net.transformer.h if family == "gpt2" else net.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: runs.append(smp.is_tracing()))
+    net.gradient_checkpointing_enable()
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def step(ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    counts = []
+    for switch in (lambda: None, net.gradient_checkpointing_disable, net.gradient_checkpointing_enable):
+        switch()
+        step(token_batch(0, 4)[0])
+        counts.append(runs.count(False))
+        runs.clear()
+    return counts
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -213,6 +213,12 @@ def test_sft_with_gradient_checkpointing(jobs, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.client("TRL", "DPO with LoRA, gradient checkpointing", "pp 2")
+def test_dpo_with_gradient_checkpointing(jobs, tmp_path):
+    _check(jobs, tmp_path, "pp 2", _dpo, "llama", adapted=True, gradient_checkpointing=True)
+
+
+@pytest.mark.full
 @pytest.mark.client("TRL", "DPO, reference computed before", "pp 2")
 def test_dpo_with_a_reference_that_was_computed_before(jobs, tmp_path):
     for name, pairs in PAIRS.items():

@@ -21,6 +21,8 @@ logger = logging.getLogger("smp")
 _MARK = "_smp_checkpointing"
 #: By which a model of Transformers checkpoints itself: whether it does, and how.
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+#: The method of such a model that sets both on all of its modules.
+_SWITCH = "_set_gradient_checkpointing"
 
 
 def set_activation_checkpointing(
@@ -245,10 +247,11 @@ def _is_cache(value: Any) -> bool:
 
 def take_over(model: nn.Module) -> None:
     """Checkpoint here what checkpoints itself; on every rank, so that callers and owners agree."""
+    has_taken = False
     for module in model.modules():
         function = module.__dict__.get(FUNCTION)
-        if function is passes and not getattr(module, FLAG):  # switched off since
-            unmark(module)
+        if function is not None and not getattr(module, FLAG) and is_marked(module) and checkpoints_itself(module):
+            unmark(module)  # switched off since
         if function is None or function is passes or isinstance(function, _Ours) or not getattr(module, FLAG, False):
             continue
         preserve = preserves_rng_state(function)
@@ -256,6 +259,28 @@ def take_over(model: nn.Module) -> None:
             mark(module, preserve)
         else:
             module.__dict__[FUNCTION] = _Ours(preserve)
+        has_taken = True
+    if has_taken:
+        for module in model.modules():
+            if hasattr(type(module), _SWITCH):
+                module.__dict__[_SWITCH] = _Switch(module)
+
+
+class _Switch:
+    """Stands in for a model's method that switches checkpointing on and off: inside a step it stays as it is.
+
+    TRL switches it off around the forward pass of a reference, which keeps nothing anyway, and on again behind it. That is
+    inside a step, on one rank, while other microbatches are between their forward and backward passes: layers would
+    be checkpointed by PyTorch when backward runs them again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # Transformers asks for its signature.
+        self.__wrapped__ = getattr(type(module), _SWITCH).__get__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not sessions.is_initialized() or sessions.current().ranks.step.microbatch is None:
+            self.__wrapped__(*args, **kwargs)
 
 
 def preserves_rng_state(function: Any) -> bool:
