@@ -54,6 +54,7 @@ class _Storage:
     carries: bool = False  # made by a room that moves others' tensors
     microbatch: int | None = None  # whose forward pass has made it
     in_host: bool = False  # where a job has GPUs, it lies in main memory
+    letting_go: weakref.ref[torch.UntypedStorage] | None = None  # hears of it
 
 
 class _Thread(threading.local):
@@ -116,7 +117,7 @@ class LiveMemory:
             if where.phase == "forward" and not entry.carries and not entry.in_host:
                 entry.microbatch = self.microbatch()
             self._alive[key] = entry
-            weakref.finalize(storage, self._gone, key, entry).atexit = False
+            entry.letting_go = weakref.ref(storage, lambda _: self._gone(key, entry))
             self._grow(entry.size, entry)
 
     @contextlib.contextmanager
@@ -147,6 +148,7 @@ class LiveMemory:
 
     def _gone(self, key: int, entry: _Storage) -> None:
         with self._lock:
+            entry.letting_go = None  # which holds the entry
             if self._alive.pop(key, None) is None:
                 return
             if entry.in_host:

@@ -8,6 +8,7 @@ for, processes for the last ranks follow, whose calls must be the same.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import inspect
 import math
@@ -42,6 +43,7 @@ from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.module_state.compiled_blocks import eagerly
+from smp_runtime.pipeline.execution import root_stage
 from smp_runtime.pipeline.transport import tensor_channels
 from smp_runtime.rehearsal.calls import Agreement, CallLog, Difference, file_of_calls
 from smp_runtime.rehearsal.control import Kinds, RehearsedControl
@@ -91,6 +93,8 @@ def main(arguments: Sequence[str]) -> int:
     public = importlib.import_module(_PUBLIC)
     for name in public.__all__:  # loaded once, for the scripts of all kinds
         getattr(public, name)
+    importlib.import_module("torch._dynamo")  # some seconds; the first module that a script initializes imports it
+    gc.freeze()  # what is imported stays; kinds need not look through it whenever they collect
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
@@ -329,6 +333,7 @@ class _Kind:
             self._start_groups()
         if request.on_gpu:
             collectives_room.compared_bytes = math.inf
+        root_stage.order_counts = not self._last
         collectives = counters.counted(AbsentCollectives(buffers=not request.on_gpu))
         said = Said(kinds.others, request.folder) if self._last else None
         heard = self._heard if request.other_ranks and not self._last else None

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 
+#: Whether the order of microbatches ever counts. A rehearsal that only compares calls sets it to False.
+order_counts = True
+
+
 class RootStage:
     """Runs the step function.
 
@@ -66,7 +70,8 @@ class RootStage:
             )
         running_step.enter(call)
         # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
-        is_serial = not plan.replays and (self._share is not None or self._plans.order_counts(kind))
+        counts = order_counts and (self._share is not None or self._plans.order_counts(kind))
+        is_serial = counts and not plan.replays
         begin = Begin(seed, kind, plan.replays, None, plan.is_recorded, is_serial, context.switches.requires, call)
         running_step.begin(begin._replace(order=plan.order_of(context.stage)))
         with context.lock:
