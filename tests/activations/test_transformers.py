@@ -11,9 +11,9 @@ from support.huggingface import tiny_model
 from support.models import VOCABULARY, token_batch
 
 TIMEOUT = 150.0
-HOWS = ["smp", "before", "after", "not reentrant", "switched inside"]
+HOWS = ["smp", "before", "after", "not reentrant", "switched inside", "smp, switched inside"]
 CASES = [(kind, how) for kind in ("gpt2", "llama") for how in HOWS]
-SAMPLE = {("gpt2", "smp"), ("llama", "before"), ("llama", "switched inside")}
+SAMPLE = {("gpt2", "smp, switched inside"), ("llama", "before"), ("llama", "switched inside")}
 
 
 def _train(kind: str, how: str | None) -> dict:
@@ -36,7 +36,7 @@ def _train(kind: str, how: str | None) -> dict:
     model = smp.DistributedModel(net)
     if how == "after":
         model.module.gradient_checkpointing_enable()
-    elif how == "smp":
+    elif how in ("smp", "smp, switched inside"):
         for layer in layers:
             smp.set_activation_checkpointing(layer)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -47,7 +47,7 @@ def _train(kind: str, how: str | None) -> dict:
     @smp.step
     def step(ids):
         loss = model(input_ids=ids, labels=ids).loss
-        if how == "switched inside":  # as TRL does around the forward pass of a reference
+        if how in ("switched inside", "smp, switched inside"):  # as TRL does around the forward pass of a reference
             net.gradient_checkpointing_disable()
             net.gradient_checkpointing_enable({"use_reentrant": False})
         model.backward(loss)

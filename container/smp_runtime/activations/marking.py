@@ -247,8 +247,9 @@ def _is_cache(value: Any) -> bool:
 
 def take_over(model: nn.Module) -> None:
     """Checkpoint here what checkpoints itself; on every rank, so that callers and owners agree."""
-    has_taken = False
     for module in model.modules():
+        if hasattr(type(module), _SWITCH) and _SWITCH not in module.__dict__:
+            module.__dict__[_SWITCH] = _Switch(module)
         function = module.__dict__.get(FUNCTION)
         if function is not None and not getattr(module, FLAG) and is_marked(module) and checkpoints_itself(module):
             unmark(module)  # switched off since
@@ -259,11 +260,6 @@ def take_over(model: nn.Module) -> None:
             mark(module, preserve)
         else:
             module.__dict__[FUNCTION] = _Ours(preserve)
-        has_taken = True
-    if has_taken:
-        for module in model.modules():
-            if hasattr(type(module), _SWITCH):
-                module.__dict__[_SWITCH] = _Switch(module)
 
 
 class _Switch:

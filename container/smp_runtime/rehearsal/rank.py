@@ -333,7 +333,7 @@ class _Kind:
             self._start_groups()
         if request.on_gpu:
             collectives_room.compared_bytes = math.inf
-        root_stage.order_counts = not self._last
+        root_stage.takes_turns = not self._last
         collectives = counters.counted(AbsentCollectives(buffers=not request.on_gpu))
         said = Said(kinds.others, request.folder) if self._last else None
         heard = self._heard if request.other_ranks and not self._last else None

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 
-#: Whether the order of microbatches ever counts. A rehearsal that only compares calls sets it to False.
-order_counts = True
+#: Whether microbatches without a planned order may have to run one after the other. Not in a rehearsal that only compares calls.
+takes_turns = True
 
 
 class RootStage:
@@ -70,8 +70,8 @@ class RootStage:
             )
         running_step.enter(call)
         # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
-        counts = order_counts and (self._share is not None or self._plans.order_counts(kind))
-        is_serial = counts and not plan.replays
+        order_counts = self._share is not None or self._plans.order_counts(kind)
+        is_serial = takes_turns and not plan.replays and order_counts
         begin = Begin(seed, kind, plan.replays, None, plan.is_recorded, is_serial, context.switches.requires, call)
         running_step.begin(begin._replace(order=plan.order_of(context.stage)))
         with context.lock:
