@@ -26,6 +26,7 @@ from smp_config import Group
 from smp_runtime.comm.buckets import Bucket, Transport, Travel, make_buckets
 from smp_runtime.comm.flags import Flags, to_device, travel_by_host
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport, Peers
+from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives
@@ -188,7 +189,7 @@ class GradientReducer:
         scale = 1.0 / self._divisor if self._transport.divides else 1.0
         for index, view in zip(bucket.indices, bucket.views(buffer, self._parameters), strict=True):
             parameter = self._parameters[index]
-            gradient = parameter.grad
+            gradient = get_gradient(parameter)
             if gradient is None:
                 view.zero_()
                 continue
@@ -198,7 +199,7 @@ class GradientReducer:
                 torch.mul(gradient, scale, out=view)
             else:  # widen before scaling, or the product is rounded in the narrow type
                 view.copy_(gradient).mul_(scale)
-            parameter.grad = None
+            set_gradient(parameter, None)
         if bucket.tail:
             buffer[bucket.elements :].copy_(to_device(self._flags(bucket.dtype), bucket.device))
         is_last = position == len(self._buckets) - 1
@@ -246,7 +247,7 @@ class GradientReducer:
             for index, view in zip(bucket.indices, bucket.views(result, self._parameters), strict=True):
                 if used[index]:
                     parameter = self._parameters[index]
-                    parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+                    set_gradient(parameter, view if view.dtype == parameter.dtype else view.to(parameter.dtype))
 
     # -- order -----------------------------------------------------------------------------------------------------
 

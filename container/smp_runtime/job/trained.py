@@ -35,6 +35,9 @@ class SharedState(Protocol):
     def clear_gradients(self) -> None:
         """Forget gradients that were reduced to their owner."""
 
+    def take_back_gradients(self) -> None:
+        """Let what the script has done to ``p.grad`` since the reduction count."""
+
     def gather_parameters(self) -> None:
         """After an update: every rank gets the parameters that the others have updated, at the latest when it reads them."""
 
@@ -104,6 +107,9 @@ class TrainedModel(Hashable, Protocol):
     def pipeline(self) -> Pipeline | None:
         """Runs its steps, or None."""
 
+    def adopt_writes(self) -> None:
+        """Let training continue from what the script has written into parameters."""
+
     def partition(self, microbatch: functools.partial[Any]) -> None:
         """Decide which stage gets which module, if that has not been done."""
 
@@ -147,6 +153,9 @@ class TrainedOptimizer(Protocol):
 
     def updates(self, model: TrainedModel) -> bool:
         """Whether it updates parameters of a model."""
+
+    def store_writes(self) -> bool:
+        """Write what a script has changed of what is updated into the model; returns whether other ranks must get it."""
 
     def clip_master_grads(
         self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None

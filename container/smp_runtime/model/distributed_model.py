@@ -21,8 +21,8 @@ from smp_runtime.job import session as sessions
 from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_window import GradientWindow
-from smp_runtime.model.local_part import LocalPart, Placed
-from smp_runtime.model.options import WrapperOptions, check_arguments, registered
+from smp_runtime.model.local_part import LocalPart, Placed, own_attributes
+from smp_runtime.model.options import WrapperOptions, check_arguments
 from smp_runtime.model.placement_report import describe_placement
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
@@ -35,8 +35,6 @@ from smp_runtime.parameters.precision import Precision
 from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.pipeline.execution.rank_pipeline import Pipeline
     from smp_runtime.pipeline.partition.assignment import Assignment
@@ -125,6 +123,7 @@ class DistributedModel(WrappedModule):
         """
         session, ranks, options = self._session, self._ranks, self._options
         clip_over_ranks(session)
+        own_attributes(session)
         self.module = recipe.replaced(module, ranks)
         self.blueprint.note_wrapped(self.module)
         if ranks.cfg.checkpoint_attentions and not any(
@@ -184,6 +183,7 @@ class DistributedModel(WrappedModule):
             for text in describe_placement(self._part, self._placed.shards, self._ranks):
                 logger.info("%s", text)
         self._window.install_hook()
+        self._placed.watch_writes(self._part)
         self._part.compile(self._ranks, self._placed)
         self._placed.follow_calls(self._part)
         self.blueprint.note_settings()
@@ -275,6 +275,8 @@ class DistributedModel(WrappedModule):
                 "the model was called outside a step, but with pipeline parallelism its modules are on several ranks, which only "
                 "work together inside a step; call it in a function decorated with smp.step, also for evaluation"
             )
+        if is_outside:
+            self.adopt_writes()
         if is_outside and self._trains():
             self._window.open_after_failure()
             begin_step(self.module, None)
@@ -311,6 +313,7 @@ class DistributedModel(WrappedModule):
     def begin_step(self) -> None:
         """A step-decorated function begins."""
         begin_step(self.module, self._stages.regions)
+        self.adopt_writes()
         if self._trains():
             self._replicas.begin_training_pass()
         elif not self._replicas.are_joined and self._ranks.step.count == 0:
@@ -362,6 +365,13 @@ class DistributedModel(WrappedModule):
         return self._replicas.join(divide_by_initial_world_size, enable)
 
     # -- state -----------------------------------------------------------------------------------------------------
+
+    def adopt_writes(self) -> None:
+        """Let training continue from what the script has written into parameters since the last call."""
+        self._placed.adopt_writes()
+        for optimizer in self._session.optimizers:
+            if optimizer.updates(self) and optimizer.store_writes():
+                self._placed.must_gather = True
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
         """The full state under the unwrapped module's names.
@@ -467,34 +477,3 @@ class DistributedModel(WrappedModule):
             optimizer.drop_gradients_of(self)
         if self.sharded_state is not None:
             self.sharded_state.clear_gradients()
-
-    # -- hooks -----------------------------------------------------------------------------------------------------
-
-    def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
-        """Let a communication hook of PyTorch's DDP average the gradients; ``callable(state, bucket)`` gives a future.
-
-        The hook averages over the data parallel ranks itself. Call it before the first step. ``smp.comm_hooks`` has hooks
-        that send less.
-
-        Raises:
-            SMPUserError: no data parallelism, sharded data parallelism, or the hook averages over other ranks than have
-                replicas of the parameters.
-        """
-        self._window.hook = (state, callable)
-        if self.partitioned:
-            self._window.install_hook()
-
-    def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""
-        handle = registered(self._post_partition_hooks, hook)
-        if self.partitioned:
-            hook(self, self._session.optimizer)
-        return handle
-
-    def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(model, optimizer)`` once, after the next step-decorated call.
-
-        Scripts load what needs the partition there, such as an optimizer's state; a hook that wants every step registers
-        itself again.
-        """
-        return registered(self._post_step_hooks, hook)

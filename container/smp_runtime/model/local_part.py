@@ -13,15 +13,18 @@ from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.half_block import HalfBlock
 from smp_runtime.nn.layer import DistributedTransformerLayer
 from smp_runtime.parameters.registry import ParameterRegistry
+from smp_runtime.parameters.script_writes import ScriptWrites
 from smp_runtime.replacement.placing import place
 from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.activation_layout import SlicedFlow
+from smp_runtime.tensors import parameter_attributes
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.session import Session
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
@@ -108,6 +111,9 @@ class Placed:
     shards: ShardedParameters | None = None
     #: Parameters that are not trained, and that nothing averages.
     frozen: list[nn.Parameter] = field(default_factory=list)
+    #: What the script writes into parameters whose optimizer works on something else; None where there are none.
+    writes: ScriptWrites | None = None
+    must_gather: bool = False  # whether shards have changed that other ranks have copies of
     is_away: bool = False  # whether ``model.cpu()`` has moved the weights from the device that trains
     is_copied: bool = False  # or has put a whole copy in the place of what trains
 
@@ -116,6 +122,34 @@ class Placed:
         for shard in (self.optimizer_shards or {}).values():
             if shard is not None:
                 shard.refresh()
+
+    def watch_writes(self, part: LocalPart) -> None:
+        """From now on notice what the script writes into parameters, except sharded ones, which their units watch."""
+        shards, state = self.optimizer_shards or {}, self.sharded_state
+        in_units = self.shards.parameters if self.shards is not None else set()
+        watched = []
+        for parameter in part.parameters():
+            shard = shards.get(parameter)
+            is_updated_itself = parameter not in shards or (shard is not None and shard.optimized is parameter)
+            if parameter not in in_units and not is_updated_itself:
+                watched.append(parameter)
+
+        def settle() -> None:
+            if state is not None:
+                state.settle()
+
+        gradients = state.script_gradients if state is not None else None
+        names = part.registry
+        self.writes = ScriptWrites(watched, shards, lambda p: names.record_of(p).name, settle, gradients)
+
+    def adopt_writes(self) -> None:
+        """Let training continue from what the script has written into parameters."""
+        if self.is_away:
+            return
+        if self.writes is not None:
+            self.writes.adopt()
+        if self.shards is not None:
+            self.shards.adopt_writes()
 
     def follow_calls(self, part: LocalPart) -> None:
         """Modules are as they will run: those whose parameters come late wait for them."""
@@ -131,6 +165,19 @@ class Placed:
                 yield record.name, record.parameter
             elif (shard := self.optimizer_shards[record.parameter]) is not None:
                 yield record.name, shard.optimized
+
+
+class _OwnedAttributes:
+    """Marks a job in which owners answer for ``data`` and ``grad`` of parameters."""
+
+    outlives_regrouping = True
+
+
+def own_attributes(session: Session) -> None:
+    """Until the session closes, what a script does to ``data`` and ``grad`` of parameters of wrapped models is noticed."""
+    if session.ranks.kept(_OwnedAttributes) is None:
+        session.ranks.keep(_OwnedAttributes, _OwnedAttributes)
+        session.at_close.append(parameter_attributes.install())
 
 
 def adapted_inside(block: nn.Module) -> str | None:

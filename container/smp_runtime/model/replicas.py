@@ -70,6 +70,8 @@ class Replicas:
                     f"{name} was frozen when the model was wrapped and has requires_grad now; nothing would average its "
                     "gradient: unfreeze it before smp.DistributedModel, and freeze it after, if it must change"
                 )
+        if self._placed.sharded_state is not None:
+            self._placed.sharded_state.take_back_gradients()
         if self._joined is not None:  # announce it to ranks that may be done already
             Join.notify_join_context(self._joined)
         self.share_loaded_state()
@@ -81,9 +83,13 @@ class Replicas:
             return
         group, members = self._ranks.groups.group(Group.DP), self._ranks.members(Group.DP)
         mine = self._ranks.rank_in(Group.DP)
-        counts = torch.zeros(len(members), dtype=torch.int64, device="cpu")
-        counts[mine] = self.loads
-        self._ranks.collectives.all_reduce(counts, group).wait()
+        state, news = self._placed.sharded_state, torch.zeros(len(members) + 1, dtype=torch.int64, device="cpu")
+        news[mine], news[-1] = self.loads, int(self._placed.must_gather)
+        self._ranks.collectives.all_reduce(news, group).wait()
+        self._placed.must_gather = False
+        if state is not None and int(news[-1]) > 0:  # the script has changed what some rank's optimizer updates
+            state.gather_parameters()
+        counts = news[:-1]
         if bool((counts == counts[0]).all()):
             return
         if self._placed.shards is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,12 +10,19 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPAttributeError
+from smp_runtime.model.options import registered
 from smp_runtime.model.whole_copy import whole_copy
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
+
+    from torch.utils.hooks import RemovableHandle
+
     from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.session import Session
+    from smp_runtime.model.gradient_window import GradientWindow
     from smp_runtime.model.local_part import LocalPart, Placed
     from smp_runtime.model.stages import Stages
     from smp_runtime.model.state_dict import ModelState
@@ -33,8 +40,12 @@ class WrappedModule(nn.Module):
     _part: LocalPart
     _placed: Placed
     _ranks: Ranks
+    _post_partition_hooks: OrderedDict[int, Callable[..., Any]]
+    _post_step_hooks: OrderedDict[int, Callable[..., Any]]
+    _session: Session
     _stages: Stages
     _state: ModelState
+    _window: GradientWindow
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -187,3 +198,34 @@ class WrappedModule(nn.Module):
             super().to(self._ranks.device)
         self._placed.is_away = self._placed.is_copied = False
         return self
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
+        """Let a communication hook of PyTorch's DDP average the gradients; ``callable(state, bucket)`` gives a future.
+
+        The hook averages over the data parallel ranks itself. Call it before the first step. ``smp.comm_hooks`` has hooks
+        that send less.
+
+        Raises:
+            SMPUserError: no data parallelism, sharded data parallelism, or the hook averages over other ranks than have
+                replicas of the parameters.
+        """
+        self._window.hook = (state, callable)
+        if self._stages.partitioned:
+            self._window.install_hook()
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""
+        handle = registered(self._post_partition_hooks, hook)
+        if self._stages.partitioned:
+            hook(self, self._session.optimizer)
+        return handle
+
+    def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(model, optimizer)`` once, after the next step-decorated call.
+
+        Scripts load what needs the partition there, such as an optimizer's state; a hook that wants every step registers
+        itself again.
+        """
+        return registered(self._post_step_hooks, hook)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,9 +20,11 @@ from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
+from smp_runtime.optim.master_writes import MasterWrites
 from smp_runtime.optim.state_dict import SavedOptimizer
 from smp_runtime.parameters.optimizer_shards import store_all
 from smp_runtime.parameters.registry import Successors
+from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 
 if TYPE_CHECKING:
     from smp_runtime.job.trained import TrainedModel
@@ -94,6 +98,7 @@ class DistributedOptimizer(SavedOptimizer):
         self._optimizer_shards: list[OptimizerShard] = []
         self._originals: list[list[nn.Parameter]] = []
         self._masters = MasterGradients(self._ranks, self._optimizer_shards)
+        self._writes = MasterWrites(self.update_master_grads)
         self._norms = self._norms_for(None)
         # The base class's own constructor would build groups and state of its own; only its hooks are wanted.
         super().__setstate__({})
@@ -159,6 +164,7 @@ class DistributedOptimizer(SavedOptimizer):
         self._originals = []
         self._optimizer_shards = []
         self._masters = MasterGradients(self._ranks, self._optimizer_shards)
+        self._writes = MasterWrites(self.update_master_grads)
         self._norms = self._norms_for(None)
         if isinstance(self.optimizer, TakesNorms):
             self.optimizer.use_norms(self._norms)
@@ -237,6 +243,7 @@ class DistributedOptimizer(SavedOptimizer):
             if shard is None:
                 continue
             self._optimizer_shards.append(shard)
+            self._writes.watch(shard)
             group["params"].append(shard.optimized)
             if former is not None:
                 updated = shard.optimized
@@ -294,7 +301,7 @@ class DistributedOptimizer(SavedOptimizer):
         if not self.overflow:
             if self._model.sharded_state is not None:
                 self._model.sharded_state.settle()
-            with fused_where_open(self.optimizer):
+            with self._writes.ignored(), fused_where_open(self.optimizer):
                 self.optimizer.step()
             self._store()
         self.loss_scaler.update(self.overflow)
@@ -316,12 +323,34 @@ class DistributedOptimizer(SavedOptimizer):
         """
         if self._model is None:
             return
+        self._model.adopt_writes()
+        if self._model.sharded_state is not None:
+            self._model.sharded_state.take_back_gradients()
         overflow = self._masters.bring(self.loss_scale if self._ranks.cfg.fp16 else None)
         if overflow is not None and self._ranks.cfg.fp16:
             self.overflow = overflow
 
+    def store_writes(self) -> bool:
+        """Write what a script has changed of the tensors in the parameter groups into the model.
+
+        Returns:
+            Whether replicas must gather parameters: shards of them have changed.
+        """
+        return self._writes.store() and self._model is not None and self._model.sharded_state is not None
+
+    def _call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the inner optimizer that this class lacks; weights that it has moved reach the model."""
+        if self._model is not None:
+            self._model.adopt_writes()
+        result = method(*args, **kwargs)
+        is_agreed = method.__name__ in ("train", "eval")  # every rank calls these, also one without a shard
+        if self._model is not None and (self._writes.store() or is_agreed) and self._model.sharded_state is not None:
+            self._model.sharded_state.gather_parameters()
+        return result
+
     def _store(self) -> None:
         store_all(self._optimizer_shards)
+        self._writes.note()
         if self._model is not None and self._model.sharded_state is not None:
             self._model.sharded_state.gather_parameters()
 
@@ -338,14 +367,16 @@ class DistributedOptimizer(SavedOptimizer):
         """
         if set_to_none is None:
             set_to_none = bool(getattr(self.optimizer, "set_grad_none", True))
-        self.optimizer.zero_grad(set_to_none=set_to_none)
         if self._model is not None:
             for parameter in self._parameters():
+                gradient = get_gradient(parameter)
                 if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.zero_()
+                    set_gradient(parameter, None)
+                elif gradient is not None:
+                    gradient.zero_()
             self._drop_gradients()
+        with self._writes.ignored():
+            self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @torch.no_grad()
     def clip_master_grads(
@@ -434,7 +465,8 @@ class DistributedOptimizer(SavedOptimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "optimizer":
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        return functools.partial(self._call_inner, found) if inspect.ismethod(found) else found
 
 
 def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from smp_runtime.parameters.watched_values import note_values
+from smp_runtime.tensors.parameter_attributes import get_data, get_gradient
+
 
 @dataclass(eq=False)
 class OptimizerShard:
@@ -42,7 +45,7 @@ class OptimizerShard:
     @property
     def gradient(self) -> torch.Tensor | None:
         """The reduced gradient of these elements, or None if no rank used the parameter."""
-        return self.reduced if self.is_fragment else self.parameter.grad
+        return self.reduced if self.is_fragment else get_gradient(self.parameter)
 
     @property
     def is_whole(self) -> bool:
@@ -56,6 +59,8 @@ class OptimizerShard:
     @property
     def is_apart(self) -> bool:
         """Whether what is updated has storage of its own."""
+        if self.optimized is self.parameter:
+            return False
         return self.optimized.data_ptr() != self.stored.data_ptr()
 
     @torch.no_grad()
@@ -70,6 +75,14 @@ class OptimizerShard:
         if self.is_apart:
             self.optimized.copy_(self.stored)
 
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take what a script has written into the model: elements that differ from what is updated, rounded as the model is."""
+        if self.is_apart:
+            rounded = self.optimized.to(self.stored.dtype)
+            self.optimized.copy_(torch.where(self.stored == rounded, self.optimized, self.stored))
+            note_values(self.optimized)
+
 
 @torch.no_grad()
 def store_all(shards: Iterable[OptimizerShard]) -> None:
@@ -81,10 +94,10 @@ def store_all(shards: Iterable[OptimizerShard]) -> None:
 
 def parameter_shard(parameter: nn.Parameter) -> OptimizerShard:
     """A shard that is the parameter itself."""
-    return OptimizerShard(parameter, 0, parameter.numel(), parameter, parameter.data)
+    return OptimizerShard(parameter, 0, parameter.numel(), parameter, get_data(parameter))
 
 
 def master_shard(parameter: nn.Parameter, master: torch.Tensor) -> OptimizerShard:
     """A shard for replicated half precision training: the whole parameter with its float32 master."""
     optimized = nn.Parameter(master)
-    return OptimizerShard(parameter, 0, parameter.numel(), optimized, parameter.data)
+    return OptimizerShard(parameter, 0, parameter.numel(), optimized, get_data(parameter))

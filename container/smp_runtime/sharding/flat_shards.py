@@ -12,6 +12,7 @@ from torch import nn
 from smp_runtime.parameters.arriving import Arrivals
 from smp_runtime.parameters.optimizer_shards import OptimizerShard
 from smp_runtime.sharding.flat_unit import FlatUnit
+from smp_runtime.sharding.script_gradients import ScriptGradients
 
 if TYPE_CHECKING:
     from smp_config import Group
@@ -63,6 +64,7 @@ class FlatShards(Generic[Unit]):
         self._numbers = {p: number for number, p in enumerate(ordered)}
         trained = (p for p in ordered if p in self._where and p.requires_grad)
         self.optimizer_shards: dict[nn.Parameter, OptimizerShard | None] = dict.fromkeys(trained)
+        self.script_gradients = ScriptGradients(self, ranks)
 
     def _share_out(self, unit: Unit) -> None:
         """From now on this rank updates its part of a unit; the values of float32 copies are still to come."""
@@ -109,9 +111,15 @@ class FlatShards(Generic[Unit]):
             shard = self.optimizer_shards[parameter]
             if shard is not None and fragment is not None and is_used:
                 shard.reduced = unit.slice_of(reduced, fragment)
+        self.script_gradients.deliver(unit, reduced, used)
+
+    def take_back_gradients(self) -> None:
+        """Let what the script has done to ``p.grad`` since the reduction count."""
+        self.script_gradients.take_back()
 
     def clear_gradients(self) -> None:
         """Forget the gradients of this rank's shards."""
+        self.script_gradients.forget()
         for shard in self.optimizer_shards.values():
             if shard is not None:
                 shard.reduced = None
@@ -159,6 +167,21 @@ class FlatShards(Generic[Unit]):
             if keep:
                 whole |= {unit.parameters[index]: views[index].to("cpu", copy=True) for index in wanted}
         return whole
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[FlatUnit, int] | None:
+        """Return the unit of a parameter, and its number there; None if it is in none."""
+        return self._where.get(parameter)
+
+    def whole_of_unit(
+        self, unit: Unit, values: Mapping[nn.Parameter, torch.Tensor], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Return whole tensors of a unit's parameters, in memory of their own; every rank of the group calls it.
+
+        Args:
+            values: by parameter, a tensor of the shape of this rank's shard; zero where no rank has one.
+        """
+        room = self._room([unit], dtype, unit.device)
+        return self._whole_of(unit, values, room, self._ranks.collectives, self._group)
 
     def _room(self, units: Iterable[Unit], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the whole of any of these units; used for one after the other, it is touched for the first time once."""

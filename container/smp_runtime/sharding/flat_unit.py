@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from smp_runtime.sharding.detached_parameters import show_attached, show_detached
+from smp_runtime.tensors.parameter_attributes import set_data
 from smp_runtime.tensors.torch_private import storage_key
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ class WholeUnit(FlatUnit):
         self.shard = self.part_of(self.data)
         for parameter, view in zip(self.parameters, self.views_of(self.data), strict=True):
             view.copy_(parameter)
-            parameter.data = view
+            set_data(parameter, view)
 
 
 @dataclass(eq=False)
@@ -163,6 +165,9 @@ class ShardedUnit(FlatUnit):
         came: numbers of the parameters whose gradients have come in this backward pass.
         called: when the unit was first called in this window, in ticks; 0 if it was not.
         uses_per_pass: calls that the last backward pass over the unit reached; 0 before the first one.
+        is_filled: whether the parameters hold this rank's part only, for a script that reads or writes them.
+        is_touched: whether the script may have written into the parameters where no counter tells.
+        was_written: whether it has, so that float32 copies must follow.
     """
 
     def __init__(
@@ -199,6 +204,10 @@ class ShardedUnit(FlatUnit):
         self.came: set[int] = set()
         self.called = 0
         self.uses_per_pass = 0
+        self.is_filled = False
+        self.is_touched = False
+        self.was_written = False
+        self._versions: list[int] = []
 
     @property
     def storage_key(self) -> int:
@@ -225,15 +234,19 @@ class ShardedUnit(FlatUnit):
     def attach(self) -> None:
         """Let the parameters be views of the whole."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.data = view
+            show_attached(parameter)
+            set_data(parameter, view)
         self.ready = True
+        self.note_values()
 
     def detach(self) -> None:
-        """Free the whole; the parameters show the placeholder."""
+        """Free the whole, after this rank's part of what was written into it is kept; the parameters show the placeholder."""
+        self.keep_written()
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
-            parameter.data = placeholder
+            set_data(parameter, placeholder)
+            show_detached(parameter)
         self.full.untyped_storage().resize_(0)
-        self.ready = False
+        self.ready = self.is_filled = False
 
     @torch.no_grad()
     def fill_from_shard(self) -> None:
@@ -241,11 +254,35 @@ class ShardedUnit(FlatUnit):
         self.allocate().fill_(float("nan"))
         self._part.copy_(self.shard)
         self.attach()
+        self.is_filled = True
 
     @torch.no_grad()
     def keep_shard(self) -> None:
         """Take this rank's shard from the whole, after somebody wrote into the parameters."""
         self.shard.copy_(self._part)
+
+    def note_values(self) -> None:
+        """Take what the parameters hold now as known."""
+        self._versions = [parameter._version for parameter in self.parameters]
+        self.is_touched = False
+
+    def keep_written(self) -> None:
+        """Keep this rank's part of what was written into the parameters since they were attached, if anything was."""
+        if not self.ready:
+            return
+        if self.is_touched or self._versions != [parameter._version for parameter in self.parameters]:
+            self.keep_shard()
+            self.was_written = True
+            self.note_values()
+
+    def assign(self, index: int, value: torch.Tensor) -> None:
+        """Take one parameter's whole value, into what is attached too."""
+        if self.ready:
+            with torch.no_grad():
+                self._views[index].copy_(value)
+            self.is_touched = True
+        else:
+            self.take(index, value)
 
     def mark_parameters(self) -> None:
         """Let scripts read where a parameter's elements are, see :func:`mark_parameter`."""

@@ -62,6 +62,8 @@ class LiveParameters:
 
     def need(self, unit: ShardedUnit) -> None:
         """The unit's parameters hold their values when this returns."""
+        if unit.is_filled:
+            unit.detach()
         if self._requests is not None:
             while not unit.ready:
                 self._answer(self._requests.round(self._numbers[id(unit)]), unit)
@@ -72,6 +74,8 @@ class LiveParameters:
 
     def fetch(self, unit: ShardedUnit) -> None:
         """The same for somebody who is no part of the window: nothing is noted, nothing fetched ahead."""
+        if unit.is_filled:  # for a script that wrote into this rank's part
+            unit.detach()
         if not unit.ready:
             if unit.work is None:
                 self._make_room(unit)

@@ -11,6 +11,7 @@ import torch
 from smp_config import Group
 from smp_runtime.comm.flags import Flags
 from smp_runtime.sharding.live_parameters import GatherTrace, refuse_unequal, sharing_positions
+from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -178,10 +179,10 @@ class ShardedGradients:
     @torch.no_grad()
     def arrived(self, unit: ShardedUnit, index: int, parameter: torch.Tensor) -> bool:
         """Backward has added to a parameter's gradient, which is taken; returns whether all of the unit's have come."""
-        if parameter.grad is None:
+        gradient = get_gradient(parameter)
+        if gradient is None:
             return False
-        gradient = parameter.grad
-        parameter.grad = None
+        set_gradient(parameter, None)
         self._fix_order()
         self.touched = self._is_amid = True
         self._used[self._first_number[id(unit)] + index] = True

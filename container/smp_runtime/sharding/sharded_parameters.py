@@ -19,7 +19,9 @@ from smp_config import Group
 from smp_runtime.comm.collectives import TorchCollectives, broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.deferred_creation import Deferrals, StandIn, materialize, stand_ins
+from smp_runtime.parameters.script_writes import check_shape
 from smp_runtime.sharding.all_gather import make_gathering
+from smp_runtime.sharding.detached_parameters import ShardOwner
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
 from smp_runtime.sharding.live_parameters import LiveParameters, warn_of_large_units
@@ -27,6 +29,7 @@ from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.requests import Requests
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
 from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units
+from smp_runtime.tensors.parameter_attributes import get_data, own
 from smp_runtime.tensors.torch_private import before_loading
 
 if TYPE_CHECKING:
@@ -87,9 +90,13 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         self.gradients = ShardedGradients(
             trained, ranks, self.live.trace, gathering.shard_of, bucket_elements, precision.reduce
         )
+        owner = ShardOwner(self, self.script_gradients)
+        self._warns_of_reads = speaks
         for unit in self.units:
             self._share_out(unit)
             self._take_values([p for p in unit.parameters if id(p) not in deferred])
+            for parameter in unit.parameters:
+                own(parameter, owner)
             unit.detach()
             unit.mark_parameters()
         self.uses = ModuleUses(module, self.units, self.live, self.gradients)
@@ -133,7 +140,55 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         if parameter in self._where:
             self.take(parameter, value)
         elif parameter in self._numbers:
-            parameter.data.copy_(value)
+            get_data(parameter).copy_(value)
+
+    # -- what the script writes ------------------------------------------------------------------------------------
+
+    def unit_of(self, parameter: nn.Parameter) -> ShardedUnit:
+        """Return the unit that a sharded parameter is in."""
+        return self._where[parameter][0]
+
+    def fill(self, unit: ShardedUnit) -> bool:
+        """Give a unit's parameters memory with this rank's part of the values; returns whether it had none."""
+        if unit.work is not None:
+            self.live.free(unit)
+        if unit.ready:
+            return False
+        unit.fill_from_shard()
+        return True
+
+    def assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Keep this rank's part of ``parameter.data = value``."""
+        unit, index = self._where[parameter]
+        check_shape(f"a parameter of {unit.name or 'the model'}", unit.shapes[index], value)
+        if unit.work is not None:
+            self.live.free(unit)
+        unit.assign(index, value.detach())
+        shard = self.optimizer_shards.get(parameter)
+        if shard is not None:
+            shard.take(value.detach())
+
+    def adopt_writes(self) -> None:
+        """Keep what the script has written into parameters, in float32 too."""
+        for unit in self.units:
+            if unit.is_filled:
+                unit.detach()
+            unit.keep_written()
+            if unit.was_written:
+                unit.was_written = False
+                for parameter in unit.parameters:
+                    if (shard := self.optimizer_shards.get(parameter)) is not None:
+                        shard.adopt()
+
+    def note_read(self) -> None:
+        """Say once that a rank reads its own part only."""
+        if self._warns_of_reads:
+            self._warns_of_reads = False
+            logger.warning(
+                "values of sharded parameters were read outside a step, where a rank has its part of them and NaN for the rest; "
+                "changes element by element are right, norms and sums are NaN: read whole values from model.state_dict(), which "
+                "every rank calls"
+            )
 
     @property
     def clipping(self) -> float:
@@ -169,6 +224,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
 
     def begin_window(self, kind: str) -> None:
         """A training step, an evaluation, or whatever repeats begins; anything left over is let go."""
+        self.adopt_writes()
         self.uses.reset()
         self.live.free_all()
         self.gradients.begin_window()

@@ -1,0 +1,87 @@
+"""What a script, or a method of the inner optimizer, does to the tensors that the optimizer updates instead of parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from smp_runtime.parameters.optimizer_shards import store_all
+from smp_runtime.parameters.watched_values import WatchedValues, note_values
+from smp_runtime.tensors.parameter_attributes import get_gradient, own, owner_of, set_gradient
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
+
+
+class MasterWrites:
+    """Watches the optimizer shards that have storage of their own, or a part of a parameter.
+
+    A script finds them in the optimizer's parameter groups. Their gradients are brought to them at the update; one that is read
+    or set before is brought then.
+
+    Args:
+        bring: a method that brings all gradients; held weakly, with its object.
+    """
+
+    def __init__(self, bring: Callable[[], None]) -> None:
+        self._bring = weakref.WeakMethod(bring)
+        self._watched: dict[int, OptimizerShard] = {}
+        self._is_ignored = False
+
+    def watch(self, shard: OptimizerShard) -> None:
+        """From now on notice what is written into an optimizer shard."""
+        if shard.optimized is not shard.parameter:
+            own(shard.optimized, WatchedValues(shard.optimized, self))
+            self._watched[id(shard.optimized)] = shard
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the gradient of an optimizer shard, brought to it if it was not yet."""
+        self._bring_to(parameter)
+        return get_gradient(parameter)
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Set the gradient of an optimizer shard, after the model's were brought: they do not come again."""
+        self._bring_to(parameter)
+        set_gradient(parameter, value)
+
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Inside, the library or the inner optimizer in its update reads and sets gradients, and finds them as they are."""
+        before, self._is_ignored = self._is_ignored, True
+        try:
+            yield
+        finally:
+            self._is_ignored = before
+
+    def note(self) -> None:
+        """Take what optimizer shards hold now as known, after an update."""
+        for shard in self._watched.values():
+            note_values(shard.optimized)
+
+    def store(self) -> bool:
+        """Write what has changed of optimizer shards into the model; returns whether anything has."""
+        with DisableTorchFunctionSubclass():
+            changed = [shard for shard in self._watched.values() if _is_changed(shard)]
+        store_all(changed)
+        for shard in changed:
+            note_values(shard.optimized)
+        return bool(changed)
+
+    def _bring_to(self, parameter: nn.Parameter) -> None:
+        shard = self._watched.get(id(parameter))
+        if self._is_ignored or shard is None or get_gradient(parameter) is not None or shard.gradient is None:
+            return
+        bring = self._bring()
+        if bring is not None:
+            bring()
+
+
+def _is_changed(shard: OptimizerShard) -> bool:
+    values = owner_of(shard.optimized)
+    return isinstance(values, WatchedValues) and values.is_changed(shard.optimized)

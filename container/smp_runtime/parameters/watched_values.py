@@ -1,0 +1,80 @@
+"""Values of parameters as the library has last seen them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from smp_runtime.tensors.parameter_attributes import get_data, get_gradient, owner_of, set_data, set_gradient
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class GradientSource(Protocol):
+    """Knows gradients that lie elsewhere than with their parameters."""
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return ``parameter.grad``."""
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Take ``parameter.grad = value``."""
+
+
+class WatchedValues:
+    """The values of one tensor as the library has last seen them; answers for its ``data`` and ``grad``.
+
+    It does not hold the tensor, which would keep that alive for ever.
+
+    Args:
+        gradients: asked for the parameter's gradient; None if that lies with the parameter.
+    """
+
+    __slots__ = ("_address", "_gradients", "_is_touched", "_version")
+
+    def __init__(self, parameter: nn.Parameter, gradients: GradientSource | None = None) -> None:
+        self._gradients = gradients
+        self.note(parameter)
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Take the values that are there now as known; subclasses of tensors are not asked."""
+        with DisableTorchFunctionSubclass():
+            self._version = parameter._version
+            self._address = parameter.data_ptr()
+        self._is_touched = False
+
+    def is_changed(self, parameter: nn.Parameter) -> bool:
+        """Return whether anything may have been written since; call it where subclasses of tensors are not asked."""
+        return self._is_touched or parameter._version != self._version or parameter.data_ptr() != self._address
+
+    def is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Return whether the parameter has other memory than it had."""
+        return parameter.data_ptr() != self._address
+
+    def read_data(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return ``parameter.data``, through which the script may write."""
+        self._is_touched = True
+        return get_data(parameter)
+
+    def write_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Take ``parameter.data = value``; the address tells of it."""
+        set_data(parameter, value)
+
+    def read_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return ``parameter.grad``, from other ranks if it lies there."""
+        return get_gradient(parameter) if self._gradients is None else self._gradients.read(parameter)
+
+    def write_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Take ``parameter.grad = value``."""
+        if self._gradients is None:
+            set_gradient(parameter, value)
+        else:
+            self._gradients.write(parameter, value)
+
+
+def note_values(parameter: nn.Parameter) -> None:
+    """The library has written into a tensor itself: what it holds now is known."""
+    owner = owner_of(parameter)
+    if isinstance(owner, WatchedValues):
+        owner.note(parameter)

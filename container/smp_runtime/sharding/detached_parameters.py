@@ -1,0 +1,182 @@
+"""Sharded parameters outside their use: a rank has its own part of the values, and nothing of the rest.
+
+Until its unit is gathered a parameter is of the class :class:`DetachedParameter`. It has a shape, and takes no memory. An operation
+that needs elements gets this rank's part of them, and NaN for the rest. So what a script writes element by element reaches the
+shards of all ranks without any communication: each keeps its own part of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
+from smp_runtime.tensors.nested import storage_of
+from smp_runtime.tensors.parameter_attributes import get_data, get_gradient, owner_of, set_gradient
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from smp_runtime.parameters.watched_values import GradientSource
+
+_WITHOUT_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE
+
+
+class Unit(Protocol):
+    """Parameters that are gathered together.
+
+    Attributes:
+        is_touched: whether the script may have written into them where no counter tells.
+    """
+
+    is_touched: bool
+
+    @property
+    def storage_key(self) -> int:
+        """What identifies the memory of the whole."""
+
+    def detach(self) -> None:
+        """Keep this rank's part of what was written, and free the whole."""
+
+
+class Shards(Protocol):
+    """The sharded parameters of a model."""
+
+    def unit_of(self, parameter: nn.Parameter) -> Unit:
+        """Return the unit that a parameter is in."""
+
+    def fill(self, unit: Any) -> bool:
+        """Give a unit's parameters memory with this rank's part of the values; returns whether it had none."""
+
+    def assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Take a parameter's whole value."""
+
+    def note_read(self) -> None:
+        """The script has read elements of which this rank has a part."""
+
+
+class DetachedParameter(nn.Parameter):
+    """A sharded parameter whose unit is not gathered."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class DetachedValues(torch.Tensor):
+    """``data`` of such a parameter: what is written into it is written into the parameter."""
+
+    of: nn.Parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class ShardOwner:
+    """Answers for ``data`` and ``grad`` of sharded parameters; holds neither them nor the shards."""
+
+    def __init__(self, shards: Shards, gradients: GradientSource) -> None:
+        self._shards = weakref.ref(shards)
+        self._gradients = weakref.ref(gradients)
+
+    @property
+    def shards(self) -> Shards | None:
+        """The shards, while the model is there."""
+        return self._shards()
+
+    def read_data(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the values, through which the script may write."""
+        if isinstance(parameter, DetachedParameter):
+            return _values_of(parameter)
+        if (shards := self._shards()) is not None:
+            shards.unit_of(parameter).is_touched = True
+        return get_data(parameter)
+
+    def write_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Keep this rank's part of a value."""
+        if (shards := self._shards()) is not None:
+            shards.assign(parameter, value)
+
+    def read_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the whole gradient, gathered if it was reduced already."""
+        gradients = self._gradients()
+        return get_gradient(parameter) if gradients is None else gradients.read(parameter)
+
+    def write_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Take a gradient that the script sets."""
+        gradients = self._gradients()
+        if gradients is None:
+            set_gradient(parameter, value)
+        else:
+            gradients.write(parameter, value)
+
+
+def show_detached(parameter: nn.Parameter) -> None:
+    """Let a parameter be of the class of detached ones; one of a class of its own stays as it is."""
+    if type(parameter) is nn.Parameter and isinstance(owner_of(parameter), ShardOwner):
+        parameter.__class__ = DetachedParameter
+
+
+def show_attached(parameter: nn.Parameter) -> None:
+    """Let it be a plain one again."""
+    if type(parameter) is DetachedParameter:
+        object.__setattr__(parameter, "__class__", nn.Parameter)
+
+
+def _values_of(parameter: nn.Parameter) -> DetachedValues:
+    with DisableTorchFunctionSubclass():
+        values = get_data(parameter).as_subclass(DetachedValues)
+    values.of = parameter
+    return values
+
+
+def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a function of PyTorch on this rank's part of the values."""
+    with DisableTorchFunctionSubclass():
+        if func in _WITHOUT_ELEMENTS:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.detach and isinstance(args[0], DetachedParameter):
+            return _values_of(args[0])
+        units = list(_units_in((args, kwargs)))
+        filled = [unit for shards, unit in units if shards.fill(unit)]
+        args, kwargs = tree_map(_plain_of, (args, kwargs))
+        try:
+            result = func(*args, **kwargs)
+        except BaseException:
+            for unit in filled:
+                unit.detach()
+            raise
+        keys = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        for shards, unit in units:
+            if _writes(func, kwargs) or unit.storage_key in keys:
+                unit.is_touched = True
+                continue
+            shards.note_read()
+            if unit in filled:  # the result has memory of its own
+                unit.detach()
+    return result
+
+
+def _units_in(values: Any) -> Iterator[tuple[Shards, Unit]]:
+    for leaf in tree_leaves(values):
+        parameter = leaf.of if isinstance(leaf, DetachedValues) else leaf
+        owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
+        shards = owner.shards if isinstance(owner, ShardOwner) else None
+        if shards is not None:
+            yield shards, shards.unit_of(parameter)
+
+
+def _plain_of(leaf: Any) -> Any:
+    return get_data(leaf.of) if isinstance(leaf, DetachedValues) else leaf
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function may write into its arguments, by its name."""
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None or name in ("__setitem__", "__set__"):
+        return True
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))

@@ -1,0 +1,148 @@
+"""Gradients that were reduced to their owners, as a script reads and changes them before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
+from smp_runtime.tensors.torch_private import backward_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
+    from smp_runtime.sharding.flat_unit import FlatUnit
+
+
+class GathersUnits(Protocol):
+    """State in flat units."""
+
+    optimizer_shards: dict[nn.Parameter, OptimizerShard | None]
+
+    def place_of(self, parameter: nn.Parameter) -> tuple[FlatUnit, int] | None:
+        """Return the unit of a parameter, and its number there; None if it is in none."""
+
+    def whole_of_unit(
+        self, unit: Any, values: Mapping[nn.Parameter, torch.Tensor], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Return whole tensors of a unit's parameters from all ranks' parts; every rank of the group calls it."""
+
+
+@dataclass(eq=False)
+class _Delivered:
+    """A unit's reduced gradients: this rank's shard of them, and which parameters have one."""
+
+    unit: FlatUnit
+    reduced: torch.Tensor
+    used: list[bool]
+
+
+class ScriptGradients:
+    """Lets a script read and change ``p.grad`` of parameters whose gradients lie in shards.
+
+    The first read after a reduction gathers the gradients of the parameter's whole unit, so every rank of the group must
+    read it, in the same order. What the script does to them counts: :meth:`take_back` puts this rank's part of each into
+    its shard before anything else uses it. A gradient that is set to None is dropped.
+
+    Args:
+        shards: the state that the gradients belong to.
+    """
+
+    def __init__(self, shards: GathersUnits, ranks: Ranks) -> None:
+        self._shards = shards
+        self._ranks = ranks
+        self._delivered: dict[int, _Delivered] = {}
+        #: Parameters whose gradient the script has in hand, or has set.
+        self._held: dict[nn.Parameter, None] = {}
+
+    def deliver(self, unit: FlatUnit, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+        """Note a unit's reduced gradients.
+
+        Args:
+            reduced: those of this rank's shard, ``[shard_elements]``.
+            used: for each parameter of the unit, whether any rank used it.
+        """
+        self._delivered[id(unit)] = _Delivered(unit, reduced, list(used))
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return ``parameter.grad``; gathered, if it is read for the first time after a reduction."""
+        gradient = get_gradient(parameter)
+        if gradient is None and parameter not in self._held and self._delivered and self._is_between_passes:
+            place = self._shards.place_of(parameter)
+            delivered = None if place is None else self._delivered.get(id(place[0]))
+            if place is not None and delivered is not None and delivered.used[place[1]]:
+                self._give(delivered)
+                return get_gradient(parameter)
+        return gradient
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Set ``parameter.grad``, and note that the script has done so."""
+        set_gradient(parameter, value)
+        if self._is_between_passes:
+            self._held.setdefault(parameter, None)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Let what the script has done to gradients count."""
+        held, self._held = self._held, {}
+        for parameter in held:
+            place, current = self._shards.place_of(parameter), get_gradient(parameter)
+            if place is not None:
+                set_gradient(parameter, None)
+                self._keep(parameter, *place, current)
+
+    def forget(self) -> None:
+        """Forget what was delivered, and what the script has in hand of it."""
+        self._delivered.clear()
+        held, self._held = self._held, {}
+        for parameter in held:
+            set_gradient(parameter, None)
+
+    @property
+    def _is_between_passes(self) -> bool:
+        return self._ranks.step.microbatch is None and backward_pass() == -1
+
+    @torch.no_grad()
+    def _give(self, delivered: _Delivered) -> None:
+        """Gather a unit's gradients and let its parameters have them."""
+        unit, shards = delivered.unit, self._shards.optimizer_shards
+        parts = {}
+        for parameter in unit.parameters:
+            shard = shards.get(parameter)
+            if shard is not None and shard.reduced is not None:
+                parts[parameter] = shard.reduced
+        whole = self._shards.whole_of_unit(unit, parts, delivered.reduced.dtype)
+        for parameter, used, value in zip(unit.parameters, delivered.used, whole, strict=True):
+            if used and parameter not in self._held:
+                set_gradient(parameter, value.to(parameter.dtype))
+                self._held[parameter] = None
+
+    def _keep(self, parameter: nn.Parameter, unit: FlatUnit, index: int, value: torch.Tensor | None) -> None:
+        """Put this rank's part of a gradient into its shard, where it differs from that as the script was given it."""
+        shard, fragment = self._shards.optimizer_shards.get(parameter), unit.fragments[index]
+        delivered = self._delivered.get(id(unit))
+        if delivered is not None:
+            delivered.used[index] = value is not None
+        if shard is None or fragment is None:
+            return
+        if value is None:
+            if shard.reduced is not None:
+                shard.reduced.zero_()  # later passes add to it
+            shard.reduced = None
+            return
+        part = shard.part_of(value)
+        if shard.reduced is None and delivered is not None:
+            shard.reduced = unit.slice_of(delivered.reduced, fragment)
+        if shard.reduced is None:
+            shard.reduced = part.to(unit.dtype, copy=True)
+        elif shard.reduced.dtype is part.dtype:
+            shard.reduced.copy_(part)
+        else:  # what the script left alone stays unrounded
+            is_same = shard.reduced.to(part.dtype) == part
+            shard.reduced.copy_(torch.where(is_same, shard.reduced, part))

@@ -1,0 +1,126 @@
+"""``data`` and ``grad`` of parameters, which ask the parameter's owner in the runtime before the script gets them.
+
+A write through ``parameter.data`` changes neither the parameter's version counter nor its address, and the gradient of a
+parameter may lie on other ranks. So reading and setting these two attributes is noticed, of parameters that have an owner.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
+
+
+class Owner(Protocol):
+    """Answers for ``data`` and ``grad`` of the parameters that it owns."""
+
+    def read_data(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return ``parameter.data``."""
+
+    def write_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Take ``parameter.data = value``."""
+
+    def read_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return ``parameter.grad``."""
+
+    def write_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """Take ``parameter.grad = value``."""
+
+
+#: By ``id`` of the parameter. Not an attribute of the parameter: that would be copied and saved with it.
+_OWNERS: dict[int, Owner] = {}
+
+#: Sessions that have asked for the attributes and not closed.
+_users = 0
+
+
+def own(parameter: nn.Parameter, owner: Owner) -> None:
+    """Let ``owner`` answer for a parameter from now on, instead of whoever did before."""
+    if id(parameter) not in _OWNERS:
+        weakref.finalize(parameter, _OWNERS.pop, id(parameter), None).atexit = False
+    _OWNERS[id(parameter)] = owner
+
+
+def disown(parameter: nn.Parameter) -> None:
+    """Let nobody answer for a parameter any more."""
+    _OWNERS.pop(id(parameter), None)
+
+
+def owner_of(parameter: torch.Tensor) -> Owner | None:
+    """Return who answers for a parameter, or None."""
+    return _OWNERS.get(id(parameter))
+
+
+def get_data(parameter: torch.Tensor) -> torch.Tensor:
+    """Return ``parameter.data`` as PyTorch has it, without asking the owner."""
+    data: torch.Tensor = _DATA.__get__(parameter)
+    return data
+
+
+def set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set ``parameter.data`` without telling the owner."""
+    _DATA.__set__(parameter, value)
+
+
+def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return ``parameter.grad`` as PyTorch has it, without asking the owner."""
+    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+    return gradient
+
+
+def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set ``parameter.grad`` without telling the owner."""
+    _GRAD.__set__(parameter, value)
+
+
+def install() -> Callable[[], None]:
+    """Let owners answer for the attributes of parameters; returns what ends that."""
+    global _users
+    _users += 1
+    if _users == 1:
+        nn.Parameter.data = property(_read_data, _write_data)  # type: ignore[assignment]
+        nn.Parameter.grad = property(_read_gradient, _write_gradient, _delete_gradient)  # type: ignore[assignment]
+    return _uninstall
+
+
+def _uninstall() -> None:
+    global _users
+    _users -= 1
+    if _users == 0:
+        del nn.Parameter.data, nn.Parameter.grad
+
+
+def _read_data(parameter: nn.Parameter) -> torch.Tensor:
+    owner = _OWNERS.get(id(parameter))
+    return get_data(parameter) if owner is None else owner.read_data(parameter)
+
+
+def _write_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    owner = _OWNERS.get(id(parameter))
+    if owner is None:
+        set_data(parameter, value)
+    else:
+        owner.write_data(parameter, value)
+
+
+def _read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    owner = _OWNERS.get(id(parameter))
+    return get_gradient(parameter) if owner is None else owner.read_gradient(parameter)
+
+
+def _write_gradient(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    owner = _OWNERS.get(id(parameter))
+    if owner is None:
+        set_gradient(parameter, value)
+    else:
+        owner.write_gradient(parameter, value)
+
+
+def _delete_gradient(parameter: nn.Parameter) -> None:
+    _write_gradient(parameter, None)
