@@ -109,7 +109,17 @@ class DistributedOptimizer(SavedOptimizer):
 
     # -- the inner optimizer ---------------------------------------------------------------------------------------
 
-    param_groups: Any = _inner("param_groups", "The groups of the inner optimizer.")
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the inner optimizer."""
+        if self._model is not None:  # a script that goes through them finds what it has written into the model before
+            self._model.adopt_writes()
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
     state: Any = _inner("state", "The state of the inner optimizer.")
     defaults: Any = _inner("defaults", "The defaults of the inner optimizer.")
 
@@ -326,7 +336,8 @@ class DistributedOptimizer(SavedOptimizer):
         self._model.adopt_writes()
         if self._model.sharded_state is not None:
             self._model.sharded_state.take_back_gradients()
-        overflow = self._masters.bring(self.loss_scale if self._ranks.cfg.fp16 else None)
+        with self._writes.ignored():
+            overflow = self._masters.bring(self.loss_scale if self._ranks.cfg.fp16 else None)
         if overflow is not None and self._ranks.cfg.fp16:
             self.overflow = overflow
 
@@ -355,7 +366,8 @@ class DistributedOptimizer(SavedOptimizer):
             self._model.sharded_state.gather_parameters()
 
     def _drop_gradients(self) -> None:
-        self._masters.drop()
+        with self._writes.ignored():
+            self._masters.drop()
         if self._model is not None and self._model.sharded_state is not None:
             self._model.sharded_state.clear_gradients()
 

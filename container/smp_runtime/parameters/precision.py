@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from smp_runtime.tensors.nested import mapped
+from smp_runtime.tensors.parameter_attributes import get_data
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
@@ -73,7 +74,7 @@ class Precision:
         for parameter in dict.fromkeys(p for owner in owners for p in owner.parameters(recurse=False)):
             if parameter.is_floating_point() and parameter not in skip:
                 if parameter.requires_grad:
-                    masters[parameter] = parameter.detach().float()
+                    masters[parameter] = get_data(parameter).float()  # with a version counter of its own
                 parameter.data = parameter.data.to(self.compute)
         for owner in owners:
             for name, buffer in owner.named_buffers(recurse=False):
