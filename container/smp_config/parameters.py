@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 from smp_config import strict_json
 from smp_config.errors import ConfigError, shown, suggest
 from smp_config.in_flight import Schedule, default_active
-from smp_config.numbers_given import Real, Whole
+from smp_config.numbers_given import Real, Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.numerics import MOST_EVERY
 from smp_config.topology import Topology
 
