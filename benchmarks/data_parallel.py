@@ -1,10 +1,11 @@
 """Data parallel training against PyTorch's own: time in turns, and bytes against the theoretical minimum.
 
     python benchmarks/data_parallel.py            # all cases, on this machine's processors
-    python benchmarks/data_parallel.py --case zero --rounds 20
+    python benchmarks/data_parallel.py --case zero --transport torch.distributed --rounds 20
 
 Each case trains the same GPT (8 layers, hidden 256) twice in the same processes: with this library and with the peer, in
-turns A B A B …; reported is the median of the ratios of neighbours. Bytes are read off the tensors at the collectives
+turns A B A B …; reported is the median of the ratios of neighbours. First both go over torch.distributed; then this library's
+ranks share memory, which the peer cannot. Bytes are read off the tensors at the collectives
 and divided by the bandwidth-optimal minimum. A result on CPU with gloo says nothing about NCCL.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from launching import print_machine, run_ranks
+from launching import PEERS, TRANSPORTS, print_machine, run_ranks, transports
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {
@@ -40,7 +41,7 @@ def make_gpt():
     return train_gpt.GPT(train_gpt.GPTConfig(layers=8, hidden=256, heads=8, seq_len=128))
 
 
-def run_rank(case: str, rounds: int, batch: int, precision: str) -> None:
+def run_rank(case: str, transport: str, rounds: int, batch: int, precision: str) -> None:
     """One rank: both sides in turns."""
     import torch
     import torch.nn.functional as F
@@ -50,7 +51,7 @@ def run_rank(case: str, rounds: int, batch: int, precision: str) -> None:
 
     import smdistributed.modelparallel.torch as smp
 
-    config = {**CASES[case][2], **({precision: True} if precision != "fp32" else {})}
+    config = {**CASES[case][2], **TRANSPORTS[transport], **({precision: True} if precision != "fp32" else {})}
     session = smp.init(config)
     collectives = CountingCollectives(session.ranks.collectives)
     session.ranks = replace(session.ranks, collectives=collectives)
@@ -108,6 +109,7 @@ def run_rank(case: str, rounds: int, batch: int, precision: str) -> None:
                     "precision": precision,
                     "ranks": ranks,
                     "peer": CASES[case][1],
+                    "transport": transport if ranks > 1 else None,
                     "parameters": elements,
                     "ours_ms": round(1e3 * statistics.median(times["ours"]), 1),
                     "peer_ms": round(1e3 * statistics.median(times["peer"]), 1),
@@ -134,18 +136,21 @@ def _timed(run: Callable[[], float], smp) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--batch", type=int, default=4, help="samples per rank")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--rank-of", choices=list(CASES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        run_rank(args.rank_of, args.rounds, args.batch, args.precision)
+        run_rank(args.rank_of, args.transport[0], args.rounds, args.batch, args.precision)
         return
     print_machine()
+    words = ["--rounds", args.rounds, "--batch", args.batch, "--precision", args.precision]
     for case in args.case or list(CASES):
-        words = ["--rank-of", case, "--rounds", args.rounds, "--batch", args.batch, "--precision", args.precision]
-        run_ranks(__file__, CASES[case][0], words)
+        ranks = CASES[case][0]
+        for transport in transports(args.transport) if ranks > 1 else [PEERS]:
+            run_ranks(__file__, ranks, ["--rank-of", case, "--transport", transport, *words])
 
 
 if __name__ == "__main__":

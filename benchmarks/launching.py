@@ -7,6 +7,21 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: By the name of a way between ranks, what ``mp_parameters`` say of it; first that of the peers, over which both sides then go.
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "torch.distributed": {"host_collectives": False},
+    "shared memory": {"host_collectives": True},
+}
+PEERS = next(iter(TRANSPORTS))
+
+
+def transports(asked: Sequence[str] | None) -> list[str]:
+    """Those that are measured: what was asked for, else all that this machine has, that of the peers first."""
+    import torch
+
+    return list(asked or ([PEERS] if torch.cuda.is_available() else TRANSPORTS))
 
 
 def print_machine() -> None:

@@ -175,6 +175,12 @@ def filled(page: str, suites: Sequence[Suite], results: Mapping[str, Any]) -> st
     return page
 
 
+def _name(line: Mapping[str, Any]) -> str:
+    """What a row of the picture is called."""
+    over = f", over {line['transport']}" if line.get("transport") else ""
+    return f"{line['case']} ÷ {line['peer']}{over}"
+
+
 #: Seen on light pages and on dark ones.
 _GRID = "#8b949e"
 
@@ -206,7 +212,7 @@ def draw(path: Path, suites: Sequence[Suite], results: Mapping[str, Any]) -> Non
         axes.plot([low, high], [height, height], color=colour(index), linewidth=3, alpha=0.5)
         axes.plot([line["time_ratio"]], [height], "o", color=colour(index))
     axes.axvline(1.0, color=LIGHT.ink, linewidth=1)
-    axes.set_yticks(range(len(rows)), [f"{line['case']} ÷ {line['peer']}" for _, _, line in reversed(rows)])
+    axes.set_yticks(range(len(rows)), [_name(line) for _, _, line in reversed(rows)])
     axes.set_xlim(left=0)
     axes.set_xlabel("time ÷ the peer's: median and quartiles; left of the line is faster", color=LIGHT.ink)
     axes.tick_params(colors=LIGHT.ink, labelsize=8)

@@ -5,7 +5,8 @@
 
 Each case trains the same GPT (8 layers, hidden 256) twice in the same processes: with this library, everything sharded
 and at most two units gathered at once, and with FSDP2 (``fully_shard`` on every block and the root; HSDP with several
-groups), in turns A B A B …; reported is the median of the ratios of neighbours. Bytes are read off the tensors at the
+groups), in turns A B A B …; reported is the median of the ratios of neighbours. First both go over torch.distributed; then
+this library's ranks share memory, which the peer cannot. Bytes are read off the tensors at the
 collectives and divided by k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s. A result on CPU with gloo says nothing about NCCL.
 """
 
@@ -20,7 +21,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from launching import print_machine, run_ranks
+from launching import TRANSPORTS, print_machine, run_ranks, transports
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Ranks and sharding degree.
@@ -51,7 +52,7 @@ def make_peer(ranks: int, degree: int, device_type: str):
     return fully_shard(model, mesh=mesh)
 
 
-def run_rank(case: str, rounds: int, batch: int) -> None:
+def run_rank(case: str, transport: str, rounds: int, batch: int) -> None:
     """One rank: both sides in turns."""
     import torch
     import torch.distributed as dist
@@ -73,6 +74,7 @@ def run_rank(case: str, rounds: int, batch: int) -> None:
             "sdp_param_persistence_threshold": 0,
             "sdp_max_live_parameters": 2 * block,
             "sdp_gradient_clipping": 1e9,
+            **TRANSPORTS[transport],
         }
     )
     collectives = CountingCollectives(session.ranks.collectives)
@@ -125,6 +127,7 @@ def run_rank(case: str, rounds: int, batch: int) -> None:
             "case": case,
             "ranks": ranks,
             "peer": "FSDP2" if ranks == degree else "FSDP2, hybrid (HSDP)",
+            "transport": transport,
             "sharding_degree": degree,
             "parameters": elements,
             "ours_ms": round(1e3 * statistics.median(times["ours"]), 1),
@@ -141,17 +144,19 @@ def run_rank(case: str, rounds: int, batch: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--batch", type=int, default=4, help="samples per rank")
     parser.add_argument("--rank-of", choices=list(CASES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        run_rank(args.rank_of, args.rounds, args.batch)
+        run_rank(args.rank_of, args.transport[0], args.rounds, args.batch)
         return
     print_machine()
     for case in args.case or list(CASES):
         words = ["--rank-of", case, "--rounds", args.rounds, "--batch", args.batch]
-        run_ranks(__file__, CASES[case][0], words)
+        for transport in transports(args.transport):
+            run_ranks(__file__, CASES[case][0], [*words, "--transport", transport])
 
 
 if __name__ == "__main__":

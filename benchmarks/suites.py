@@ -5,10 +5,11 @@ from __future__ import annotations
 from results import Column, Suite
 
 CASE, RANKS, PEER = Column("case", "case"), Column("ranks", "ranks"), Column("peer", "peer")
+TRANSPORT = Column("ours over", "transport")
 RATIO = Column("time ÷ peer's (quartiles)", "{time_ratio:.2f} ({ratio_quartiles[0]:.2f}–{ratio_quartiles[1]:.2f})")
 STEPS = Column("step, ms (ours, peer)", "{ours_ms:.1f}, {peer_ms:.1f}")
 BYTES = Column("bytes ÷ bound", "{bytes_over_bound:.3f}")
-TURNS = (CASE, RANKS, PEER, RATIO, STEPS, BYTES)
+TURNS = (CASE, RANKS, PEER, TRANSPORT, RATIO, STEPS, BYTES)
 
 #: Of the page's table of pipelines.
 _STAGES = (

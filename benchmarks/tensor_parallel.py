@@ -16,7 +16,7 @@ import json
 import statistics
 import time
 
-from launching import print_machine, run_ranks
+from launching import TRANSPORTS, print_machine, run_ranks, transports
 
 RANKS = 2
 CASES = ("mlp", "layer")
@@ -53,7 +53,7 @@ def make_peer(case: str, hidden: int, heads: int, ranks: int):
     return Block(), plan
 
 
-def run_rank(case: str, rounds: int, batch: int, seq: int, hidden: int, heads: int) -> None:
+def run_rank(case: str, transport: str, rounds: int, batch: int, seq: int, hidden: int, heads: int) -> None:
     """One rank: both sides in turns."""
     import torch
     import torch.distributed as dist
@@ -66,6 +66,7 @@ def run_rank(case: str, rounds: int, batch: int, seq: int, hidden: int, heads: i
     import smdistributed.modelparallel.torch as smp
 
     config = {"tensor_parallel_degree": RANKS, "ddp": True, "optimize": "speed", "prescaled_batch": True}
+    config |= TRANSPORTS[transport]
     session = smp.init(config)
     collectives = CountingCollectives(session.ranks.collectives)
     object.__setattr__(session.ranks, "collectives", collectives)  # the record is frozen
@@ -131,6 +132,7 @@ def run_rank(case: str, rounds: int, batch: int, seq: int, hidden: int, heads: i
                     "case": case,
                     "ranks": RANKS,
                     "peer": "DTensor parallelize_module",
+                    "transport": transport,
                     "shape": [batch, seq, hidden],
                     "ours_ms": round(1e3 * statistics.median(times["ours"]), 2),
                     "peer_ms": round(1e3 * statistics.median(times["peer"]), 2),
@@ -147,6 +149,7 @@ def run_rank(case: str, rounds: int, batch: int, seq: int, hidden: int, heads: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append", help="default: both")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=32)
@@ -155,14 +158,15 @@ def main() -> None:
     parser.add_argument("--rank-of", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        run_rank(args.rank_of, args.rounds, args.batch, args.seq, args.hidden, args.heads)
+        run_rank(args.rank_of, args.transport[0], args.rounds, args.batch, args.seq, args.hidden, args.heads)
         return
     print_machine()
     for case in args.case or CASES:
         words: list[object] = ["--rank-of", case]
         for name in ("rounds", "batch", "seq", "hidden", "heads"):
             words += [f"--{name}", getattr(args, name)]
-        run_ranks(__file__, RANKS, words)
+        for transport in transports(args.transport):
+            run_ranks(__file__, RANKS, [*words, "--transport", transport])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from counting import BytesSent, CountingCollectives
-from launching import print_machine, run_ranks
+from launching import TRANSPORTS, print_machine, run_ranks, transports
 
 RANKS = 2
 FAMILIES = ("llama", "qwen3", "gemma2", "mixtral")
@@ -61,7 +61,8 @@ def run_rank(family: str, args: argparse.Namespace) -> None:
 
     import smdistributed.modelparallel.torch as smp
 
-    session = smp.init({"tensor_parallel_degree": RANKS, "ddp": True, "optimize": "speed", "prescaled_batch": True})
+    config = {"tensor_parallel_degree": RANKS, "ddp": True, "optimize": "speed", "prescaled_batch": True}
+    session = smp.init({**config, **TRANSPORTS[args.transport[0]]})
     # Ranks of one host exchange through memory that they share, where PyTorch's dispatcher sees nothing.
     through = CountingCollectives(session.ranks.collectives)
     object.__setattr__(session.ranks, "collectives", through)  # the record is frozen
@@ -108,6 +109,7 @@ def run_rank(family: str, args: argparse.Namespace) -> None:
         record = {
             "case": family,
             "peer": 'tp_plan="auto"',
+            "transport": args.transport[0],
             "ranks": RANKS,
             "shape": [args.layers, args.batch, args.seq, args.hidden],
             "loss_off": {name: float(f"{value:.2g}") for name, value in off.items()},
@@ -160,6 +162,7 @@ def _ours(net: Any, smp: Any) -> Callable[[torch.Tensor], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=FAMILIES, action="append", help="default: all")
+    parser.add_argument("--transport", choices=list(TRANSPORTS), action="append", help="default: all")
     sizes = {"rounds": 40, "batch": 4, "seq": 64, "hidden": 128, "heads": 4, "layers": 4, "vocabulary": 512}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
@@ -169,12 +172,10 @@ def main() -> None:
         run_rank(args.rank_of, args)
         return
     print_machine()
+    words = [word for name in sizes for word in (f"--{name}", getattr(args, name))]
     for family in args.family or FAMILIES:
-        run_ranks(
-            __file__,
-            RANKS,
-            ["--rank-of", family, *(word for name in sizes for word in (f"--{name}", getattr(args, name)))],
-        )
+        for transport in transports(args.transport):
+            run_ranks(__file__, RANKS, ["--rank-of", family, "--transport", transport, *words])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -36,6 +37,12 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test marked ``both_transports`` runs with its ranks on torch.distributed, and once more on shared memory."""
+    if metafunc.definition.get_closest_marker("both_transports"):
+        metafunc.parametrize("_process_mode", [False, True], ids=["distributed", "shared"], indirect=True)
 
 
 @pytest.hookimpl(trylast=True)  # what -m leaves
@@ -85,9 +92,17 @@ def _shared_pool() -> Iterator[_SharedPool]:
 
 
 @pytest.fixture
-def ranks(_shared_pool: _SharedPool) -> Callable[..., list[Any]]:
-    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``support.rank_pool.RankPool.run``."""
-    return _shared_pool.run
+def _process_mode(request: pytest.FixtureRequest) -> bool:
+    return getattr(request, "param", False)
+
+
+@pytest.fixture
+def ranks(_shared_pool: _SharedPool, _process_mode: bool) -> Callable[..., list[Any]]:
+    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``support.rank_pool.RankPool.run``.
+
+    Tensors go over ``torch.distributed``, as in jobs on GPUs or several hosts; see the mark ``both_transports``.
+    """
+    return functools.partial(_shared_pool.run, process_mode=_process_mode)
 
 
 @pytest.fixture

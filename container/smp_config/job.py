@@ -11,7 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, Validat
 
 from smp_config import strict_json
 from smp_config.errors import ConfigError, shown, suggest
-from smp_config.parameters import ModelParallelParameters, Whole
+from smp_config.numbers_given import Whole  # noqa: TC001 - pydantic reads the types
+from smp_config.parameters import ModelParallelParameters
 
 #: Silences a warning of Open MPI inside containers; harmless when given twice.
 DEFAULT_MPI_OPTIONS = "--mca btl_vader_single_copy_mechanism none"

@@ -57,6 +57,10 @@ ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 #: Set by this project's launcher in every rank.
 OWN_VARIABLES = ("SMP_RANK", "SMP_WORLD_SIZE")
 
+#: Set by this project's launcher in every rank: 1 in process mode, else 0. In process mode the launcher has started all ranks of
+#: the job itself, as processes of this machine and as one host: no container, no batch system, no other launcher around it.
+PROCESS_MODE_VARIABLE = "SMP_PROCESS_MODE"
+
 #: Processes that a pod of Kubernetes' training operator is to start; set in the pod, and by nobody in ranks.
 POD_PROCESSES_VARIABLE = "PET_NPROC_PER_NODE"
 
@@ -148,6 +152,17 @@ def job_secret(environ: Mapping[str, str]) -> str | None:
             f"have at least {_SECRET_CHARACTERS}, the same on every host, for example those of 'openssl rand -hex 32'"
         )
     return text or None
+
+
+def is_process_mode(environ: Mapping[str, str], rank: int, size: int) -> bool:
+    """Whether this project's launcher has started this rank, and all others, as processes of this machine and as one host.
+
+    Args:
+        rank: of this process; a rank that another launcher has started below one of ours inherits its variables.
+        size: ranks of the job.
+    """
+    own = tuple(environ.get(name) for name in OWN_VARIABLES) == (str(rank), str(size))
+    return own and environ.get(PROCESS_MODE_VARIABLE) == "1"
 
 
 def require_meeting_place(started: Started, environ: Mapping[str, str]) -> None:

@@ -6,51 +6,17 @@ hyperparameter ``mp_parameters`` are the same class, so what the client accepted
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from smp_config import strict_json
 from smp_config.errors import ConfigError, shown, suggest
 from smp_config.in_flight import Schedule, default_active
+from smp_config.numbers_given import Real, Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.numerics import MOST_EVERY
 from smp_config.topology import Topology
-
-#: The largest whole number of a setting: what a rank counts with, in 64 bits.
-_LARGEST = 2**63 - 1
-
-
-def _whole_number(value: Any) -> Any:
-    """Accept 8 and 5e8, refuse True, "8" and 0.5: pydantic alone would take some of them silently."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a whole number, got {shown(value)} ({type(value).__name__})")
-    if isinstance(value, float) and (not math.isfinite(value) or value != int(value)):
-        raise ValueError(f"must be a whole number, got {value!r}")
-    if abs(value) > _LARGEST:
-        raise ValueError(f"must be a whole number of at most {_LARGEST}, got one of {_digits(value)} digits")
-    return int(value)
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a number, got {shown(value)} ({type(value).__name__})")
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"must be a number of at most {sys.float_info.max:g}, got one of {_digits(value)} digits")
-    if not math.isfinite(value):
-        raise ValueError(f"must be a number, got {value!r}")
-    return float(value)
-
-
-def _digits(value: float) -> int:
-    """About how many digits a whole number has; Python writes out no more than 4,300."""
-    return int(value).bit_length() * 30103 // 100000 + 1
-
-
-Whole = Annotated[int, BeforeValidator(_whole_number)]
-Real = Annotated[float, BeforeValidator(_number)]
 
 #: Arguments of ``smp.DistributedModel``, which are no settings of the job, and a value to show.
 _MODEL_ARGUMENTS = {
@@ -141,6 +107,11 @@ class ModelParallelParameters(BaseModel):
     ddp: StrictBool = Field(False, description="Data parallelism with gradient all-reduce.")
     ddp_dist_backend: Literal["auto", "nccl", "smddp", "gloo"] = Field(
         "auto", description="Collectives: auto picks SMDDP where supported, else NCCL on GPU and gloo on CPU."
+    )
+    host_collectives: StrictBool | None = Field(
+        None,
+        description="Ranks of one host reduce and gather through memory that they share, on CPUs; default: true in process mode, "
+        "else false.",
     )
     ddp_port: Whole | None = Field(None, ge=1, le=65535, description="Rendezvous port; default: a free one.")
     prescaled_batch: StrictBool = Field(False, description="Ranks of one tensor parallel group receive the same batch.")
@@ -262,6 +233,15 @@ class ModelParallelParameters(BaseModel):
             if needed and not self.ddp:
                 how = "is false" if "ddp" in self.model_fields_set else "was not given (its default is false)"
                 raise ValueError(f'{what}, which needs data parallelism, but ddp {how}; set "ddp": True')
+        return self
+
+    @model_validator(mode="after")
+    def _shared_memory(self) -> ModelParallelParameters:
+        if self.host_collectives and self.ddp_dist_backend not in ("auto", "gloo"):
+            raise ValueError(
+                f"host_collectives is true and ddp_dist_backend is {self.ddp_dist_backend!r}; collectives through shared memory "
+                "stand in for those of gloo, on CPUs: remove one of the two"
+            )
         return self
 
     @model_validator(mode="after")

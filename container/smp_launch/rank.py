@@ -11,6 +11,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
+from smp_config.launchers import PROCESS_MODE_VARIABLE
 from smp_config.recovery import FOLDER_VARIABLE, PARAMETERS_VARIABLE
 from smp_launch.discovered import make_findable
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
@@ -66,6 +67,7 @@ def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dic
         "SMP_LOCAL_RANK": local,
         "SMP_LOCAL_SIZE": str(layout.processes_per_host),
         "SMP_HOST": layout.host_of(rank),
+        PROCESS_MODE_VARIABLE: str(int(layout.simulated and len(layout.hosts) == 1)),
         "OMP_NUM_THREADS": str(layout.threads_per_rank(cores)),
         "MASTER_ADDR": _LOCALHOST if layout.one_machine else layout.leader,
         "GLOO_SOCKET_IFNAME": interface,

@@ -268,6 +268,11 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
             f'such a job is refused before it starts: ddp_dist_backend is "nccl", which moves tensors between GPUs, and '
             f'{request.instance_type} has none; use "auto" or "gloo"'
         )
+    if parameters.host_collectives and has_gpus(request.instance_type):
+        said.append(
+            "such a job is refused before it starts: host_collectives is true, which has ranks share host memory in jobs on CPUs, "
+            f"and {request.instance_type} has GPUs; remove it"
+        )
     per_node = request.processes_per_host
     tensor_nodes = forecast.nodes_of(Group.TP)
     if tensor_nodes > 1:

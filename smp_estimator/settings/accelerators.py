@@ -67,9 +67,16 @@ def check_accelerators(
             "and is slower than that; use fp16, or instances with A10G, A100 or newer GPUs (g5, p4d, p5)"
         )
     backend = parameters.ddp_dist_backend
-    if backend not in _ONE_RANK_PER_GPU:
+    if backend not in _ONE_RANK_PER_GPU and not parameters.host_collectives:
         return
     gpus, where = _gpus(settings.instance_type, known, process_mode=process_mode, environment=environment)
+    if parameters.host_collectives and gpus:
+        raise ConfigError(
+            f"host_collectives is true, which has ranks share host memory in jobs on CPUs, but {where} has {gpus} "
+            f"GPU{'s' * (gpus != 1)}; remove host_collectives"
+        )
+    if backend not in _ONE_RANK_PER_GPU:
+        return
     if backend == "nccl" and gpus == 0:
         raise ConfigError(
             f'ddp_dist_backend is "nccl", which moves tensors between GPUs, but {where} has none; use "auto", which takes NCCL '

@@ -23,6 +23,7 @@ class ModelParallel(dict[str, Any]):
         default_partition: int | None = None,
         ddp: bool = False,
         ddp_dist_backend: Literal["auto", "nccl", "smddp", "gloo"] = "auto",
+        host_collectives: bool | None = None,
         ddp_port: int | None = None,
         prescaled_batch: bool = False,
         shard_optimizer_state: bool = False,
@@ -75,6 +76,8 @@ class ModelParallel(dict[str, Any]):
             default_partition: Stage of modules outside every smp.partition; required when auto_partition is off.
             ddp: Data parallelism with gradient all-reduce.
             ddp_dist_backend: Collectives: auto picks SMDDP where supported, else NCCL on GPU and gloo on CPU.
+            host_collectives: Ranks of one host reduce and gather through memory that they share, on CPUs; default: true in
+                process mode, else false.
             ddp_port: Rendezvous port; default: a free one.
             prescaled_batch: Ranks of one tensor parallel group receive the same batch.
             shard_optimizer_state: Optimizer state sharded over the ranks that hold the same parameters.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smp_config import ConfigError
-from smp_config.launchers import Launcher, Started, require_meeting_place, started_by
+from smp_config.launchers import Launcher, Started, is_process_mode, require_meeting_place, started_by
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", **MEETING}
@@ -105,3 +105,18 @@ def test_ranks_that_could_not_meet_are_told_what_is_missing(environ, names):
 @pytest.mark.parametrize("environ", [TORCH, {**SRUN, **MEETING}, {**ELASTIC, "PET_NPROC_PER_NODE": "2"}])
 def test_ranks_that_can_meet(environ):
     require_meeting_place(started_by(environ), environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({"SMP_PROCESS_MODE": "1", "SMP_RANK": "1", "SMP_WORLD_SIZE": "4"}, True),
+        ({"SMP_PROCESS_MODE": "0", "SMP_RANK": "1", "SMP_WORLD_SIZE": "4"}, False),
+        ({"SMP_RANK": "1", "SMP_WORLD_SIZE": "4"}, False),
+        # Inherited by a rank that another launcher has started below one of ours.
+        ({"SMP_PROCESS_MODE": "1", "SMP_RANK": "0", "SMP_WORLD_SIZE": "1", **TORCH}, False),
+        ({}, False),
+    ],
+)
+def test_process_mode_is_that_of_the_launcher_that_started_this_rank(environ, found):
+    assert is_process_mode(environ, 1, 4) is found

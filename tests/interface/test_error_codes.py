@@ -89,8 +89,8 @@ def test_every_class_of_errors_is_known() -> None:
 #: Built-in errors that begin in these modules never reach a user as they are, or must be those of Python or PyTorch.
 _INSIDE = {
     "readers, whose callers name the file or the setting and raise an error with a code": """
-        smp_config.numerics smp_config.parameters smp_config.strict_json smp_config.timeline smp_estimator.cloud.entry
-        smp_estimator.timeline.profiles
+        smp_config.numbers_given smp_config.numerics smp_config.parameters smp_config.strict_json smp_config.timeline
+        smp_estimator.cloud.entry smp_estimator.timeline.profiles
         smp_estimator.timeline.files smp_launch.platform_files smp_launch.warm.messages
         smp_runtime.checkpoint.files.archive_checksums smp_runtime.checkpoint.files.manifest
         smp_runtime.checkpoint.files.records smp_runtime.checkpoint.full_transaction smp_runtime.checkpoint.memory.host_folder

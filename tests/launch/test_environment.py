@@ -177,6 +177,7 @@ def test_kinds():
 def test_the_leader_s_address():
     made = layout(settings(mpi=MPI))
     assert rank_variables(made, 3, "lo", 8)["MASTER_ADDR"] == "127.0.0.1"
+    assert rank_variables(made, 3, "lo", 8)["SMP_PROCESS_MODE"] == "0"  # of several hosts, though simulated
     made = layout(settings(mpi=MPI), simulated=False)
     assert rank_variables(made, 3, "eth0", 8)["MASTER_ADDR"] == "algo-1"
 

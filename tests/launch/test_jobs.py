@@ -66,6 +66,7 @@ def test_a_rank_sees_its_environment_and_arguments(launcher):
     assert rank["MY_SETTING"] == "kept"
     assert (rank["SMP_LOCAL_RANK"], rank["SMP_LOCAL_SIZE"], rank["SMP_HOST"]) == ("1", "2", "algo-1")
     assert (rank["MASTER_ADDR"], rank["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+    assert rank["SMP_PROCESS_MODE"] == "1"
     assert int(rank["OMP_NUM_THREADS"]) >= 1
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "SMP_LAUNCH_LAYOUT"} & rank.keys()
 

@@ -246,6 +246,7 @@ def test_what_a_rank_gets():
         "SMP_LOCAL_RANK": "1",
         "SMP_LOCAL_SIZE": "2",
         "SMP_HOST": "node02",
+        "SMP_PROCESS_MODE": "0",
         "RANK": "3",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",
@@ -253,6 +254,7 @@ def test_what_a_rank_gets():
         "MASTER_ADDR": "node01",
         "MASTER_PORT": str(STEP_PORT),
     }
+    assert rank_variables(recognise({}, Given(processes=2)), 1, with_parameters=False)["SMP_PROCESS_MODE"] == "1"
     # Transformers' Trainer would distribute a second time.
     assert "LOCAL_RANK" not in rank_variables(here, 1, with_parameters=True)
 

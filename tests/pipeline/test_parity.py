@@ -104,6 +104,7 @@ REPLICATED = [("tied", False), ("branching", False), ("mlp", True)]
 WHOLE_REPLICATED = [(n, s) for n in PLAIN if n not in ("normed", "branching") for s in (False, True)]
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize(("name", "sharded"), REPLICATED)
 def test_two_stages_of_two_replicas(ranks, name, sharded):
     replicas(ranks, name, sharded, 2, "zero_bubble" if name == "tied" else "interleaved", False, 8)

@@ -127,6 +127,8 @@ def test_notes() -> None:
     nccl = {"ddp": True, "ddp_dist_backend": "nccl"}
     on_cpus = said("gpt2", "ml.c5.18xlarge", 1, nccl, processes_per_host=2)
     assert 'is refused before it starts: ddp_dist_backend is "nccl"' in on_cpus
+    shared = said("gpt2", "ml.p4d.24xlarge", 1, {"ddp": True, "host_collectives": True})
+    assert "is refused before it starts: host_collectives is true" in shared
     assert "refused" not in said("gpt2", "ml.g5.xlarge", 1, nccl)
     assert "refused" not in said("gpt2", "ml.c5.18xlarge", 1, {"ddp": True}, processes_per_host=2)
     assert "builds of PyTorch" not in said("gpt2", "ml.g4dn.xlarge")

@@ -55,6 +55,7 @@ def _agree(path, dtype):
     return alike, float(mapped.float().sum()), _written(path), counter.sent / MIB
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_values_are_neither_sent_nor_written(ranks, tmp_path, dtype):
     path = str(tmp_path / "weights")

@@ -15,6 +15,7 @@ from smp_runtime.comm.devices import (
     assign_gpus,
     channel_backend,
     choose_backend,
+    choose_host_collectives,
     sharing_ranks,
     sharing_warning,
     visible_gpus,
@@ -99,6 +100,22 @@ def test_ranks_that_share_a_gpu_do_without_nccl(requested, visible, backend):
     assert choose_backend(settings(requested), GPU, 1, None, visible) == backend
     is_told = requested == "auto" and backend == "gloo"
     assert (sharing_warning(settings(requested), GPU, visible) is not None) is is_told
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl", "smddp"])
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_memory_is_shared_on_cpus_in_process_mode_or_where_asked_for(device, backend):
+    on_cpus = device == CPU and backend == "gloo"
+    for process_mode in (True, False):
+        where = {"process_mode": process_mode}
+        assert choose_host_collectives(settings(), device, backend, **where) is (on_cpus and process_mode)
+        assert choose_host_collectives(settings(host_collectives=False), device, backend, **where) is False
+        if on_cpus:
+            assert choose_host_collectives(settings(host_collectives=True), device, backend, **where) is True
+            continue
+        with pytest.raises(SMPUserError, match="host_collectives is true") as caught:
+            choose_host_collectives(settings(host_collectives=True), device, backend, **where)
+        assert str(device) in str(caught.value)
 
 
 @pytest.mark.parametrize("requested", ["nccl", "smddp"])

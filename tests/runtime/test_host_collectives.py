@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 #: Elements, of which the larger are summed in parts; the ranks divide neither of the odd ones.
 SIZES = (1, 40, 12_344, 120_008)
+
+SHARED = {"ddp": True, "host_collectives": True}
 
 
 def _compared():
@@ -47,7 +51,7 @@ def _compared():
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_they_give_what_pytorch_gives(ranks, world):
-    for found in ranks(_compared, world, config={"ddp": True}):
+    for found in ranks(_compared, world, config=SHARED):
         assert found
         assert all(found)
 
@@ -59,7 +63,7 @@ def _reused():
     from smp_runtime.comm.host import shared_memory
 
     entries, shared_memory._ENTRIES = shared_memory._ENTRIES, 16
-    ranks = smp.init({"ddp": True}).ranks
+    ranks = smp.init({"ddp": True, "host_collectives": True}).ranks
     shared_memory._ENTRIES = entries
     group, cpu = ranks.process_group(Group.DP), torch.device("cpu")
     arena = getattr(ranks.collectives, "_inner", ranks.collectives)._host.arena
@@ -103,8 +107,46 @@ def _left():
 
 
 def test_a_rank_that_waits_hears_of_one_that_has_left_or_calls_otherwise(ranks):
-    waiting, gone = ranks(_left, 2, config={"ddp": True})
+    waiting, gone = ranks(_left, 2, config=SHARED)
     assert "rank 1 takes part with 164 bytes in a collective in which this rank has 160" in waiting[0]
     assert "Connection closed by peer: rank 1" in waiting[1]
     assert "takes part with 160 bytes" in gone[0]
     assert "Connection closed by peer: this rank" in gone[1]
+
+
+def _chosen(config, impossible_on=None):
+    """What a rank's strategies communicate through, or the error of joining the job."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.comm.host import collectives
+    from smp_runtime.errors import SMPUserError
+
+    is_possible = collectives.is_possible
+    if str(impossible_on) == os.environ["RANK"]:
+        collectives.is_possible = lambda: False
+    try:
+        chosen = smp.init(config).ranks.collectives
+    except SMPUserError as error:
+        return str(error)
+    finally:
+        collectives.is_possible = is_possible
+    return type(getattr(chosen, "_inner", chosen)).__name__
+
+
+@pytest.mark.parametrize(
+    ("asked", "process_mode", "found"),
+    [
+        (None, True, "HostCollectives"),
+        (None, False, "TorchCollectives"),
+        (False, True, "TorchCollectives"),
+        (True, False, "HostCollectives"),
+    ],
+)
+def test_memory_is_shared_in_process_mode_and_where_asked_for(ranks, asked, process_mode, found):
+    config = {"ddp": True} if asked is None else {"ddp": True, "host_collectives": asked}
+    assert ranks(_chosen, 2, config, init=False, process_mode=process_mode) == [found] * 2
+
+
+def test_where_it_is_impossible_it_is_refused_if_asked_for_and_else_left(ranks):
+    refused = ranks(_chosen, 2, SHARED, 1, init=False)
+    assert all("host_collectives is true, but rank 1 cannot share memory" in said for said in refused)
+    assert ranks(_chosen, 2, {"ddp": True}, 1, init=False, process_mode=True) == ["TorchCollectives"] * 2

@@ -55,6 +55,7 @@ def test_losses_and_every_gradient_equal_one_process(ranks, world, microbatches)
         _compare(result, expected, 1e-5)
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize(
     ("world", "overlap", "steps"),
     sampled([(2, True, 40), *itertools.product((2, 4), (True, False), (200,))], {(2, True, 40)}),

@@ -207,6 +207,7 @@ def test_an_overflow_in_one_ranks_shard_skips_the_step_of_the_other_too(ranks):
         assert first == second == [1.0] * 64
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize(
     "config", [{"shard_optimizer_state": True}, {"bf16": True}, {"fp16": True, "shard_optimizer_state": True}]
 )

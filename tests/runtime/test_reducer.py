@@ -101,6 +101,7 @@ def test_gradients_are_the_average_whatever_graph_ran(ranks, graph, kind):
     ranks(_run_paths, 2, GRAPHS[graph], {**SMALL, **OPTIONS[kind]}, config={"ddp": True})
 
 
+@pytest.mark.both_transports
 def test_several_passes_before_one_reduction(ranks):
     def run():
         import smdistributed.modelparallel.torch as smp

@@ -28,6 +28,7 @@ def _pipelined(delayed):
     return losses, model.state_dict()
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize("delayed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_two_stages_of_two_shards_equal_one_process(ranks, delayed):
     expected = tokens_alone(lambda: TiedNet(4), adamw, STEPS, BATCH)
@@ -76,6 +77,7 @@ def _tensor_parallel():
     return start, losses, norms, model.state_dict()
 
 
+@pytest.mark.both_transports
 def test_two_tensor_parallel_ranks_of_two_shards_equal_one_process(ranks):
     config = settings(Three(), 2, sdp_max_live_parameters=10**4, tensor_parallel_degree=2, prescaled_batch=True)
     results = ranks(_tensor_parallel, 4, config=config)

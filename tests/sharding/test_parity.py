@@ -53,6 +53,7 @@ def test_eight_ranks(passes):
         _compare(result, expected, 1e-5)
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize("steps", sampled([12, 60], {12}))
 def test_many_steps_in_double_precision(ranks, steps):
     expected = tokens_alone(TiedNet, adamw, steps, BATCH, dtype=torch.float64)
@@ -80,6 +81,7 @@ def test_half_precision_equals_one_process_in_the_same_precision(ranks, half, de
             assert float((result["weights"][name].float() - value).norm() / value.norm()) < 2e-2, name
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize(
     ("limit", "threshold"), sampled(itertools.product((0.1, UNCLIPPED), (0, 20)), {(0.1, 20), (UNCLIPPED, 0)})
 )

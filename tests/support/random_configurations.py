@@ -121,6 +121,8 @@ def _right(source: random.Random, number: int) -> Drawn:
         given["tracing_rank"] = source.randrange(pipeline)
     if given.get("ddp_dist_backend") == "nccl" and not gpus:
         given["ddp_dist_backend"] = "gloo"
+    if gpus or given.get("ddp_dist_backend") in ("nccl", "smddp"):
+        given.pop("host_collectives", None)
     mpi: dict[str, Any] = {"processes_per_host": processes}
     if source.random() < 0.3:
         mpi["custom_mpi_options"] = source.choice(_MPI_OPTIONS)
@@ -144,6 +146,7 @@ _OPTIONS: dict[str, list[Any]] = {
     "auto_partition": [True, False],
     "default_partition": [0],
     "ddp_dist_backend": ["auto", "gloo", "nccl", "smddp"],
+    "host_collectives": [True, False],
     "ddp_port": [],
     "shard_optimizer_state": [True, True, False],
     "fp16": [True, False],
@@ -290,6 +293,7 @@ _MISTAKES: list[tuple[str, Spoil]] = [
     ("the instance", _instance),
     ("no dictionary", _whole),
     ("nccl", _set(("ddp", True), ("ddp_dist_backend", "nccl"))),
+    ("shared memory and NCCL", _set(("ddp", True), ("ddp_dist_backend", "nccl"), ("host_collectives", True))),
     ("no ddp", _set(("ddp", False))),
     ("both names", _set(("partitions", 2), ("pipeline_parallel_degree", 4))),
     ("both halves", _set(("fp16", True), ("bf16", True))),

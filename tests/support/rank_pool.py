@@ -67,8 +67,13 @@ class RankPool:
         init: bool = True,
         env: dict[str, str] | None = None,
         timeout: float = 60.0,
+        process_mode: bool = False,
     ) -> list[Any]:
         """Run ``function(*args)`` on every rank after ``smp.init(config)``; returns the results in rank order.
+
+        Args:
+            process_mode: whether the ranks' environment is that of process mode, in which they share memory. Otherwise it is as
+                under ``torchrun``, and they communicate as ranks of several hosts or of GPUs do: over ``torch.distributed``.
 
         Raises:
             RankFailed: with the traceback of the first rank that failed.
@@ -76,7 +81,7 @@ class RankPool:
         self._case += 1
         # Test modules cannot be imported by the ranks, so their functions travel with their code.
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
-        task = cloudpickle.dumps((function, args, world_size, config, init, env or {}, self._case))
+        task = cloudpickle.dumps((function, args, world_size, config, init, env or {}, self._case, process_mode))
         members = self._ranks[:world_size]
         for _, pipe in members[self._ready :]:
             pipe.recv_bytes()  # it has started, which is not counted in the case's time
@@ -135,11 +140,13 @@ def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
     pipe.send_bytes(b"ready")
     while True:
         try:
-            function, args, world_size, config, init, env, case = cloudpickle.loads(pipe.recv_bytes())
+            function, args, world_size, config, init, env, case, process_mode = cloudpickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         before = dict(os.environ)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), TORCHELASTIC_RESTART_COUNT=str(case), **env)
+        if process_mode:
+            os.environ.update(SMP_PROCESS_MODE="1", SMP_RANK=str(rank), SMP_WORLD_SIZE=str(world_size))
         try:
             if init:
                 session.init(config)

@@ -110,6 +110,7 @@ RIGHT = [
         smp(8, ddp=True, tensor_parallel_degree=2, shard_optimizer_state=True),
     ),
     Probe("names of SDK v1", {**smp(8, ddp=True), "train_max_run": 500}, (), (r"train_max_run is the name of SDK v1",)),
+    Probe("shared memory", {**smp(8, ddp=True, host_collectives=True), "instance_type": "ml.c5.18xlarge"}),
     Probe("NCCL by name", smp(8, ddp=True, ddp_dist_backend="nccl")),
     Probe("idle GPUs", smp(4, ddp=True), (), (r"4 of each host stay idle",)),
     Probe("scientific number", smp(8, ddp=True, sharded_data_parallel_degree=2, sdp_reduce_bucket_size=5e8)),

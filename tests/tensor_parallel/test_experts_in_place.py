@@ -66,6 +66,7 @@ def _train(kind, only):
     return losses, model.state_dict(), here, type(model.module.layers[0].mlp.experts).__name__
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize(
     ("kind", "spread", "only", "world", "more"),
     [

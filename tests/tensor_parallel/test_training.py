@@ -128,6 +128,7 @@ def _equals_one_process(results, steps=STEPS):
             torch.testing.assert_close(weights[name], value, atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize(
     ("optimize", "prescaled", "steps"),
     [
@@ -153,6 +154,7 @@ def test_with_pipeline_stages_and_replicas(optimize, prescaled):
         _equals_one_process(pool.run(_train, 8, config=config, timeout=110))
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize("prescaled", [pytest.param(True, marks=pytest.mark.full), False])
 def test_with_shared_out_optimizer_state(ranks, prescaled):
     config = _config(2, "memory", prescaled, shard_optimizer_state=True)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from smp_config.interfaces import LOOPBACK, interface_towards
-from smp_config.launchers import ADDRESS_VARIABLE, PORT_VARIABLE
+from smp_config.launchers import ADDRESS_VARIABLE, PORT_VARIABLE, PROCESS_MODE_VARIABLE
 from smp_launch.anywhere.surroundings import Kind, Surroundings
 from smp_launch.discovered import make_findable
 from smp_launch.environment import cpu_count
@@ -80,6 +80,7 @@ def rank_variables(surroundings: Surroundings, local: int, with_parameters: bool
         "SMP_LOCAL_RANK": str(local),
         "SMP_LOCAL_SIZE": str(surroundings.ranks),
         "SMP_HOST": surroundings.host,
+        PROCESS_MODE_VARIABLE: str(int(surroundings.kind is Kind.MACHINE)),
     }
     if not surroundings.uses_mpi:
         values |= {

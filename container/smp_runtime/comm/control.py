@@ -60,6 +60,7 @@ class Arrival(NamedTuple):
     settings: str  # all that it was configured with
     instance: str | None  # its type
     gpus: list[str]  # that it sees
+    process_mode: bool = False  # whether this project's launcher has started all ranks as processes of one machine
 
 
 class ControlPlane:

@@ -128,6 +128,29 @@ def choose_backend(
     return "gloo" if requested == "gloo" else plain_backend(device)
 
 
+def choose_host_collectives(
+    parameters: ModelParallelParameters, device: torch.device, backend: str, *, process_mode: bool
+) -> bool:
+    """Whether ranks of one host are to reduce and gather through memory that they share, for ``host_collectives``.
+
+    Args:
+        backend: of :func:`choose_backend`.
+        process_mode: of all ranks, which must get the same answer.
+
+    Raises:
+        SMPUserError: it was asked for on a GPU.
+    """
+    on_cpus = device.type == "cpu" and backend == "gloo"
+    if parameters.host_collectives is None:
+        return process_mode and on_cpus
+    if parameters.host_collectives and not on_cpus:
+        raise SMPUserError(
+            f"host_collectives is true, but this rank computes on {device} with the collectives of {backend}; ranks share "
+            "host memory in jobs on CPUs: remove host_collectives"
+        )
+    return parameters.host_collectives
+
+
 def sharing_warning(
     parameters: ModelParallelParameters, device: torch.device, visible: Sequence[Sequence[str]]
 ) -> str | None:

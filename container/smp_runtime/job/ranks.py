@@ -12,9 +12,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from smp_config import ConfigError, Group, Topology
+from smp_config.launchers import is_process_mode
 from smp_config.whereabouts import FORWARD, here
 from smp_runtime.comm.control import Arrival, ControlPlane, host_name
-from smp_runtime.comm.devices import assign_gpus, choose_backend, sharing_warning, use_device, visible_gpus
+from smp_runtime.comm.devices import (
+    assign_gpus,
+    choose_backend,
+    choose_host_collectives,
+    sharing_warning,
+    use_device,
+    visible_gpus,
+)
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.host.collectives import HostCollectives, host_of
 from smp_runtime.comm.watched import WatchedCollectives
@@ -124,7 +132,7 @@ class Ranks:
             ConfigError: the ranks were configured differently, or their number does not fit.
         """
         topology = parameters.topology(control.size)
-        neighbours, hosts, instance_type, gpus = _agree(control, parameters)
+        neighbours, hosts, instance_type, gpus, process_mode = _agree(control, parameters)
         device = use_device(assign_gpus(gpus)[control.rank])
         backend = choose_backend(parameters, device, hosts, instance_type, gpus)
         if backend == BACKEND:
@@ -132,7 +140,8 @@ class Ranks:
         groups = ProcessGroups(control, topology, backend, parameters.ddp_port, device)
         if collectives is None:
             collectives = collectives_of(backend)
-            if backend == "gloo" and (host := host_of(control, neighbours)) is not None:
+            shares = choose_host_collectives(parameters, device, backend, process_mode=process_mode)
+            if shares and (host := host_of(control, neighbours, is_required=parameters.host_collectives is True)):
                 collectives = HostCollectives(host)
                 groups.at_end(collectives.close)
         ranks = cls(
@@ -207,18 +216,19 @@ def _watched(collectives: Collectives) -> Collectives:
 
 def _agree(
     control: ControlPlane, parameters: ModelParallelParameters
-) -> tuple[list[int], int, str | None, list[list[str]]]:
+) -> tuple[list[int], int, str | None, list[list[str]], bool]:
     """Check that all ranks read one configuration.
 
     Returns:
-        The ranks of this host, the number of hosts, the type of instance where all hosts are of one, and the GPUs
-        that each rank sees.
+        The ranks of this host, the number of hosts, the type of instance where all hosts are of one, the GPUs
+        that each rank sees, and whether the job runs in process mode.
 
     Of one host are ranks whose launcher announced the same host name, so that several hosts simulated on one machine
     count as several. Their ranks see the same GPUs all the same.
     """
     settings = json.dumps(parameters.to_mp_parameters(), sort_keys=True)
-    mine = Arrival(host_name(), settings, os.environ.get(INSTANCE_VARIABLE), visible_gpus())
+    process_mode = is_process_mode(os.environ, control.rank, control.size)
+    mine = Arrival(host_name(), settings, os.environ.get(INSTANCE_VARIABLE), visible_gpus(), process_mode)
     everyone = control.arrivals(mine)
     for rank, one in enumerate(everyone):
         if one.settings != everyone[0].settings:
@@ -236,4 +246,5 @@ def _agree(
         len(hosts),
         instances.pop() if len(instances) == 1 else None,
         [one.gpus for one in everyone],
+        all(one.process_mode for one in everyone),
     )

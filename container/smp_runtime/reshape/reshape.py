@@ -35,7 +35,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 #: Settings that a job keeps: what the weights are, and how its processes met.
-FIXED = ("fp16", "bf16", "ddp", "ddp_port", "ddp_dist_backend", "horovod", "delayed_parameter_initialization")
+FIXED = (
+    "fp16",
+    "bf16",
+    "ddp",
+    "ddp_port",
+    "ddp_dist_backend",
+    "host_collectives",
+    "horovod",
+    "delayed_parameter_initialization",
+)
 
 
 @dataclass

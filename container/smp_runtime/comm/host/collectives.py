@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import platform
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.comm.host.shared_memory import MOST_RANKS, Arena, Invitation, Neighbour, Published, is_possible
+from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Work
@@ -82,33 +84,50 @@ class Host:
                 self.neighbours[rank] = Neighbour(invitations[rank], rank, self.arena.position, size)
 
 
-def host_of(control: ControlPlane, ranks: Sequence[int]) -> Host | None:
+def host_of(control: ControlPlane, ranks: Sequence[int], *, is_required: bool = False) -> Host | None:
     """Meet the other ranks of this host; all ranks of the job call it. None on all of a host where one cannot.
 
     Args:
         ranks: of this host.
+        is_required: whether the job cannot do without; the same on all ranks.
+
+    Raises:
+        SMPUserError: on all ranks, where those of some host cannot meet though it is required.
     """
     everyone = list(range(control.size))
-    host = None
-    if is_possible() and 1 < len(ranks) <= MOST_RANKS:
-        try:
-            host = Host(control.rank, ranks)
-        except (OSError, ValueError):  # no such memory here, or no such address space
-            host = None
+    host, why = _opened(control.rank, ranks)
     told = control.allgather(None if host is None else tuple(host.arena.invitation), everyone)
     invitations = {rank: Invitation(*told[rank]) for rank in ranks if told[rank] is not None}
-    met = host is not None and len(invitations) == len(ranks)
-    if host is not None and met:
+    if host is not None and len(invitations) == len(ranks):
         try:
             host.meet(invitations)
-        except (OSError, ValueError):  # ranks of containers, for example, which do not see one another's processes
-            met = False
-    everybody = control.allgather(met, everyone)
-    if host is not None and all(everybody[rank] for rank in ranks):
+        except (OSError, ValueError) as error:  # ranks of containers, for example, which see no others' processes
+            why = f"it does not reach the memory of the ranks beside it ({error}), as in containers of their own"
+    reasons = control.allgather(why, everyone)
+    if host is not None and not any(reasons[rank] for rank in ranks):
         return host
     if host is not None:
         host.arena.leave()
+    if is_required and (failed := [rank for rank in everyone if reasons[rank]]):
+        raise SMPUserError(
+            f"host_collectives is true, but rank {failed[0]} cannot share memory: {reasons[failed[0]]}; remove "
+            "host_collectives, and collectives go over gloo"
+        )
     return None
+
+
+def _opened(rank: int, ranks: Sequence[int]) -> tuple[Host | None, str]:
+    """This rank's part of its host, or why there is none; both are empty where it is alone on its host."""
+    if len(ranks) == 1:
+        return None, ""
+    if not is_possible():
+        return None, f"it needs Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    if len(ranks) > MOST_RANKS:
+        return None, f"its host has {len(ranks)} ranks, and at most {MOST_RANKS} can share memory"
+    try:
+        return Host(rank, ranks), ""
+    except (OSError, ValueError) as error:  # no such memory here, or no such address space
+        return None, f"its host has no memory for it ({error})"
 
 
 class HostCollectives(TorchCollectives):

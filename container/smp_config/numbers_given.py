@@ -1,0 +1,44 @@
+"""Types of numbers in settings, which accept numbers only: pydantic alone would take ``True`` and ``"8"`` silently."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from smp_config.errors import shown
+
+#: The largest whole number of a setting: what a rank counts with, in 64 bits.
+_LARGEST = 2**63 - 1
+
+
+def _whole_number(value: Any) -> Any:
+    """Accept 8 and 5e8, refuse True, "8" and 0.5: pydantic alone would take some of them silently."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a whole number, got {shown(value)} ({type(value).__name__})")
+    if isinstance(value, float) and (not math.isfinite(value) or value != int(value)):
+        raise ValueError(f"must be a whole number, got {value!r}")
+    if abs(value) > _LARGEST:
+        raise ValueError(f"must be a whole number of at most {_LARGEST}, got one of {_digits(value)} digits")
+    return int(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a number, got {shown(value)} ({type(value).__name__})")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"must be a number of at most {sys.float_info.max:g}, got one of {_digits(value)} digits")
+    if not math.isfinite(value):
+        raise ValueError(f"must be a number, got {value!r}")
+    return float(value)
+
+
+def _digits(value: float) -> int:
+    """About how many digits a whole number has; Python writes out no more than 4,300."""
+    return int(value).bit_length() * 30103 // 100000 + 1
+
+
+Whole = Annotated[int, BeforeValidator(_whole_number)]
+Real = Annotated[float, BeforeValidator(_number)]
