@@ -104,7 +104,7 @@ class TrainedModel(Hashable, Protocol):
     def pipeline(self) -> Pipeline | None:
         """Runs its steps, or None."""
 
-    def partition(self, microbatch: functools.partial[Any]) -> None:
+    def partition(self, microbatch: functools.partial[Any] | None, *, first_step: bool = True) -> None:
         """Decide which stage gets which module, if that has not been done."""
 
     def begin_step(self) -> None:

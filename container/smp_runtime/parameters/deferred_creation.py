@@ -306,8 +306,11 @@ def materialize(
         ) -> None:
             for meta, parameter in waiting.get(storage, ()):
                 take(parameter, _view_like(meta, {storage: real}))
+            made: dict[int, torch.Tensor] = {}  # one with several names stays one
             for owner, name, buffer in buffers.get(storage, ()):
-                owner._buffers[name] = _view_like(buffer, {storage: real}).to(device)
+                if id(buffer) not in made:
+                    made[id(buffer)] = _view_like(buffer, {storage: real}).to(device)
+                owner._buffers[name] = made[id(buffer)]
 
         end = deferral.replay(start, finished)
         before = (deferral.start, end)
