@@ -221,7 +221,7 @@ class Stages:
         self.leave()
 
     def drop_others(self) -> None:
-        """Free the parameters of other stages' modules; they keep their identity and shape, and have the type that they train in."""
+        """Free the parameters of other stages' modules; they keep identity and shape, and have the type that they train in."""
         part = self.part
         if part.stage_of is None or self.assignment is None:
             return

@@ -40,11 +40,17 @@ class Blueprint:
 
     Attributes:
         problem: why the model cannot be built anew, in words; empty if it can.
+        parameter_names: all names of each parameter, in the order of ``module.parameters()``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.problem = ""
+        named = list(module.named_parameters(remove_duplicate=False))
+        names: dict[int, list[str]] = {id(parameter): [] for _, parameter in named}
+        for name, parameter in named:
+            names[id(parameter)].append(name)
+        self.parameter_names = [tuple(found) for found in names.values()]
         self._shapes: list[ParameterShape] = []
         self._kept: list[tuple[nn.Module, type, dict[str, Any]]] = []
         self._settings: dict[int, dict[str, Any]] = {}

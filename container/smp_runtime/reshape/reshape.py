@@ -189,15 +189,13 @@ class _Move:
             if former is not None and (tuple(former.shape), former.dtype) == (record.shape, dtype):
                 continue
             made = torch.zeros(record.shape, dtype=dtype, device="cpu")
-            for part in module.modules() if former is not None else ():
+            if leaf not in owner._buffers:
+                vars(owner).pop(leaf, None)
+                owner.register_buffer(leaf, made, persistent=(UNSAVED, name) not in self._found.dtypes)
+            owner._buffers[leaf] = made
+            for part in module.modules() if former is not None else ():  # under its other names, too
                 for key in [key for key, buffer in part._buffers.items() if buffer is former]:
                     part._buffers[key] = made
-            if (UNSAVED, name) in self._found.dtypes:
-                owner._non_persistent_buffers_set.add(leaf)
-            else:
-                owner._non_persistent_buffers_set.discard(leaf)
-            vars(owner).pop(leaf, None)
-            owner._buffers[leaf] = made
 
     def _partition(self) -> None:
         """Decide which stage gets which module, so that whatever the script reads next is in its place.

@@ -52,7 +52,9 @@ class LastMicrobatch:
         if self._step is not None and self._step() is step and course == self._course:
             return
         self._step = None
-        with contextlib.suppress(RuntimeError, TypeError):  # of tensors without strides, and containers of the script's own
+        with contextlib.suppress(
+            RuntimeError, TypeError
+        ):  # of tensors without strides, and containers of the script's own
             self._arguments = mapped(_remembered, (microbatch.args, microbatch.keywords))
             self._step, self._course = weakref.ref(step), course
 
