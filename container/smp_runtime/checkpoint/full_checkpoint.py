@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.checkpoint.export import Planned, write_streamed
-from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, FoundCheckpoint, Manifest, Piece
-from smp_runtime.checkpoint.files.name_translation import Translate, names_of_each, record_of, renamed
+from smp_runtime.checkpoint.files.manifest import FoundCheckpoint
+from smp_runtime.checkpoint.files.name_translation import Translate, renamed
 from smp_runtime.checkpoint.files.opened_files import refuse_other_kinds
-from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.transformers_format import (
     PICKLED,
     SAFETENSORS,
@@ -39,6 +38,14 @@ from smp_runtime.checkpoint.files.whole_file import (
     write_tensors,
 )
 from smp_runtime.checkpoint.folder_transaction import failure_of, refuse_if_any_failed, words_of
+from smp_runtime.checkpoint.full.full_loading import (
+    FullLoading,
+    FullReader,
+    WithStates,
+    check_has_masters,
+    load_full_settings,
+)
+from smp_runtime.checkpoint.full.named_optimizer import NamedState, fitted, with_names
 from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
 from smp_runtime.checkpoint.load_partial import Loading
 from smp_runtime.checkpoint.rank_agreement import met_by
@@ -46,7 +53,6 @@ from smp_runtime.comm.control import host_name
 from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.optim.whole_state import HALF_KEY
-from smp_runtime.tensors.nested import unshared
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -88,7 +94,7 @@ def save(
 
     optimizer_state = None
     try:
-        optimizer_state = optimizer.full_state_dict(gather_to_rank0=True) if optimizer is not None else None
+        optimizer_state = _state_of(session, model, optimizer, translates=translates)
     except Exception as error:  # whatever it is, the other ranks wait to be told
         failure = words_of(error)
     # Before weights are gathered: whoever failed would take no part.
@@ -127,6 +133,16 @@ def save(
             file.name,
             SAFETENSORS,
         )
+
+
+def _state_of(
+    session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, *, translates: bool
+) -> dict[str, Any] | None:
+    """The optimizer's whole state, on rank 0; every rank calls it."""
+    if optimizer is None:
+        return None
+    state = optimizer.full_state_dict(gather_to_rank0=True)
+    return with_names(session, model, optimizer, state, translates=translates)
 
 
 def resume(
@@ -181,13 +197,14 @@ def resume(
     if opened is None:
         raise AssertionError("files that cannot be opened are refused")
     plan, content, optimizer_state = opened.plan, opened.content, opened.optimizer_state
+    is_by_name = isinstance(plan, FullLoading)
     optimizer_file = folder / f"{tag}{OPTIMIZER}"
     if optimizer is not None and optimizer_state is None and session.ranks.rank == 0:
         logger.warning(
             "%s has no optimizer state beside it (%s): only the weights are loaded", file, optimizer_file.name
         )
     plan.load()
-    if optimizer is not None and optimizer_state is not None:
+    if optimizer is not None and optimizer_state is not None and not is_by_name:
         load_full_state(model, optimizer, optimizer_state)
     Positions.of(session.ranks).load(positions)
     return content
@@ -235,8 +252,14 @@ def _open(
     optimizer_state: dict[str, Any] | None = None
     refuse_other_kinds(optimizer_file)
     if optimizer is not None and optimizer_file.is_file():
-        optimizer_state = read_full_state(optimizer_file, optimizer)
+        optimizer_state = read_full_state(optimizer_file)
         ids[str(optimizer_file)] = optimizer_state.pop(SAVE_ID, None)
+        found = fitted(session, model, optimizer, optimizer_state, str(optimizer_file))
+        if isinstance(found, NamedState):
+            with_states = WithStates(optimizer, found, str(optimizer_file))
+            plan = plan_weights(session, model, file, translate_function, strict=strict, states=with_states)
+        else:
+            optimizer_state = found
     refuse_other_saves(ids)
     return _Opened(plan, content, optimizer_state, next((found for found in ids.values() if found), None), positions)
 
@@ -287,7 +310,13 @@ def write_whole(
 
 
 def plan_weights(
-    session: Session, model: DistributedModel, path: Path, translate: Translate | None = None, *, strict: bool = True
+    session: Session,
+    model: DistributedModel,
+    path: Path,
+    translate: Translate | None = None,
+    *,
+    strict: bool = True,
+    states: WithStates | None = None,
 ) -> Loading:
     """Full weights on their way into a model of any topology: checked; ``load()`` of the result loads them.
 
@@ -297,6 +326,7 @@ def plan_weights(
         path: a file of ``torch.save`` or of safetensors, an index of shards, or a folder of Transformers.
         translate: applied to the state first.
         strict: whether the names must agree exactly.
+        states: of the optimizer, which is loaded along.
 
     Raises:
         CheckpointError: a file is missing or damaged, or it is of another model.
@@ -306,42 +336,18 @@ def plan_weights(
         state = translate(state)
     reader = FullReader(path, renamed(state, model.module), model)
     checkpoint = FoundCheckpoint(path.name, path, reader.manifest)
-    return Loading(session, checkpoint, model, None, strict=strict, states=False, reader=reader)
+    if states is None:
+        return Loading(session, checkpoint, model, None, strict=strict, states=False, reader=reader)
+    moved = {former: name for name, former in renamed({name: name for name in state}, model.module).items()}
+    reader.add_states(states, moved)
+    return FullLoading(session, checkpoint, model, states, strict=strict, reader=reader)
 
 
-class FullReader(CheckpointReader):
-    """A whole state as if it were a partial checkpoint of one rank.
-
-    Args:
-        path: where it is from, for messages.
-        state: tensors by name, and objects of modules with a state of their own making.
-        model: that will be loaded; of names that mean one tensor there, the first counts.
-    """
-
-    def __init__(self, path: Path, state: Mapping[str, Any], model: DistributedModel) -> None:
-        first_of = {name: record.name for record in model.registry for name in record.names}
-        objects = [name for name in state if name.rpartition(".")[2] == "_extra_state"]
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in state.items():
-            first = first_of.get(name, name)
-            if isinstance(value, torch.Tensor) and name not in objects and not (first != name and first in state):
-                tensors[name] = value
-        manifest = Manifest(
-            path.name,
-            parameters={first: record_of(state[first], tuple(others)) for first, *others in names_of_each(tensors)},
-        )
-        manifest.pieces[path.name] = {MODULE: dict.fromkeys(manifest.parameters, Piece())}
-        if objects:
-            manifest.pieces[path.name][EXTRA] = dict.fromkeys(objects, Piece(whole_object=True))
-        super().__init__(path, manifest)
-        self._files[path.name] = {"module": dict(state)}
-
-
-def read_full_state(file: Path, optimizer: DistributedOptimizer) -> dict[str, Any]:
-    """A file of an optimizer's full state, its tensors still on the disk, after comparing it with ``optimizer``.
+def read_full_state(file: Path) -> dict[str, Any]:
+    """A file of an optimizer's full state, its tensors still on the disk.
 
     Raises:
-        CheckpointError: it is damaged, or of other parameter groups.
+        CheckpointError: it is damaged.
     """
     state = map_file(file)
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
@@ -349,13 +355,6 @@ def read_full_state(file: Path, optimizer: DistributedOptimizer) -> dict[str, An
         raise CheckpointError(
             f"{file} holds no state of an optimizer, but a {type(state).__name__} without 'state' and 'param_groups'; save "
             "optimizer.state_dict(), or pass load_optimizer=False"
-        )
-    there = [len(group["params"]) for group in groups]
-    here = [len(parameters) for parameters in optimizer.original_groups()]
-    if here != there:
-        raise CheckpointError(
-            f"the optimizer state in {file} has {len(there)} groups with {there} parameters, but the optimizer has {here}; "
-            "build it from the same parameter groups as when it was saved, or pass load_optimizer=False"
         )
     return dict(state)
 
@@ -368,17 +367,11 @@ def load_full_state(model: DistributedModel, optimizer: DistributedOptimizer, st
     if model.partitioned:
         optimizer.load_state_dict(state)
         return
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update(unshared({key: value for key, value in saved.items() if key != "params"}))
-    half = dict(state.get(HALF_KEY) or {})
-    optimizer.load_loss_scale(half.pop("loss_scaler", None))
+    load_full_settings(optimizer, state)
+    half = {key: value for key, value in (state.get(HALF_KEY) or {}).items() if key != "loss_scaler"}
 
     def load() -> None:
-        if model.precision.is_half and not optimizer.updates(model):
-            raise CheckpointError(
-                "the state of a resumed optimizer, with the float32 weights, cannot be loaded: the model was partitioned, and the "
-                "optimizer has none of its parameters; create it from model.parameters() of the wrapped model"
-            )
+        check_has_masters(model, optimizer)
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": saved["params"]}
             for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)

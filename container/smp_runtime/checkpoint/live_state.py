@@ -97,9 +97,9 @@ def masters(model: DistributedModel) -> Iterator[Holding]:
 
 
 def buffers(model: DistributedModel) -> Iterator[Holding]:
-    """This stage's buffers that belong to the state."""
+    """This stage's buffers that belong to the state, under each of their names."""
     persistent = set(model.module.state_dict(keep_vars=True))
-    for name, buffer in model.local_named_buffers():
+    for name, buffer in model.local_named_buffers(remove_duplicate=False):
         if name in persistent:
             yield Holding(name, buffer, Region.of(tuple(buffer.shape)))
 

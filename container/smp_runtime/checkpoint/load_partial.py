@@ -106,7 +106,8 @@ class Loading:
                 shapes.append(f"{name} is {list(shape)} here and {list(found.shape)} there")
             else:
                 self._of[name] = found
-        unexpected = self._names.unused(self._of.values())
+        known = self._names.unused(self._of.values())
+        unexpected = [name for name in known if name not in self._in_no_state()]
         unexpected = [name for name in unexpected if not any(s.startswith(f"{name} is ") for s in shapes)]
         if shapes or (self._strict and (missing or unexpected)):
             raise CheckpointError(
@@ -127,6 +128,10 @@ class Loading:
             logger.warning(
                 "%s is loaded without %s; not used of it: %s", self._title, _some(missing), _some(unexpected)
             )
+
+    def _in_no_state(self) -> Container[str]:
+        """Tensors that are read in another way than by the names of a ``state_dict``."""
+        return ()
 
     def _check_groups(self, entries: Sequence[Updated], count: int) -> None:
         """Make sure that the optimizer has the parameter groups that were saved.
@@ -357,8 +362,7 @@ class Loading:
                 bounds = entry.region.cuts if entry.region.axis is not None else None
                 state[key] = _own(self.reader.object(key, found.sources[0], bounds), entry.updated, on_device)
                 continue
-            dtype = self.reader.dtype_of(key, found.sources[0])
-            dtype = entry.updated.dtype if dtype.is_floating_point else dtype
+            dtype = self._state_type(self.reader.dtype_of(key, found.sources[0]), entry.updated.dtype)
             target = former.get(key)
             if not isinstance(target, torch.Tensor) or target.shape != entry.updated.shape or target.dtype != dtype:
                 former.pop(key, None)
@@ -369,6 +373,10 @@ class Loading:
             optimizer.optimizer.state[entry.updated] = state
         else:
             optimizer.optimizer.state.pop(entry.updated, None)
+
+    def _state_type(self, saved: torch.dtype, updated: torch.dtype) -> torch.dtype:
+        """In which type a state is kept: as PyTorch loads it, that of what is updated."""
+        return updated if saved.is_floating_point else saved
 
 
 def always(key: str) -> Callable[[str], str]:

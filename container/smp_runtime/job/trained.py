@@ -110,7 +110,7 @@ class TrainedModel(Hashable, Protocol):
     def adopt_writes(self) -> None:
         """Let training continue from what the script has written into parameters."""
 
-    def partition(self, microbatch: functools.partial[Any]) -> None:
+    def partition(self, microbatch: functools.partial[Any] | None, *, first_step: bool = True) -> None:
         """Decide which stage gets which module, if that has not been done."""
 
     def begin_step(self) -> None:

@@ -222,21 +222,17 @@ class DistributedModel(WrappedModule):
 
     # -- the partition ---------------------------------------------------------------------------------------------
 
-    def partition(self, microbatch: functools.partial[Any]) -> None:
-        """Decide which stage gets which module, if that has not been done; every rank calls it in its first step.
-
-        Args:
-            microbatch: runs the step function on the first microbatch, to trace it.
-        """
+    def partition(self, microbatch: functools.partial[Any] | None, *, first_step: bool = True) -> None:
+        """Decide which stage gets which module, if that has not been done; every rank calls it, see :meth:`.Stages.decide`."""
         if self.partitioned:
             return
         if torch.is_inference_mode_enabled():  # what is made now must serve training later
             with torch.inference_mode(False), torch.no_grad():
-                self.partition(microbatch)
+                self.partition(microbatch, first_step=first_step)
             return
         training = self.training
         try:
-            assignment = self._stages.decide(microbatch)
+            assignment = self._stages.decide(microbatch, first_step=first_step)
         finally:
             self.training = training  # the step function may switch it; tracing puts back what is inside
         self.adopt(assignment)

@@ -90,9 +90,13 @@ class LocalPart:
         """Parameters of this rank."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of this rank, with names."""
-        return ((name, b) for name, b in self.module.named_buffers() if self.has_tensor(name))
+    def named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers of this rank, with names; of one with several names only the first on this rank, or all of them."""
+        seen: set[int] = set()
+        for name, buffer in self.module.named_buffers(remove_duplicate=False):
+            if self.has_tensor(name) and not (remove_duplicate and id(buffer) in seen):
+                seen.add(id(buffer))
+                yield name, buffer
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Buffers of this rank."""

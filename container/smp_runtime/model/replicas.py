@@ -100,6 +100,11 @@ class Replicas:
         if mine != source:
             self._placed.refresh()
 
+    def agree(self) -> None:
+        """Bring weights and buffers to what the next training step would begin with; all data parallel ranks call it."""
+        self.share_loaded_state()
+        self._refresh_buffers()
+
     def follow_loads(self) -> None:
         """Any ``load_state_dict`` inside the model, also of a submodule, reaches master weights and replicas."""
         weak = weakref.ref(self)

@@ -89,23 +89,29 @@ class Stages:
         session.after_step.append(lambda _: watch.end_step())
         session.at_leave.append(watch.close)
 
-    def decide(self, microbatch: functools.partial[Any]) -> Assignment:
-        """Decide which stage gets which module, tracing the microbatch; every rank calls it in its first step."""
+    def decide(self, microbatch: functools.partial[Any] | None, *, first_step: bool = True) -> Assignment:
+        """Decide which stage gets which module, tracing the microbatch; every rank calls it.
+
+        Args:
+            microbatch: runs the step function on the first microbatch, to trace it; None partitions without tracing.
+            first_step: whether every rank has a microbatch with values; otherwise rank 0 has one without.
+        """
         ranks, module = self._ranks, self.part.module
         device = ranks.device if self._tracing.device == "gpu" else torch.device("cpu")
         is_meta = any(parameter.is_meta for parameter in module.parameters())
         # Shapes are all that there is before the parameters are created.
         inputs_on = torch.device("meta") if is_meta else device
-        tracing_stage = ranks.cfg.tracing_rank or 0
+        tracing_stage = (ranks.cfg.tracing_rank or 0) if first_step else 0
+        measures = first_step and not ranks.cfg.deterministic
         tracing_rank = ranks.topology.group_of(Group.PP, 0)[tracing_stage]
         assignment = decide(
             module,
             Tracing(
-                functools.partial(self._traced_run, microbatch, inputs_on),
+                None if microbatch is None else functools.partial(self._traced_run, microbatch, inputs_on),
                 device,
                 # Measured numbers are others in each run, and with them the cuts.
-                self._tracing.times and not ranks.cfg.deterministic,
-                self._tracing.memory and not ranks.cfg.deterministic,
+                self._tracing.times and measures,
+                self._tracing.memory and measures,
                 recomputed_parts(module),
                 contextlib.nullcontext if is_meta else functools.partial(_wholly_on, module, device),
             ),
@@ -215,7 +221,7 @@ class Stages:
         self.leave()
 
     def drop_others(self) -> None:
-        """Free the parameters of other stages' modules; they keep their identity, shape and type."""
+        """Free the parameters of other stages' modules; they keep identity and shape, and have the type that they train in."""
         part = self.part
         if part.stage_of is None or self.assignment is None:
             return
@@ -229,10 +235,13 @@ class Stages:
         local = {id(parameter) for parameter in part.parameters()}
         for record in part.registry:
             if id(record.parameter) not in local:
+                dtype = self.precision.type_of(record.parameter)
                 if id(record.parameter) in scripted:
-                    make_absent_in_place(record.parameter, record.name, record.placement.stage)
+                    make_absent_in_place(record.parameter, record.name, record.placement.stage, dtype)
                 else:
-                    _make_absent(record)
+                    _make_absent(record, dtype)
+        # A module may ask for the type of what another stage has.
+        self.precision.convert_buffers(module for path, module in modules.items() if not part.has(path))
 
     def created(self) -> Callable[[nn.Parameter, torch.Tensor], None] | None:
         """What gives parameters that are created late their values: on a stage, only its own; None where all get them."""
@@ -295,11 +304,12 @@ def _wholly_on(module: nn.Module, device: torch.device) -> Iterator[None]:
             owner._buffers[name] = buffer
 
 
-def _make_absent(record: ParameterRecord) -> None:
+def _make_absent(record: ParameterRecord, dtype: torch.dtype) -> None:
     """Free a parameter of another stage; what is left tells its name and stage where it is used."""
     record.parameter.grad = None
     try:
-        swap_contents(record.parameter, absent_parameter(record.parameter, record.name, record.placement.stage))
+        stand_in = absent_parameter(record.parameter, record.name, record.placement.stage, dtype)
+        swap_contents(record.parameter, stand_in)
     except RuntimeError as error:
         raise SMPUserError(
             f"parameter {record.name} lies on pipeline stage {record.placement.stage}, but this rank cannot free it ({error}): "

@@ -113,9 +113,9 @@ class WrappedModule(nn.Module):
         """Buffers of this rank's stage."""
         return self._part.buffers()
 
-    def local_named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def local_named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers of this rank's stage, with names."""
-        return self._part.named_buffers()
+        return self._part.named_buffers(remove_duplicate=remove_duplicate)
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""

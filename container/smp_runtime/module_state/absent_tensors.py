@@ -200,15 +200,15 @@ class AbsentAttributes:
         self._former.clear()
 
 
-def absent_parameter(parameter: nn.Parameter, name: str, stage: int) -> AbsentParameter:
-    """The stand-in for a parameter, with its shape, type and ``requires_grad``."""
-    made: AbsentParameter = _stand_in(AbsentParameter, parameter, f"parameter {name}", stage)
+def absent_parameter(parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype) -> AbsentParameter:
+    """The stand-in for a parameter, with its shape and ``requires_grad``, and the type that it has on its stage."""
+    made: AbsentParameter = _stand_in(AbsentParameter, parameter, f"parameter {name}", stage, dtype)
     return made
 
 
-def make_absent_in_place(parameter: nn.Parameter, name: str, stage: int) -> None:
+def make_absent_in_place(parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype) -> None:
     """The same for a parameter that C++ holds too, as those of TorchScript, so that it cannot be swapped."""
-    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    parameter.data = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
     made: Any = parameter
     made.__class__ = AbsentParameter
     made.absent_name, made.absent_stage = f"parameter {name}", stage
@@ -222,10 +222,10 @@ def absent_attributes_of(module: nn.Module, path: str, stage: int) -> None:
             vars(module)[name] = _stand_in(AbsentTensor, value.detach(), where, stage)
 
 
-def _stand_in(kind: type, like: torch.Tensor, name: str, stage: int) -> Any:
+def _stand_in(kind: type, like: torch.Tensor, name: str, stage: int, dtype: torch.dtype | None = None) -> Any:
     with _Plainly():
         # Not of a subclass, whose own functions would see it.
-        empty = torch.empty_like(like, device="meta", requires_grad=False).as_subclass(torch.Tensor)
+        empty = torch.empty_like(like, dtype=dtype, device="meta", requires_grad=False).as_subclass(torch.Tensor)
         made: Any = make_subclass(kind, empty, like.requires_grad)
     made.absent_name, made.absent_stage = name, stage
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,11 +40,17 @@ class Blueprint:
 
     Attributes:
         problem: why the model cannot be built anew, in words; empty if it can.
+        parameter_names: all names of each parameter, in the order of ``module.parameters()``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.problem = ""
+        named = list(module.named_parameters(remove_duplicate=False))
+        names: dict[int, list[str]] = {id(parameter): [] for _, parameter in named}
+        for name, parameter in named:
+            names[id(parameter)].append(name)
+        self.parameter_names = [tuple(found) for found in names.values()]
         self._shapes: list[ParameterShape] = []
         self._kept: list[tuple[nn.Module, type, dict[str, Any]]] = []
         self._settings: dict[int, dict[str, Any]] = {}
@@ -70,6 +76,17 @@ class Blueprint:
             self._shapes.append(shape)
         return numbers[id(parameter)]
 
+    def _shapes_by_now(self) -> list[ParameterShape]:
+        """Those of the parameters with the types that they have now, where the script's modules still have them."""
+        shapes = list(self._shapes)
+        for part, _, entries in self._kept:
+            registry = vars(part).get("_parameters")
+            for name, number in entries["_parameters"].items():
+                now = registry.get(name) if isinstance(registry, dict) else None
+                if number is not None and now is not None:
+                    shapes[number] = replace(shapes[number], dtype=now.dtype)
+        return shapes
+
     def modules(self) -> Iterator[nn.Module]:
         """Those that the script has given."""
         return (part for part, _, _ in self._kept)
@@ -86,7 +103,11 @@ class Blueprint:
         self._settings = {id(part): _plain(part) for part, _, _ in self._kept}
 
     def build(
-        self, parameter: Callable[[ParameterShape], nn.Parameter], buffer: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        parameter: Callable[[ParameterShape], nn.Parameter],
+        buffer: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        types_stay: bool = False,
     ) -> nn.Module:
         """The model as it was, with new parameters.
 
@@ -96,8 +117,9 @@ class Blueprint:
         Args:
             parameter: makes one.
             buffer: makes one in place of a buffer that had no values.
+            types_stay: whether parameters have the type that they have by now, which the script has given them.
         """
-        made = [parameter(shape) for shape in self._shapes]
+        made = [parameter(shape) for shape in (self._shapes_by_now() if types_stay else self._shapes)]
         buffers: dict[int, torch.Tensor] = {}  # new ones, by those that were there
         for part, kind, entries in self._kept:
             since = dict(vars(part))

@@ -11,10 +11,12 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.optim.whole_state import (
     HALF_KEY,
+    NAMES_KEY,
     copied,
     load_state,
     of_all_stages,
     own_parts,
+    refuse_other_parameters,
     whole_state,
     whole_values,
 )
@@ -53,10 +55,18 @@ class SavedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The full state, numbered and shaped as in one process without half precision.
 
+        Where tensor parallelism has put a model of its own in a Transformers model's place, numbers and shapes are those of its
+        parameters, whose names are under ``smp_param_names``; a full checkpoint has those of one process.
+
         With sharded state it is gathered over the data parallel group, with tensor and pipeline parallelism over the
         ranks of a replica, so every rank of these groups calls it.
         """
-        return self._gathered_state(to_first=False)
+        state = self._gathered_state(to_first=False)
+        if not self._session.module_manager.translate_functions:
+            return state
+        records = self._session.records
+        names = [[records[p].name if p in records else "" for p in dict.fromkeys(g)] for g in self.original_groups()]
+        return {**state, NAMES_KEY: names}
 
     def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
         """:meth:`state_dict` on every rank, or on the first rank of the job and nothing of worth elsewhere."""
@@ -126,8 +136,14 @@ class SavedOptimizer(torch.optim.Optimizer):
         Args:
             state_dict: from :meth:`state_dict` or :meth:`local_state_dict`.
             gather_if_shard: as scripts give it to the calls that save; a state says itself which of them it is from.
+
+        Raises:
+            CheckpointError: it is of other parameters.
         """
-        state = {key: value for key, value in state_dict.items() if key not in (PARTIAL_KEY, SHARD_KEY, HALF_KEY)}
+        besides = (PARTIAL_KEY, SHARD_KEY, HALF_KEY, NAMES_KEY)
+        state = {key: value for key, value in state_dict.items() if key not in besides}
+        if SHARD_KEY not in state_dict:
+            refuse_other_parameters(self._session.records, self._parameters(), state_dict)
         if HALF_KEY in state_dict:
             self.load_fp16_states(state_dict[HALF_KEY])
         if self._ranks.size(Group.TP) > 1 and SHARD_KEY not in state_dict:

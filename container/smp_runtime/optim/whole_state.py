@@ -126,6 +126,8 @@ def _of_shard(value: Any, parameter: nn.Parameter, shard: OptimizerShard | None,
 
 #: Master weights and loss scale inside a state.
 HALF_KEY = "fp16_states"
+#: Names of a state's parameters, by group, in the order of their numbers.
+NAMES_KEY = "smp_param_names"
 
 #: Names and places of parameters.
 Records = Mapping[nn.Parameter, ParameterRecord]
@@ -210,6 +212,39 @@ def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         return value.clone(memory_format=torch.contiguous_format) if stays else value
 
     return {**state, "state": tree_map(copy, state["state"])}
+
+
+def does_clash(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a value of the state is one of a parameter of as many dimensions, and of another shape."""
+    if not isinstance(value, torch.Tensor) or value.numel() < 2 or value.dim() != len(shape):
+        return False
+    return tuple(value.shape) != shape
+
+
+def refuse_other_parameters(records: Records, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]) -> None:
+    """Make sure that a state's numbers mean ``parameters``.
+
+    Raises:
+        CheckpointError: it is of parameters with other names or shapes.
+    """
+    what_else = (
+        "the optimizer's state belongs to other parameters than the optimizer has ({}): tensor parallelism has put others in "
+        "their place, here or where it was saved; load it with smp.resume_from_checkpoint from a full or partial checkpoint"
+    )
+    names = [name for group in state.get(NAMES_KEY, ()) for name in group]
+    for name, parameter in zip(names, parameters, strict=False):
+        if parameter in records and name not in records[parameter].names:
+            raise CheckpointError(what_else.format(f"{name} in the place of {records[parameter].name}"))
+    numbers = dict.fromkeys(number for group in state["param_groups"] for number in group["params"])
+    for number, parameter in zip(numbers, parameters, strict=False):
+        record = records.get(parameter)
+        shapes = {tuple(parameter.shape), tuple(parameter.shape if record is None else record.shape)}
+        for key, value in state["state"].get(number, {}).items():
+            if all(does_clash(value, shape) for shape in shapes):
+                name = f"parameter {number}" if record is None else record.name
+                raise CheckpointError(
+                    what_else.format(f"{key} of {name} is {list(value.shape)}, not {list(max(shapes))}")
+                )
 
 
 def names_by_index(session: Session) -> list[dict[int, str]]:

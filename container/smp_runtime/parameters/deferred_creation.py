@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -306,8 +306,7 @@ def materialize(
         ) -> None:
             for meta, parameter in waiting.get(storage, ()):
                 take(parameter, _view_like(meta, {storage: real}))
-            for owner, name, buffer in buffers.get(storage, ()):
-                owner._buffers[name] = _view_like(buffer, {storage: real}).to(device)
+            _place_buffers(buffers.get(storage, ()), {storage: real}, device)
 
         end = deferral.replay(start, finished)
         before = (deferral.start, end)
@@ -319,6 +318,15 @@ def materialize(
 
 #: Its module, its name there, and the tensor as it was recorded.
 _Buffer = tuple[nn.Module, str, torch.Tensor]
+
+
+def _place_buffers(buffers: Iterable[_Buffer], real: Mapping[int, torch.Tensor], device: torch.device) -> None:
+    """Give modules their buffers; one with several names stays one."""
+    made: dict[int, torch.Tensor] = {}
+    for owner, name, buffer in buffers:
+        if id(buffer) not in made:
+            made[id(buffer)] = _view_like(buffer, real).to(device)
+        owner._buffers[name] = made[id(buffer)]
 
 
 def _buffers_of(deferral: Deferral, module: nn.Module) -> dict[int, list[_Buffer]]:

@@ -76,11 +76,23 @@ class Precision:
                 if parameter.requires_grad:
                     masters[parameter] = get_data(parameter).float()  # with a version counter of its own
                 parameter.data = parameter.data.to(self.compute)
-        for owner in owners:
+        self.convert_buffers(owners)
+        return masters
+
+    def convert_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Cast the floating point buffers that the modules hold directly, but for rotary frequencies."""
+        if self.compute is None:
+            return
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one with several names stays one
+        for owner in modules:
             for name, buffer in owner.named_buffers(recurse=False):
                 if buffer.is_floating_point() and not is_rotary(name):
-                    setattr(owner, name, buffer.to(self.compute))
-        return masters
+                    _, cast = made.setdefault(id(buffer), (buffer, buffer.to(self.compute)))
+                    setattr(owner, name, cast)
+
+    def type_of(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the type that a parameter has where it is, once it was converted."""
+        return self.compute or parameter.dtype if parameter.is_floating_point() else parameter.dtype
 
     @contextlib.contextmanager
     def keeping_rotary(self, module: nn.Module) -> Iterator[None]:

@@ -76,7 +76,16 @@ class LiveLoading(Loading):
         super().load_named(only)
         for name, buffer in self._unsaved():
             if only is None or name in only:
-                self._live.fill(buffer, Region.of(tuple(buffer.shape)), UNSAVED, name)
+                values = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+                self._live.fill(values, Region.of(tuple(buffer.shape)), UNSAVED, name)
+                buffer.copy_(values)
+
+    def _in_no_state(self) -> Container[str]:
+        return {name for name in self.manifest.buffers if not self.reader.holds(MODULE, name)}
+
+    def _state_type(self, saved: torch.dtype, updated: torch.dtype) -> torch.dtype:
+        """The optimizer's own choice stays: it may keep float32 states of bfloat16 weights."""
+        return saved
 
     def _batches(self) -> Iterator[set[str]]:
         """Names of parameters and buffers, the same on all ranks, in batches."""
@@ -142,8 +151,8 @@ class LiveLoading(Loading):
     def _unsaved(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers of this rank that are in no state, and that some rank has had."""
         saved = set(self._model.module.state_dict(keep_vars=True))
-        for name, buffer in self._model.local_named_buffers():
+        for name, buffer in self._model.local_named_buffers(remove_duplicate=False):
             record = self.manifest.buffers.get(name)
             is_held = name not in saved and record is not None and self.reader.holds(UNSAVED, name)
-            if is_held and record is not None and tuple(buffer.shape) == record.shape and buffer.is_contiguous():
+            if is_held and record is not None and tuple(buffer.shape) == record.shape:
                 yield name, buffer

@@ -83,7 +83,7 @@ class Offer:
                     made.buffers[holding.name] = TensorRecord(
                         holding.region.shape, _dtype(holding.tensor), stage=stage, trained=False
                     )
-        for name, buffer in model.local_named_buffers():
+        for name, buffer in model.local_named_buffers(remove_duplicate=False):
             if name not in made.buffers and not buffer.is_meta:
                 made.tensors[UNSAVED, name] = (Piece(), buffer.detach().reshape(-1))
                 made.buffers[name] = TensorRecord(tuple(buffer.shape), _dtype(buffer), stage=stage, trained=False)

@@ -25,7 +25,8 @@ from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.parameters.deferred_creation import Deferrals, deferring
 from smp_runtime.reshape.live_loading import LiveLoading
 from smp_runtime.reshape.moving import LiveReader
-from smp_runtime.reshape.offers import Catalogue, Offer, catalogue
+from smp_runtime.reshape.offers import UNSAVED, Catalogue, Offer, catalogue
+from smp_runtime.step.last_microbatch import LastMicrobatch
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -53,8 +54,8 @@ class Reshaped:
 
     Attributes:
         parameters: all settings that are in force now.
-        seconds: it took, on this rank; with a pipeline that is traced anew, without what the next step does for it.
-        received_bytes: that came to this rank from others; grows in the next step where that traces a pipeline anew.
+        seconds: it took, on this rank.
+        received_bytes: that came to this rank from others.
     """
 
     parameters: dict[str, Any]
@@ -68,8 +69,8 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
     Weights, float32 weights, optimizer state and buffers move from the ranks that have them to those that want them, each
     element once. What ``smp.data`` reads goes on at the same place, with the same number of samples in all ranks' batches
     together. Wrapped model and optimizer stay the same objects, with schedulers, hooks, modes and the loss scale; parameters
-    are new ones. Where pipeline stages change, the next step traces the model, and tensors move then. Random numbers go on
-    from those of each rank.
+    are new ones. Where pipeline stages change, the last training step is traced without values to decide the partition.
+    Random numbers go on from those of each rank.
 
     Args:
         parameters: settings that change, such as ``{"pipeline_parallel_degree": 2, "tensor_parallel_degree": 1}``.
@@ -95,6 +96,7 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
         Saver.of(session).wait()
         offer, problem = Offer(), ""
         if model is not None:
+            model._replicas.agree()  # noqa: SLF001 - what one rank has of a replica stands for all that have it
             try:
                 offer = Offer.of(session, model, optimizer)
             except SMPUserError as error:
@@ -147,6 +149,9 @@ class _Move:
         self._assignment = model.assignment
         self._stages = session.ranks.size(Group.PP)
         self._degree = session.ranks.size(Group.TP)
+        own = {id(part) for part in model.blueprint.modules()}
+        #: Where the script's own modules are; in other places tensor parallelism has put some with buffers of their own.
+        self._own = {path for path, part in model.module.named_modules(remove_duplicate=False) if id(part) in own}
         self._loading: LiveLoading
         self._reader: LiveReader
 
@@ -164,23 +169,68 @@ class _Move:
             optimizer.release()
         session.regroup(parameters)
         with _same_random_numbers(session), deferring(session.ranks.keep(Deferrals, Deferrals)):
-            module = model.blueprint.build(_parameter, torch.zeros_like)
+            # In half precision training the types of now are not the script's, whose weights begin in float32.
+            types_stay = not model.precision.is_half
+            module = model.blueprint.build(_parameter, torch.zeros_like, types_stay=types_stay)
+            self._follow_buffers(module)
         with _same_random_numbers(session):
             model.rebuild(module)
             reader = LiveReader(session.ranks, self._found, self._offer)
             if optimizer is not None:
                 optimizer.take_over(model, LiveLoading(session, model, None, reader).groups(self._groups))
             loading = LiveLoading(session, model, optimizer, reader)
-            if (assignment := self._same_stages()) is not None:
-                model.adopt(assignment)
+            self._partition()
         self._loading, self._reader = loading, reader
 
     def fill(self) -> None:
-        """Move all tensors to where they are wanted, now or as soon as that is known."""
-        if self._model.partitioned:
-            self._load()
-        else:
-            self._model.load_when_partitioned(self._load)
+        """Move all tensors to where they are wanted."""
+        self._loading.load_tensors()
+        self._outcome.received_bytes = self._reader.received
+
+    def _follow_buffers(self, module: nn.Module) -> None:
+        """Let the script's modules have the buffers that they have by now, without values: new ones, and others' shape and type."""
+        for name, record in self._found.manifest.buffers.items():
+            path, _, leaf = name.rpartition(".")
+            if path not in self._own:
+                continue
+            owner, dtype = module.get_submodule(path), getattr(torch, record.dtype)
+            former = owner._buffers.get(leaf)
+            if former is not None and (tuple(former.shape), former.dtype) == (record.shape, dtype):
+                continue
+            made = torch.zeros(record.shape, dtype=dtype, device="cpu")
+            if leaf not in owner._buffers:
+                vars(owner).pop(leaf, None)
+                owner.register_buffer(leaf, made, persistent=(UNSAVED, name) not in self._found.dtypes)
+            owner._buffers[leaf] = made
+            for part in module.modules() if former is not None else ():  # under its other names, too
+                for key in [key for key, buffer in part._buffers.items() if buffer is former]:
+                    part._buffers[key] = made
+
+    def _partition(self) -> None:
+        """Decide which stage gets which module, so that whatever the script reads next is in its place.
+
+        Raises:
+            SMPUserError: the model cannot be partitioned for this number of stages; the same on all ranks.
+        """
+        model, ranks = self._model, self._session.ranks
+        if model.partitioned:
+            return
+        if (assignment := self._same_stages()) is not None:
+            model.adopt(assignment)
+            return
+        again = ranks.keep(LastMicrobatch, LastMicrobatch).again()
+        with torch.enable_grad():
+            try:
+                model.partition(again, first_step=False)
+            except Exception as error:  # decided on one rank, and so the same on all
+                if ranks.rank == 0:
+                    logger.warning(
+                        "the step cannot be traced without the values of a batch (%s: %s), so the model is partitioned by its "
+                        "modules alone, as with skip_tracing",
+                        type(error).__name__,
+                        str(error).partition("\n")[0],
+                    )
+                model.partition(None, first_step=False)
 
     def _same_stages(self) -> Assignment | None:
         """The former partition, if it can stay."""
@@ -192,10 +242,6 @@ class _Move:
         except SMPUserError:
             return None
         return former
-
-    def _load(self) -> None:
-        self._loading.load_tensors()
-        self._outcome.received_bytes = self._reader.received
 
 
 def _parameter(shape: ParameterShape) -> nn.Parameter:
@@ -275,6 +321,12 @@ def _why_not(session: Session, model: DistributedModel, wanted: ModelParallelPar
         return "model.cpu() has moved the model away; call model.cuda() first"
     if model.blueprint.problem:
         return f"the model cannot be built anew: {model.blueprint.problem}"
+    known = {id(record.parameter) for record in model.registry}
+    if added := [name for name, parameter in model.module.named_parameters() if id(parameter) not in known]:
+        return (
+            f"the model got {len(added)} parameters after it was wrapped ({', '.join(added[:3])}), which it would lose; add them "
+            "before smp.DistributedModel"
+        )
     degree = session.ranks.size(Group.TP)
     own = next((type(part).__name__ for part in model.blueprint.modules() if isinstance(part, DistributedModule)), "")
     if own and wanted.tensor_parallel_degree != degree:

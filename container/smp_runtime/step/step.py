@@ -17,6 +17,7 @@ from smp_runtime.errors import SMPTypeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport.messages import StepKind
 from smp_runtime.step.first_stage_inputs import Arguments, FirstStageInputs, probe
+from smp_runtime.step.last_microbatch import LastMicrobatch
 from smp_runtime.step.microbatches import StepOutput, batch_samples, merge_outputs, shapes_in, split_argument
 from smp_runtime.tensors.determinism import explaining
 from smp_runtime.tensors.nested import leaves_of
@@ -145,6 +146,8 @@ class StepFunction:
         trained = [model.finish_step() for model in models]
         merged = merge_outputs(returned, detach=self._detach)
         if any(trained):
+            first = microbatches[0]
+            ranks.keep(LastMicrobatch, LastMicrobatch).note(self, first, shapes_in(first.args, first.keywords))
             replicas = session.ranks.size(Group.RDP if session.ranks.cfg.prescaled_batch else Group.DP)
             session.progress.note_samples(batch_samples(values, axes) * replicas)
             session.progress.note_loss(first_scalar(merged))

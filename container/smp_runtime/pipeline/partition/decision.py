@@ -32,7 +32,8 @@ logger = logging.getLogger("smp")
 class Tracing:
     """How the tracing step runs."""
 
-    run: Callable[[], object]  # the step function with the first microbatch
+    #: The step function with the first microbatch; None partitions without tracing.
+    run: Callable[[], object] | None
     device: torch.device  # where it runs
     times: bool = False  # whether execution times are measured
     memory: bool = False  # whether activation memory is measured, not estimated
@@ -152,6 +153,8 @@ def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane, failures
     before = {name: id(parameter) for name, parameter in module.named_parameters()}
     failure, others, told = "", False, None
     try:
+        if tracing.run is None:
+            raise SMPUserError("its script has not called a training step whose arguments still exist")
         with tracing.placed():
             settle(module, tracing.run)
         others = {name: id(parameter) for name, parameter in module.named_parameters()} != before
@@ -265,7 +268,7 @@ def _warn_of_idle(assignment: Assignment, trace: Trace, how: str) -> None:
 
 
 def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParameters) -> Trace:
-    if parameters.skip_tracing:
+    if parameters.skip_tracing or tracing.run is None:
         return untraced(module)
     try:
         with tracing.placed():

@@ -1,0 +1,257 @@
+"""The optimizer's state in a full checkpoint: numbered as in one process, with the names that belong to the numbers.
+
+Numbers follow the order of ``model.parameters()``, which tensor parallelism changes where it puts a model of its own in another
+one's place, as it does names and shapes. Names tell which values belong together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from smp_runtime.checkpoint.files.manifest import TensorRecord
+from smp_runtime.checkpoint.files.name_translation import Traced
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.optim.whole_state import HALF_KEY, NAMES_KEY, does_clash
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+    from smp_runtime.model.distributed_model import DistributedModel
+    from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+
+class Named(NamedTuple):
+    """A parameter of the optimizer, as one process has it."""
+
+    name: str
+    made: Traced  # of this model's parameters
+
+
+@dataclass(frozen=True)
+class NamedState:
+    """A state of an optimizer that is read by names.
+
+    Attributes:
+        names: of the parameters, by group.
+        state: with ``"state"``, ``"param_groups"`` and perhaps the float32 weights.
+    """
+
+    names: list[list[str]]
+    state: Mapping[str, Any]
+
+    def by_name(self) -> dict[str, dict[str, Any]]:
+        """The state of each parameter that has any."""
+        numbers = [number for group in self.state["param_groups"] for number in group["params"]]
+        flat = itertools.chain.from_iterable(self.names)
+        states = self.state["state"]
+        return {name: states[number] for name, number in zip(flat, numbers, strict=True) if number in states}
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def groups_here(model: DistributedModel, optimizer: DistributedOptimizer) -> list[list[str]] | None:
+    """Names of the optimizer's parameters in its order, by group; None if some are no parameters of the model."""
+    try:
+        return [
+            [model.registry.record_of(parameter).name for parameter in dict.fromkeys(group)]
+            for group in optimizer.original_groups()
+        ]
+    except SMPUserError:
+        return None
+
+
+def groups_of_one_process(
+    session: Session, model: DistributedModel, here: Sequence[Sequence[str]]
+) -> list[list[Named]] | None:
+    """The optimizer's parameters as one process has them, in the model's order; None where they are those of this job.
+
+    Args:
+        here: from :func:`groups_here`.
+    """
+    ours: dict[str, Traced] = {}
+    for record in model.registry:
+        dtype = str(record.parameter.dtype).removeprefix("torch.")
+        leaf = Traced.leaf(record.name, TensorRecord(tuple(record.shape), dtype, record.aliases))
+        ours |= dict.fromkeys(record.names, leaf)
+    theirs = session.module_manager.translated(ours, model.module)
+    if all(ours.get(name) is made for name, made in theirs.items()):
+        return None
+    owner = {name: index for index, group in enumerate(here) for name in group}
+    place = {name: number for number, names in enumerate(model.blueprint.parameter_names) for name in names}
+    groups: list[list[Named]] = [[] for _ in here]
+    seen: set[int] = set()
+    for name, made in sorted(theirs.items(), key=lambda item: place.get(item[0], len(place))):
+        index = next((owner[source] for source in made.sources if source in owner), None)
+        if id(made) not in seen and index is not None:
+            groups[index].append(Named(name, made))
+        seen.add(id(made))
+    return groups
+
+
+def with_names(
+    session: Session,
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    state: Mapping[str, Any],
+    *,
+    translates: bool,
+) -> dict[str, Any]:
+    """A whole state with the names that belong to its numbers, numbered and shaped as in one process.
+
+    Args:
+        state: from ``optimizer.full_state_dict()``; that of a rank that only took part is empty, and stays so.
+        translates: False keeps this job's parameters.
+    """
+    here = groups_here(model, optimizer)
+    if here is None or not state:
+        return dict(state)
+    groups = groups_of_one_process(session, model, here) if translates else None
+    if groups is None:
+        return {**state, NAMES_KEY: here}
+    shapes = {record.name: tuple(record.shape) for record in model.registry}
+    ours = NamedState(here, state).by_name()
+    numbers = itertools.count()
+    states: dict[int, dict[str, Any]] = {}
+    settings = []
+    for former, named in zip(state["param_groups"], groups, strict=True):
+        group = {**former, "params": [next(numbers) for _ in named]}
+        if "param_names" in group:
+            group["param_names"] = [each.name for each in named]
+        settings.append(group)
+        states |= {
+            number: values
+            for number, each in zip(group["params"], named, strict=True)
+            if (values := _values_of(each.made, ours, shapes))
+        }
+    made = {**state, "state": states, "param_groups": settings}
+    made[NAMES_KEY] = [[each.name for each in named] for named in groups]
+    half = state.get(HALF_KEY)
+    if half:
+        masters = half["masters"]
+        flat = [each for named in groups for each in named if all(name in masters for name in each.made.sources)]
+        made[HALF_KEY] = {**half, "masters": {each.name: each.made.value(masters.__getitem__) for each in flat}}
+    return made
+
+
+def _values_of(
+    made: Traced, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    """The state of a parameter, from those of the parameters that it is made of."""
+    values: dict[str, Any] = {}
+    for key, first in states.get(made.sources[0], {}).items():
+        parts = {name: states.get(name, {}).get(key) for name in made.sources}
+        if all(isinstance(v, torch.Tensor) and v.dim() > 0 and tuple(v.shape) == shapes[n] for n, v in parts.items()):
+            values[key] = made.value(parts.__getitem__).contiguous()  # type: ignore[arg-type]
+        else:  # it belongs to the whole of a parameter, such as a step counter
+            values[key] = first
+    return values
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def fitted(
+    session: Session,
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    state: dict[str, Any],
+    title: str,
+) -> dict[str, Any] | NamedState:
+    """A saved state under the numbers of ``optimizer``; one to be read by names, where its parameters are others than here.
+
+    Args:
+        title: of the state, for messages.
+
+    Raises:
+        CheckpointError: it is of other parameters, or of other groups.
+    """
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    here = groups_here(model, optimizer)
+    if here is None:  # of several models: numbers are all there is
+        _refuse_other_counts(title, counts, [len(group) for group in optimizer.original_groups()])
+        return state
+    shapes = {name: tuple(record.shape) for record in model.registry for name in record.names}
+    names = names_in(state)
+    if names is not None:
+        first_of = {name: record.name for record in model.registry for name in record.names}
+        known = [[first_of.get(name, name) for name in group] for group in names]
+        if {name for group in known for name in group} <= shapes.keys():
+            return _renumbered(NamedState(known, state), here, shapes, title)
+        return NamedState(names, state)
+    one_process = groups_of_one_process(session, model, here)
+    if one_process is not None:
+        theirs = [[each.name for each in named] for named in one_process]
+        wanted = {each.name: tuple(each.made.shape) for named in one_process for each in named}
+        if counts == [len(group) for group in theirs] and not _clash(NamedState(theirs, state), wanted):
+            return NamedState(theirs, state)
+    _refuse_other_counts(title, counts, [len(group) for group in here])
+    _refuse_other_shapes(NamedState(here, state), shapes, title)
+    return state
+
+
+def names_in(state: Mapping[str, Any]) -> list[list[str]] | None:
+    """The names of a state's parameters by group; None if it does not have them all."""
+    names = state.get(NAMES_KEY)
+    if not isinstance(names, list) or not all(isinstance(group, list) for group in names):
+        return None
+    if [len(group) for group in names] != [len(group["params"]) for group in state["param_groups"]]:
+        return None
+    return names if all(isinstance(name, str) for group in names for name in group) else None
+
+
+def _renumbered(
+    saved: NamedState, here: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], title: str
+) -> dict[str, Any]:
+    """``saved`` with the numbers of the optimizer here."""
+    _refuse_other_counts(title, [len(group) for group in saved.names], [len(group) for group in here])
+    for index, (theirs, ours) in enumerate(zip(saved.names, here, strict=True)):
+        if others := sorted(set(theirs) ^ set(ours)):
+            raise CheckpointError(
+                f"the optimizer state in {title} has other parameters in group {index} than the optimizer: "
+                f"{', '.join(others[:3])}; build it from the same parameter groups as when it was saved, or pass "
+                "load_optimizer=False"
+            )
+    _refuse_other_shapes(saved, shapes, title)
+    if saved.names == list(here):
+        return dict(saved.state)
+    values = saved.by_name()
+    numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(here))}
+    groups = [
+        {**group, "params": [numbers[name] for name in names]}
+        for group, names in zip(saved.state["param_groups"], here, strict=True)
+    ]
+    return {
+        **saved.state,
+        "state": {numbers[name]: found for name, found in values.items()},
+        "param_groups": groups,
+    }
+
+
+def _refuse_other_counts(title: str, there: Sequence[int], here: Sequence[int]) -> None:
+    if list(here) != list(there):
+        raise CheckpointError(
+            f"the optimizer state in {title} has {len(there)} groups with {list(there)} parameters, but the optimizer has "
+            f"{list(here)}; build it from the same parameter groups as when it was saved, or pass load_optimizer=False"
+        )
+
+
+def _refuse_other_shapes(saved: NamedState, shapes: Mapping[str, tuple[int, ...]], title: str) -> None:
+    if clash := _clash(saved, shapes):
+        raise CheckpointError(
+            f"the optimizer state in {title} is of parameters of other shapes: {clash}; resume a partial checkpoint, which knows "
+            "the names of its parameters, or pass load_optimizer=False"
+        )
+
+
+def _clash(saved: NamedState, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """A value of the state that cannot belong to its parameter, in words; empty if there is none."""
+    for name, values in saved.by_name().items():
+        for key, value in values.items():
+            if does_clash(value, shapes[name]):
+                return f"{key} of {name} is {list(value.shape)}, and the parameter {list(shapes[name])}"
+    return ""
