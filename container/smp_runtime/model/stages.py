@@ -24,6 +24,7 @@ from smp_runtime.module_state.absent_tensors import (
     absent_parameter,
     make_absent_in_place,
 )
+from smp_runtime.pipeline.agreement.sharing import Share
 from smp_runtime.pipeline.execution.failures import FirstStepFailures
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
 from smp_runtime.pipeline.observe.module_recorder import ModuleRecorder
@@ -175,6 +176,7 @@ class Stages:
                 predicts=ranks.cfg.fast_mode,
                 begins=self._task_begins,
                 share=self._sharing(),
+                meet=self._meeting(),
                 repeatable=ranks.cfg.deterministic,
                 make_group=groups,
                 watch=recorder_of_job(
@@ -188,19 +190,24 @@ class Stages:
         self.regions = Placement(self.pipeline, is_manual=not ranks.cfg.auto_partition)
         self.partitioned = True
 
-    def _sharing(self) -> Callable[[Any], list[Any]] | None:
-        """Gives the values of all pipelines that must run their work in one order; every root rank calls it at the same step.
+    def _sharing(self) -> Share | None:
+        """Gives the values of all pipelines that must plan one order; every root rank calls it at the same step. None: no other.
 
-        Tensor parallel peers must, and all that gather each other's parameters as they run, or on request; None: no other.
+        Tensor parallel peers must, and all that gather each other's parameters as they run, or on request.
         """
         ranks = self._ranks
         all_agree = (
             ranks.cfg.deterministic_server or ranks.cfg.deterministic or ranks.cfg.sharded_data_parallel_degree > 1
         )
-        if not all_agree and ranks.size(Group.TP) == 1:
-            return None
         members = ranks.members(Group.DP if all_agree else Group.TP)
-        return lambda value: ranks.control.allgather(value, members)
+        return Share(ranks.control, members) if all_agree or len(members) > 1 else None
+
+    def _meeting(self) -> Share | None:
+        """The same for those whose ranks take part in collectives with this one's while modules run."""
+        ranks = self._ranks
+        sharing = ranks.members(Group.SHARD) if ranks.cfg.sharded_data_parallel_degree > 1 else [ranks.rank]
+        members = sorted({peer for rank in sharing for peer in ranks.topology.group_of(Group.TP, rank)})
+        return Share(ranks.control, members) if len(members) > 1 else None
 
     def _task_begins(self, microbatch: int | None) -> None:
         self._ranks.step.microbatch = microbatch

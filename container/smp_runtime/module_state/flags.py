@@ -10,6 +10,7 @@ freezes them while they are off. So there a task finds again, too, which paramet
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,7 +46,6 @@ class ModuleFlags:
         find: a module by its path, or several that are called together.
 
     Attributes:
-        toggles: how often parameters were frozen or unfrozen between steps.
         final: training flags of all modules that the step function has left, if it has changed any.
     """
 
@@ -76,7 +76,6 @@ class ModuleFlags:
         #: Whether there are layers with adapters.
         self._has_adapters = False
         self._last: tuple[int, bytes] | None = None
-        self.toggles = 0
         self.final: bytes | None = None
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -85,7 +84,6 @@ class ModuleFlags:
         """A step begins."""
         self._has_adapters = any(ADAPTERS_OFF in vars(module) for module in self._all)
         training, requires = _training(self._all), _requires(self._parameters)
-        self.toggles += bool(self._training) and requires != self._requires  # not in the first step
         self._training, self._requires = training, requires
         self._differs, self._last, self.final = False, None, None
 
@@ -93,6 +91,11 @@ class ModuleFlags:
     def requires(self) -> bytes:
         """Which parameters require gradients in this step, those of other stages among them."""
         return self._requires
+
+    @property
+    def digest(self) -> bytes:
+        """Of which modules are in training, and which parameters require gradients, when the step began."""
+        return hashlib.blake2b(self._training + self._requires, digest_size=16).digest()
 
     def check(self, requires: bytes, root_stage: int) -> None:
         """Compare with what the root stage has.

@@ -32,6 +32,14 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def _weight_for(weight: torch.Tensor, wanted: Sequence[bool]) -> torch.Tensor:
+    """Return the weight for PyTorch's backward functions, which read its elements for the gradient of the input only.
+
+    Gradients of weights are computed when the elements may be gone: sharded parameters are freed after the backward pass.
+    """
+    return weight if wanted[0] else torch.empty_like(weight)
+
+
 class _Linear:
     """``input @ weight.T + bias``: input ``[…, in]``, weight ``[out, in]``, bias ``[out]`` or None."""
 
@@ -121,7 +129,7 @@ class _Convolution:
         input, weight = kept
         stride, padding, dilation, groups = self._how
         found: Gradients = _aten.convolution_backward(
-            *(gradient, input, weight, self._bias, stride, padding, dilation, False, [0] * len(stride), groups),
+            *(gradient, input, _weight_for(weight, wanted), self._bias, stride, padding, dilation, False, [0] * len(stride), groups),
             list(wanted),
         )
         return [each if wants else None for each, wants in zip(found, wanted, strict=True)]
@@ -152,7 +160,7 @@ class _LayerNorm:
     def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
         input, mean, scale, weight, bias = kept
         found: Gradients = _aten.native_layer_norm_backward(
-            gradient, input, self._shape, mean, scale, weight, bias, list(wanted)
+            gradient, input, self._shape, mean, scale, _weight_for(weight, wanted), bias, list(wanted)
         )
         return [each if wants else None for each, wants in zip(found, wanted, strict=True)]
 
@@ -179,7 +187,7 @@ class _GroupNorm:
     def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
         input, mean, scale, weight = kept
         found: Gradients = _aten.native_group_norm_backward(
-            gradient.contiguous(), input, mean, scale, weight, *self._sizes, list(wanted)
+            gradient.contiguous(), input, mean, scale, _weight_for(weight, wanted), *self._sizes, list(wanted)
         )
         return [each if wants else None for each, wants in zip(found, wanted, strict=True)]
 

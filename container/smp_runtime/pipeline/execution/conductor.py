@@ -83,6 +83,9 @@ class Conductor:
         self._local = threading.local()
         self.is_aborted = False
         self.order: Order | None = None
+        #: The place in the planned order where the rank halts, until it is told what runs next; None: it does not halt.
+        self.limit: int | None = None
+        self._granted: tuple[TaskKind, int, tuple[int, ...]] | None = None
         self.records = True
         self.record: list[Segment] = []
         #: When the last segment ended.
@@ -194,10 +197,39 @@ class Conductor:
     def reset(self, order: Sequence[Action] | None, *, records: bool = True) -> None:
         """Begin a step, in a planned order if there is one."""
         self.order = None if order is None else Order(order)
+        self.limit = self._granted = None
         self.records = records
         self.record = []
         self.is_aborted = False
         self.last_progress = time.perf_counter()
+
+    # While pipelines that run their work in one order leave a planned one, no rank decides by itself what runs next.
+
+    @property
+    def position(self) -> int:
+        """The place in the planned order, or where the order was left."""
+        return self.order.position if self.order is not None else self.limit or 0
+
+    def halt(self) -> None:
+        """Begin nothing more: the running segment is the last one until :meth:`go_on_to` or :meth:`grant`."""
+        if self.limit is None:
+            self.limit = self.position
+
+    def go_on_to(self, limit: int) -> None:
+        """Follow the planned order up to a place, and halt there."""
+        self.limit = limit
+        self.poke()
+
+    def grant(self, key: tuple[TaskKind, int, tuple[int, ...]]) -> None:
+        """Run one segment of a waiting task, and halt again; there is no order any more."""
+        self.order = None
+        self._granted = key
+        self.poke()
+
+    def most_urgent(self) -> tuple[tuple[Any, ...], tuple[TaskKind, int, tuple[int, ...]]] | None:
+        """The urgency and the name of the task that would run next without an order; None if no task can run."""
+        task = self._choose_freely()
+        return None if task is None else (self._urgency(task), task.key)
 
     def abort(self) -> None:
         """Wake every task of the step, so that it ends."""
@@ -272,6 +304,9 @@ class Conductor:
             self._watch.segment_ended(task, task.began, now)
 
     def _choose(self) -> Task | None:
+        if self.limit is not None and (self.order is None or self.order.position >= self.limit):
+            granted, self._granted = self._granted, None
+            return None if granted is None else self._waiting[granted]
         if self.order is not None:
             following = self.order.next
             if following is not None:
@@ -283,6 +318,11 @@ class Conductor:
             if not self._waiting:
                 return None
             self._diverged("there is more to do than in the recorded step")
+            if self.limit is not None:
+                return None
+        return self._choose_freely()
+
+    def _choose_freely(self) -> Task | None:
         return min(
             (task for task in self._waiting.values() if not task.missing and self._may_begin(task)),
             key=self._urgency,

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.errors import SMPRuntimeError
-from smp_runtime.pipeline.transport.messages import Begin, Done, Fail, Release, Stamped, named, plain
+from smp_runtime.pipeline.transport.messages import (
+    UNCOUNTED,
+    Begin,
+    Done,
+    Fail,
+    Release,
+    Stamped,
+    named,
+    plain,
+)
 from smp_runtime.pipeline.transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -33,6 +42,9 @@ class Messenger:
     long would keep all tasks from going on. One thread receives from each stage, so that the messages of one stage are
     handled in the order in which they were sent.
 
+    Args:
+        counts: whether messages are counted, so that all stages together can see that none is under way.
+
     Attributes:
         step: number of the step that runs, or ran last.
     """
@@ -40,13 +52,18 @@ class Messenger:
     transport: Transport
     _alarm: Alarm
     _handlers: Mapping[type, Handler]
+    _stages = 0
 
-    def __init__(self, lock: threading.RLock) -> None:
+    def __init__(self, lock: threading.RLock, *, counts: bool = False) -> None:
         self._lock = lock
         self._early: list[_Waiting] = []
         self._is_open = self._has_begun = False
         self._news: dict[int, list[Done | Release]] = {}
         self.step = 0
+        self.counts = counts
+        #: Messages of the step, by stage.
+        self.sent: list[int] = []
+        self.handled: list[int] = []
 
     def connect(
         self,
@@ -58,7 +75,7 @@ class Messenger:
         **options: Any,
     ) -> None:
         """Connect with the other stages, as :class:`Transport`; every rank of the pipeline calls it. From now on messages come."""
-        self._handlers, self._alarm = handlers, alarm
+        self._handlers, self._alarm, self._stages = handlers, alarm, len(ranks)
         self.transport = Transport(
             control,
             ranks,
@@ -90,11 +107,15 @@ class Messenger:
 
     def stamp(self, stage: int, message: Any) -> Stamped:
         """A message of this step as it travels to a stage, with what that stage is to hear by the way."""
-        if not self._news:  # without the lock: what is added meanwhile goes with the next message
+        if isinstance(message, UNCOUNTED):
+            return self.step, plain(message), ()
+        if not self.counts and not self._news:  # without the lock: what is added meanwhile goes with the next message
             return self.step, None if message is None else plain(message), ()
         with self._lock:
+            if self.counts:
+                self.sent[stage] += 1
             news = tuple(plain(each) for each in self._news.pop(stage, ()))
-        return self.step, None if message is None else plain(message), news
+            return self.step, None if message is None else plain(message), news
 
     def tell_later(self, stage: int, news: Done | Release) -> None:
         """With the lock held: a stage is to hear of an end with the next message, or when there is nothing to do."""
@@ -126,6 +147,7 @@ class Messenger:
         with self._lock:
             self.step += 1
             self._is_open, self._has_begun = True, False
+            self.sent, self.handled = [0] * self._stages, [0] * self._stages
 
     def begin(self) -> None:
         """It is known how the step begins: messages that came early go through."""
@@ -162,6 +184,10 @@ class Messenger:
             self._handle(sender, named(each), [])
         if message is not None:
             self._handle(sender, message, tensors)
+        if self.counts and not isinstance(message, UNCOUNTED):
+            with self._lock:
+                if step == self.step:
+                    self.handled[sender] += 1
 
     def _handle(self, sender: int, message: Any, tensors: list[torch.Tensor]) -> None:
         try:

@@ -26,6 +26,8 @@ from smp_runtime.pipeline.execution.running_step import RunningStep
 from smp_runtime.pipeline.execution.stage_context import StageContext
 from smp_runtime.pipeline.schedule.policies import POLICIES, Policy
 from smp_runtime.pipeline.transport.messages import (
+    Answer,
+    Ask,
     Back,
     Begin,
     Call,
@@ -39,6 +41,7 @@ from smp_runtime.pipeline.transport.messages import (
     Reply,
     StepCall,
     StepKind,
+    Turn,
     Value,
 )
 from smp_runtime.pipeline.transport.packing import unpack
@@ -65,6 +68,8 @@ class PipelineSettings:
     begins: Callable[[int | None], None] = lambda microbatch: None
     #: Gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
     share: Callable[[Any], list[Any]] | None = None
+    #: The same for those whose ranks meet this one's in collectives while modules run; None where none do.
+    meet: Callable[[Any], list[Any]] | None = None
     repeatable: bool = False  # whether orders follow from the work alone, not from how long it takes
     delay: Callable[[], float] | None = None  # for tests: seconds by which received messages are held back
     make_group: Callable[[tuple[int, int]], Any] | None = None  # process groups for tensors of an accelerator
@@ -102,7 +107,7 @@ class Pipeline:
             in_task=lambda: conductor.current is not None,
         )
         conductor = Conductor(lock, stage, settings.policy, device, attributes, settings.watch)
-        messenger = Messenger(lock)
+        messenger = Messenger(lock, counts=settings.meet is not None)
         self.context = context = StageContext(
             ranks=list(ranks),
             stage=stage,
@@ -123,7 +128,7 @@ class Pipeline:
         self.server = server = ModuleServer(context, settings.begins)
         self.plans = PlanStore(settings.policy, settings.active, settings.share, repeatable=settings.repeatable)
         self._running_step = running_step = RunningStep(
-            context, messenger, self._alarm, self.plans, settings.policy, settings.active
+            context, messenger, self._alarm, self.plans, settings.policy, settings.active, settings.meet
         )
         self._root = RootStage(context, running_step, self.plans, settings.begins, settings.share)
         completion = Completion(context, messenger, server, running_step.microbatches, settings.begins)
@@ -158,6 +163,9 @@ class Pipeline:
             Release: lambda sender, done, tensors: completion.microbatch_done(done.microbatch),
             Begin: lambda sender, begin, tensors: running_step.begin(begin),
             Diverged: lambda sender, message, tensors: running_step.left_order(),
+            Ask: lambda sender, ask, tensors: running_step.asked(sender, ask),
+            Answer: lambda sender, answer, tensors: running_step.answered(sender, answer),
+            Turn: lambda sender, turn, tensors: running_step.turned(turn),
             End: lambda sender, end, tensors: running_step.ended(end, tensors),
             Record: lambda sender, record, tensors: running_step.recorded(sender, record),
             Fail: lambda sender, fail, tensors: self._alarm.heard(fail),

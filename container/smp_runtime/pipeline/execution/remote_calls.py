@@ -27,7 +27,6 @@ class RemoteCaller:
     def __init__(self, context: StageContext) -> None:
         self._context = context
         self._predictions = Predictions()
-        self._toggles = 0
         #: The node of the graph that backward reaches in every call, unless it computes gradients of given tensors only.
         self._accumulates = get_gradient_edge(context.anchor).node
 
@@ -64,10 +63,8 @@ class RemoteCaller:
         modes = current_modes()
         metas = tuple(Meta.of(tensor) for tensor in tensors)
         training = context.switches.of_call(label)
-        if context.switches.toggles != self._toggles:  # what requires gradients is part of all that was learned
-            self._toggles = context.switches.toggles
-            self._predictions = Predictions()
-        prediction = self._predictions.of((label, packed.head, metas, modes, training))
+        # What requires gradients is part of all that is learned.
+        prediction = self._predictions.of((label, packed.head, metas, modes, training, context.switches.requires))
         call = RemoteCall(context, task, module, prediction, packed, tensors, metas, modes, training, self._accumulates)
         if modes.grad:
             inputs = [tensor for tensor, meta in zip(tensors, metas, strict=True) if meta.requires_grad]
@@ -168,16 +165,19 @@ class RemoteCall:
         """
         context = self._context
         arguments = [(slot.name, slot.owner) for slot in given if slot is not None]
-        if waits:
-            reply = context.wait_for_reply(task, kind, self._path)
+        reply = context.wait_for_reply(task, kind, self._path) if waits else None
+        if reply is not None:
             outcome = outcome_of(reply.head, reply.slots, self._path, [name for name, _ in arguments])
             context.learned += learned.observe(outcome)
-            return outcome, list(reply.slots), reply
-        if learned.outcome is None:
+            results = list(reply.slots)
+        elif learned.outcome is not None:
+            outcome = learned.outcome
+            results = self._slots_of(outcome, arguments)
+        else:
             raise AssertionError("a known result without its outcome")
-        if context.in_turn:
+        if context.in_turn:  # a reply says that the result is there, not that all that the request asked for is done
             context.wait_until_done(task, kind, self._path)
-        return learned.outcome, self._slots_of(learned.outcome, arguments), None
+        return outcome, results, reply
 
     def _argument_slots(self) -> tuple[list[Slot], dict[Name, torch.Tensor]]:
         """The arguments by name, and the tensors that go with the request."""

@@ -59,7 +59,6 @@ class RootStage:
         """Run one step; returns what each microbatch's function returned."""
         context, running_step = self._context, self._running_step
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        plan = self._plans.of(kind)
         modes = current_modes()
         if not self._has_warned and keeps_otherwise():
             self._has_warned = True
@@ -69,6 +68,9 @@ class RootStage:
                 "smp.set_activation_checkpointing with offload_activations"
             )
         running_step.enter(call)
+        if kind is not None:  # layers that are frozen, or in another mode, take another course
+            kind = kind._replace(course=(kind.course, context.switches.digest))
+        plan = self._plans.of(kind)
         # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
         order_counts = self._share is not None or self._plans.order_counts(kind)
         is_serial = takes_turns and not plan.replays and order_counts
@@ -107,8 +109,10 @@ class RootStage:
         return results
 
     def _wants_record(self, kind: StepKind) -> bool:
-        diverged = self._running_step.diverged
-        return self._plans.wants_record(kind, diverged if self._share is None else any(self._share(diverged)))
+        diverged = self._running_step.has_diverged()
+        if self._share is not None and self._share != self._running_step.meet:
+            diverged = any(self._share(diverged))
+        return self._plans.wants_record(kind, diverged)
 
     def _work(self, task: Task, function: Callable[[], Any], modes: Any) -> None:
         """One microbatch, on a worker's thread."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from smp_config.whereabouts import here
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPUserError
+from smp_runtime.pipeline.agreement.departure import FIRST_LOOK, Departure, Links
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, Alarm
-from smp_runtime.pipeline.transport.messages import Begin, Diverged, End, Record, StepCall
+from smp_runtime.pipeline.transport.messages import Answer, Ask, Begin, Diverged, End, Record, StepCall, Turn
 from smp_runtime.tensors.random_state import seed_other_generators, task_seed
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ class Microbatches:
 class RunningStep:
     """The step that a rank is in.
 
+    Args:
+        meet: gives the values of the pipelines whose ranks meet this one's in collectives while modules run; None where none do.
+
     Attributes:
         microbatches: of the step, on the root stage.
         begun: how the step begins, once that is known.
@@ -100,6 +104,7 @@ class RunningStep:
         plans: PlanStore,
         policy: Policy,
         active: int,
+        meet: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         self._context = context
         self._messenger = messenger
@@ -119,6 +124,22 @@ class RunningStep:
         self.end: tuple[End, list[torch.Tensor]] | None = None
         self.records: dict[int, Record] = {}
         self.diverged = False
+        self.meet = meet
+        self._departure: Departure | None = None
+        if meet is not None and context.stage == context.stage_of(""):
+            self._departure = Departure(
+                Links(
+                    context.changed,
+                    context.stage,
+                    context.others,
+                    self._answer,
+                    self.turned,
+                    context.send,
+                    lambda: self._check(context.others),
+                    lambda: self.microbatches.are_finished,
+                    meet,
+                )
+            )
 
     def enter(self, call: StepCall) -> None:
         """This rank enters a step, as its script has called it.
@@ -135,6 +156,8 @@ class RunningStep:
             self.diverged = False
             self.microbatches.clear()
             self._context.learned = 0
+            if self._departure is not None:
+                self._departure.reset()
             self._context.switches.enter()
             self._messenger.enter()
 
@@ -217,15 +240,55 @@ class RunningStep:
             self._follow_no_order()
             self._context.conductor.poke()
 
+    def asked(self, sender: int, ask: Ask) -> None:
+        """The root stage asks how far this one is."""
+        with self._context.lock:
+            answer = self._answer(ask)
+        self._context.send(sender, answer, [])
+
+    def answered(self, sender: int, answer: Answer) -> None:
+        """Another stage tells the root stage how far it is."""
+        if self._departure is not None:
+            self._departure.answered(sender, answer)
+
+    def turned(self, turn: Turn) -> None:
+        """The root stage tells what this one runs."""
+        with self._context.lock:
+            if turn.task is None:
+                self._context.conductor.go_on_to(turn.limit)
+            else:
+                self._context.conductor.grant(turn.task)
+
+    def _answer(self, ask: Ask) -> Answer:
+        """With the lock held: how far this rank is."""
+        conductor, messenger = self._context.conductor, self._messenger
+        if ask.halts:
+            self.diverged = True
+            conductor.halt()
+        if not conductor.is_running:
+            messenger.tell_now()  # what others wait for and would hear later counts as under way
+        return Answer(
+            ask.number,
+            conductor.position,
+            conductor.is_running,
+            tuple(messenger.sent),
+            tuple(messenger.handled),
+            conductor.most_urgent(),
+        )
+
+    def has_diverged(self) -> bool:
+        """On the root stage, at the end of a step: whether this pipeline or one that it meets has left the planned order."""
+        return self.diverged if self._departure is None else self._departure.at_end(self.diverged)
+
     # -- the planned order -------------------------------------------------------------------------------------------
 
     def leave_order(self, why: str) -> None:
-        """With the lock held: go on in the order in which work arrives, and tell the others.
+        """With the lock held: go on in the order in which work arrives, or halt where other pipelines must agree; tell the others.
 
         It may be the conductor that calls this, while it decides who runs next; so it is left to the caller to poke it.
         """
         context = self._context
-        if context.conductor.order is not None:
+        if context.conductor.order is not None and not self.diverged:
             logger.debug("stage %d leaves the planned order: %s", context.stage, why)
             if self._plans.is_repeatable and not self._has_warned_of_order:
                 self._has_warned_of_order = True
@@ -241,8 +304,12 @@ class RunningStep:
                 context.send(stage, Diverged(why), [])
 
     def _follow_no_order(self) -> None:
-        self._context.conductor.order = None
         self.diverged = True
+        if self.meet is not None:  # ranks of other pipelines must leave it at the same place
+            self._context.conductor.halt()
+            self._context.changed.notify_all()
+        else:
+            self._context.conductor.order = None
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -271,21 +338,28 @@ class RunningStep:
             what: is waited for, for messages.
             of: the stages without which it cannot come.
         """
+        whom = tuple(self._context.ranks[other] for other in of())
+        with here().waiting(f"the pipeline, {what},", whom):
+            while not self._has_come(is_true, what, of):
+                if self._departure is not None:  # without the lock, since the other pipelines take their time
+                    self._departure.lead()
+
+    def _has_come(self, is_true: Callable[[], bool], what: str, of: Callable[[], Collection[int]]) -> bool:
+        """Wait; returns False where this rank must lead the stages out of the planned order first."""
         seconds = timeout_seconds()
         conductor = self._context.conductor
         # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
         stall = min(STALL_SECONDS, 1.0 + 3 * self._longest_step)
-        whom = tuple(self._context.ranks[other] for other in of())
-        with here().waiting(f"the pipeline, {what},", whom), self._context.changed:
+        with self._context.changed:
             while not is_true():
-                if self._alarm.error is not None:
-                    raise self._alarm.error
-                self._alarm.check_left(of())
+                self._check(of())
+                if self._departure is not None and self.diverged:
+                    return False
                 # Whoever makes ``is_true`` true notifies with the lock held; the wait has an end anyway, to look for stalls.
-                self._context.changed.wait(min(1.0, stall))
+                self._context.changed.wait(min(1.0, stall) if self._departure is None else FIRST_LOOK)
                 quiet = time.perf_counter() - conductor.last_progress
-                if conductor.order is not None and conductor.is_stalled and quiet > stall:
-                    self.leave_order(f"nothing followed the planned order for {stall:.2g} s")
+                if self._is_stalled(quiet, stall):
+                    self.leave_order(f"nothing followed the planned order for {quiet:.2g} s")
                     conductor.poke()
                 if quiet > seconds and not conductor.is_running:
                     waiting = ", ".join(str(task) for task in conductor.waiting_tasks()) or "none"
@@ -294,3 +368,19 @@ class RunningStep:
                         f"pipeline stage {stage} (rank {self._context.ranks[stage]}) waited {seconds:.0f} s for {what}; its "
                         f"waiting tasks: {waiting}; check that every rank runs the same steps, or raise SMP_TIMEOUT_SECONDS"
                     )
+        return True
+
+    def _is_stalled(self, quiet: float, stall: float) -> bool:
+        """With the lock held: whether the planned order does not fit, after ``quiet`` seconds without progress here."""
+        conductor = self._context.conductor
+        if conductor.order is None or self.diverged or conductor.is_running:
+            return False
+        if self.meet is None:
+            return conductor.is_stalled and quiet > stall
+        # Where pipelines must agree, time shows nothing: one that is only slow would be left by the others.
+        return self._departure is not None and self._departure.is_stuck(quiet)
+
+    def _check(self, stages: Collection[int]) -> None:
+        if self._alarm.error is not None:
+            raise self._alarm.error
+        self._alarm.check_left(stages)

@@ -149,6 +149,31 @@ class Diverged(NamedTuple):
     why: str
 
 
+class Ask(NamedTuple):
+    """The root stage asks how far a stage is, where pipelines that run their work in one order may have to leave it."""
+
+    number: int  # of the question
+    halts: bool  # whether the stage stops at its place in the planned order
+
+
+class Answer(NamedTuple):
+    """How far a stage is."""
+
+    number: int  # of the question
+    position: int  # its place in the planned order
+    is_running: bool  # whether a task computes
+    sent: tuple[int, ...]  # messages of the step, by stage
+    handled: tuple[int, ...]  # likewise
+    ready: Any  # the urgency and the name of the task that would run next without an order; None if no task can run
+
+
+class Turn(NamedTuple):
+    """The root stage tells a halted stage what to run."""
+
+    limit: int  # the place up to which it follows the planned order
+    task: Any  # the one task whose next segment runs after that, whatever the order says; None for no task
+
+
 class End(NamedTuple):
     """All microbatches are done. Tensors of the message: those in the outputs."""
 
@@ -182,7 +207,10 @@ Stamped = tuple[int, "tuple[Any, ...] | None", tuple[tuple[Any, ...], ...]]
 _KINDS: tuple[Any, ...] = (
     *(Value, Call, Back, Done, Release, Reply, Deliver),
     *(Begin, Diverged, End, Record, Fail),
+    *(Ask, Answer, Turn),
 )
+#: Messages about the others, which are not counted themselves and bring no news.
+UNCOUNTED = (Ask, Answer, Turn)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 #: Where a message has slots.
 _SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (Call, Back, Reply)}
