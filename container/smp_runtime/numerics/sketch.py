@@ -105,7 +105,7 @@ def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_nested:
         parts = [part for part in tensor.unbind() if part.dim()]
         is_batch = len({part.shape[-1] for part in parts}) == 1
-        tensor = torch.cat([part.reshape(-1, part.shape[-1]) if is_batch else part.reshape(-1) for part in parts])
+        tensor = torch.cat([part.flatten(0, -2) if is_batch and part.dim() > 1 else part.reshape(-1) for part in parts])
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
