@@ -67,13 +67,13 @@ def make_buckets(
     """Fill buckets of at most ``cap_bytes`` with parameters in ``order``; no padding, so exactly their elements.
 
     A parameter larger than the cap has a bucket of its own. Parameters of different type or device never share
-    one. With ``reduce_dtype`` all gradients are reduced in that type, else each in its parameter's.
+    one. With ``reduce_dtype`` all gradients but complex ones are reduced in that type, else each in its parameter's.
     """
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     for index in order:
         parameter = parameters[index]
-        dtype = reduce_dtype or parameter.dtype
+        dtype = parameter.dtype if parameter.is_complex() else reduce_dtype or parameter.dtype
         kind = (parameter.dtype, parameter.device)
         bucket = open_buckets.get(kind)
         if bucket is None or (bucket.elements + parameter.numel()) * dtype.itemsize > cap_bytes:

@@ -73,6 +73,11 @@ class Collectives(Protocol):
         ...
 
 
+def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """What travels of a tensor: both parts of complex numbers, which NCCL does not know."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 class TorchCollectives:
     """NCCL or gloo, whichever the group's backend is for the tensor's device."""
 
@@ -82,14 +87,17 @@ class TorchCollectives:
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
-        return _started(dist.all_reduce(tensor, group=group, async_op=True))
+        return _started(dist.all_reduce(_on_wire(tensor), group=group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
-        return _started(dist.broadcast(tensor, src=source, group=group, async_op=True))
+        return _started(dist.broadcast(_on_wire(tensor), src=source, group=group, async_op=True))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
+        if not full.numel():
+            return NOTHING
+        shard, full = _on_wire(shard).view(-1), _on_wire(full).view(-1)
         if full.device.type != "cpu":
             return _started(_reduce_scatter(shard, full, group=group, async_op=True))
         # gloo's own reduce-scatter is slow; exchanging the parts and adding them here moves the same bytes.
@@ -98,7 +106,10 @@ class TorchCollectives:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
+        if not full.numel():
+            return NOTHING
         size = group.size()
+        full, shard = _on_wire(full).view(-1), _on_wire(shard).view(-1)
         if full.device.type != "cpu" or size == 1:
             return _started(_all_gather(full, shard, group=group, async_op=True))
         # gloo's own all-gather makes a second buffer of the whole and copies out of it; sent one by one, the parts
@@ -113,7 +124,9 @@ class TorchCollectives:
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
-        return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
+        if not sent.numel():
+            return NOTHING
+        return _started(dist.all_to_all_single(_on_wire(received), _on_wire(sent), group=group, async_op=True))
 
 
 class _AllOf:

@@ -232,7 +232,7 @@ class GradientReducer:
             flags = early.land()
         else:  # not before a hook of the script is done, which may communicate too, from gloo's own threads
             flags = self._launched_flags().land()
-        *used, late = (flags > 0).tolist()
+        *used, late = ((flags.real if flags.is_complex() else flags) > 0).tolist()
         return results, used, late
 
     def _launched_flags(self) -> Flags:

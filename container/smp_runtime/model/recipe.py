@@ -17,6 +17,9 @@ from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
     from torch import nn
 
     from smp_runtime.job.ranks import Ranks
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from smp_runtime.model.local_part import Placed
     from smp_runtime.model.replicas import Replicas
     from smp_runtime.model.stages import Stages
+    from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
 def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
@@ -62,9 +66,9 @@ def place(
         sharing, own_batch = sharing_group(ranks), seeing_own_batch(part.registry, trained, ranks)
         state = ShardedState(ranks, sharing, trained, precision, masters, window.bucket_bytes, own_batch)
     elif placed.shards is not None:
-        placed.shards.add_whole({p: master_shard(p, masters[p]) if p in masters else parameter_shard(p) for p in whole})
+        placed.shards.add_whole({p: _updated_whole(p, masters) for p in whole})
     elif masters:
-        placed.optimizer_shards = {parameter: master_shard(parameter, masters[parameter]) for parameter in trained}
+        placed.optimizer_shards = {p: _updated_whole(p, masters) for p in trained}
     placed.sharded_state = state or placed.shards
     if placed.sharded_state is not None:
         placed.optimizer_shards = placed.sharded_state.optimizer_shards
@@ -78,6 +82,11 @@ def place(
         window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state)
     if cfg.fp16 or cfg.microbatches > 1:
         backward.scale_foreign_gradients(trained)
+
+
+def _updated_whole(parameter: nn.Parameter, masters: Mapping[nn.Parameter, torch.Tensor]) -> OptimizerShard:
+    """What is updated of a parameter that is whole here: its float32 master, or itself where it was not cast."""
+    return master_shard(parameter, masters[parameter]) if parameter in masters else parameter_shard(parameter)
 
 
 def _created(ranks: Ranks, stages: Stages) -> ShardedParameters | None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from smp_config.numerics import CLOSEUP_PREFIX, INPUT, LOSS, KeptTensor
 from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.numerics.sketch import plain_numbers, plain_region
 
 if TYPE_CHECKING:
     import torch
@@ -53,21 +54,19 @@ class TensorFiles:
             region: of the whole tensor; None for one of a batch, and for all of it.
         """
         if at[0] == self._asked.step and self._is_wanted(place):
-            self._write(
-                at[1], place, tensor.detach().double() * factor, str(tensor.dtype).removeprefix("torch."), region
-            )
+            self._write(at[1], place, _wide(tensor) * factor, tensor, region)
 
     def before_update(self, at: tuple[int, int], place: Place, tensor: torch.Tensor) -> None:
         """The optimizer is about to update a parameter."""
         if at[0] == self._asked.step and self._is_wanted(place):
-            self._before[place] = tensor.detach().double()
+            self._before[place] = _wide(tensor)
 
     def after_update(self, at: tuple[int, int], place: Place, tensor: torch.Tensor, region: Region) -> None:
         """It has."""
         former = self._before.pop(place, None)
         if former is not None:
-            changed = tensor.detach().double() - former
-            self._write(at[1], place, changed, str(tensor.dtype).removeprefix("torch."), region)
+            changed = _wide(tensor) - former
+            self._write(at[1], place, changed, tensor, region)
 
     def updated(self, optimizer: TrainedOptimizer) -> None:
         """An update is over; all ranks end after the same one."""
@@ -79,8 +78,8 @@ class TensorFiles:
         module = self._asked.module
         return place.phase in (INPUT, LOSS) or place.name == module or place.name.rpartition(".")[0] == module
 
-    def _write(self, call: int, place: Place, values: torch.Tensor, dtype: str, region: Region | None) -> None:
-        whole = Region.of(tuple(values.shape)) if region is None else region
+    def _write(self, call: int, place: Place, values: torch.Tensor, of: torch.Tensor, region: Region | None) -> None:
+        whole = Region.of(tuple(values.shape)) if region is None else plain_region(region, of)
         file = f"{self._index.stem}-{self._count:05}.npy"
         self._count += 1
         np.save(self._folder / file, values.cpu().numpy().reshape(-1), allow_pickle=False)
@@ -88,7 +87,7 @@ class TensorFiles:
             *place[:5],
             call=call,
             rank=self._session.ranks.rank,
-            dtype=dtype,
+            dtype=str(of.dtype).removeprefix("torch."),
             shape=list(whole.shape),
             axis=whole.axis,
             cuts=list(whole.cuts),
@@ -109,3 +108,7 @@ class TensorFiles:
                     return heads
             name = name.rpartition(".")[0]
         return 0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return plain_numbers(tensor).double()

@@ -20,7 +20,7 @@ from smp_config.numerics import GRADIENT, GUARDS_VARIABLE, LOSS, OUTPUT, WEIGHT
 from smp_runtime.checkpoint.live_state import updated, weights
 from smp_runtime.errors import NumericsError, SMPUserError
 from smp_runtime.numerics.journal import part_name
-from smp_runtime.numerics.sketch import bits_of
+from smp_runtime.numerics.sketch import bits_of, plain_numbers
 from smp_runtime.step.step import first_scalar
 from smp_runtime.tensors.later import LaterTensor
 from smp_runtime.tensors.nested import argument_tensors
@@ -136,8 +136,9 @@ class UpdateGuard:
         if self._session.ranks.step.is_tracing or not torch.is_grad_enabled() or backward_pass() != -1:
             return
         for tensor in argument_tensors(result)[:1]:
-            if tensor.is_floating_point() and not isinstance(tensor, LaterTensor):
-                total = tensor.detach().sum(dtype=torch.float32)
+            is_counted = tensor.is_floating_point() or tensor.is_complex()
+            if is_counted and not isinstance(tensor, LaterTensor):
+                total = plain_numbers(tensor).sum(dtype=torch.float32)
                 self._sums.append(_Sum(time.time(), name, self._session.ranks.step.microbatch, total))
 
     # -- before the update -----------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ class UpdateGuard:
             self._bad(WEIGHT, holding.name)
             for model in self._models()
             for holding in weights(model)
-            if not bool(holding.tensor.isfinite().all())
+            if not _is_finite(holding.tensor)
         ]
 
     def _bad_sums(self, sums: Sequence[_Sum]) -> list[Bad]:
@@ -258,7 +259,7 @@ class UpdateGuard:
         return [
             self._bad(GRADIENT, name, order=-float(place))
             for place, (name, gradient) in enumerate(gradients)
-            if not bool(gradient.isfinite().all())
+            if not _is_finite(gradient)
         ]
 
     def _bad(self, phase: str, name: str, microbatch: int | None = None, order: float = 0.0) -> Bad:
@@ -331,6 +332,12 @@ class UpdateGuard:
             except OSError as error:
                 logger.warning("the report cannot be written to %s (%s)", place, error.strerror or error)
         raise NumericsError(text)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    numbers = plain_numbers(tensor)
+    wide = numbers.float() if numbers.element_size() == 1 else numbers  # PyTorch does not ask float8
+    return bool(wide.isfinite().all())
 
 
 def _plain(value: Any) -> Any:

@@ -40,7 +40,8 @@ class ModuleWatch:
         prefix: of the modules' names, for a job of several models.
         is_wanted: whether somebody listens now.
         take: gets the tensors.
-        gradient_factor: what gradients of results are multiplied with to be those of the whole batch's mean loss.
+        factor: what gradients of results are multiplied with to be those of the whole batch's mean loss.
+        failed: gets an error of the watch itself, which must not reach the script's model.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class ModuleWatch:
         is_wanted: Callable[[], bool],
         take: Take,
         factor: Callable[[], float],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._ranks, self._is_wanted, self._take, self._factor = ranks, is_wanted, take, factor
+        self._failed = failed
         self._module, self._topology = weakref.ref(module), ranks.topology
         self._calls: dict[tuple[str, int | None, bool], int] = {}
         inside = _inside_split_blocks(module) if ranks.size(Group.TP) > 1 else frozenset()
@@ -105,7 +108,8 @@ class ModuleWatch:
         owner = self.owner
         for index, tensor in enumerate(argument_tensors(result)[:_MOST_TENSORS]):
             # A single number is no batch; of a loss, the one that the step returns counts, however the script has scaled this one.
-            if isinstance(tensor, LaterTensor) or not tensor.is_floating_point() or not tensor.dim():
+            is_counted = tensor.is_floating_point() or tensor.is_complex()
+            if isinstance(tensor, LaterTensor) or not is_counted or not tensor.dim():
                 continue
             number = nth * NUMBERS_OF_CALL + index
             if not again:
@@ -117,6 +121,13 @@ class ModuleWatch:
         """The gradient of a result is there."""
         if self._listens():
             self._take(place, gradient, self._factor())
+
+    def hear(self, handle: Callable[..., None], *what: Any) -> None:
+        """Call one of the methods above, and report what it raises."""
+        try:
+            handle(*what)
+        except Exception as error:
+            self._failed(error)
 
     def _listens(self) -> bool:
         return self._is_wanted() and not self._ranks.step.is_tracing
@@ -161,7 +172,7 @@ def _hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
         if torch.compiler.is_compiling():  # inside a compiled block, whose own results count
             return
         if (found := weak()) is not None:
-            found.called(name, result)
+            found.hear(found.called, name, result)
 
     return called
 
@@ -171,7 +182,7 @@ def _entering_hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
 
     def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
         if (found := weak()) is not None:
-            found.entered(name, (args, kwargs))
+            found.hear(found.entered, name, (args, kwargs))
 
     return entered
 
@@ -181,6 +192,6 @@ def _gradient_hook(watch: ModuleWatch, place: Place) -> Callable[[torch.Tensor],
 
     def came(gradient: torch.Tensor) -> None:
         if (found := weak()) is not None:
-            found.came(place, gradient)
+            found.hear(found.came, place, gradient)
 
     return came

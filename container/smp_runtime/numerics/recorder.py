@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import logging
 import random
 import sys
 from dataclasses import asdict, replace
@@ -38,7 +41,7 @@ from smp_runtime.step.step import first_scalar
 from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from smp_runtime.checkpoint.files.tensor_regions import Region
     from smp_runtime.job.ranks import Ranks
@@ -47,8 +50,28 @@ if TYPE_CHECKING:
     from smp_runtime.model.distributed_model import DistributedModel
 
 
+logger = logging.getLogger("smp")
+
+
+def _contained(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a recorder's own errors end the recording, and never the training that calls it."""
+
+    @functools.wraps(method)
+    def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
+        if self.has_stopped:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.stop(error)
+
+    return run
+
+
 class Recorder:
     """Records every ``every``-th update and the step before it, on this rank; it sends nothing to others.
+
+    An error of its own is logged, and ends the recording. The training goes on.
 
     Args:
         folder: all ranks may have the same one.
@@ -66,6 +89,7 @@ class Recorder:
         self._state_of = -1  # the update whose weights are written
         self._random = ""
         self._before: list[tuple[Place, Sketch]] = []
+        self.has_stopped = False
         session.before_step.append(self.begin)
         session.after_step.append(self.end)
         session.before_update.append(self.before_update)
@@ -84,8 +108,27 @@ class Recorder:
     @property
     def is_active(self) -> bool:
         """Whether the step that runs, or comes next, is recorded."""
-        return self._session.progress.step % self._every == 0
+        return not self.has_stopped and self._session.progress.step % self._every == 0
 
+    def stop(self, error: Exception) -> None:
+        """Record nothing more on this rank, because of an error of the recorder."""
+        if self.has_stopped:
+            return
+        self.has_stopped = True
+        self._before = []
+        self._journal.drop()
+        logger.warning(
+            "rank %d stops recording numbers at update %d because of an error in the recorder (%s: %s); the training goes on, and "
+            "%s has the numbers before: compare these only, and report the error with the lines that follow",
+            self._session.ranks.rank,
+            self._session.progress.step,
+            type(error).__name__,
+            error,
+            self.path,
+            exc_info=error,
+        )
+
+    @_contained
     def watch_models(self) -> None:
         """Follow the modules of all wrapped models, also of those that were laid out anew."""
         models = self._models()
@@ -106,12 +149,14 @@ class Recorder:
                     lambda: self.is_active,
                     self._note,
                     self._gradient_factor,
+                    self.stop,
                 )
                 for number, model in enumerate(models)
             ]
 
     # -- what the session tells ------------------------------------------------------------------------------------
 
+    @_contained
     def begin(self) -> None:
         """A step begins."""
         position = self._session.progress.step
@@ -123,6 +168,7 @@ class Recorder:
             watch.begin()
         self._random = _digest_of_generators() if self.is_active else ""
 
+    @_contained
     def end(self, result: Any) -> None:
         """A step has ended, and gradients are reduced."""
         if not self.is_active:
@@ -132,6 +178,7 @@ class Recorder:
         self._add_state()
         self._journal.flush(self._position, self._call, self._random)
 
+    @_contained
     @torch.no_grad()
     def before_update(self, optimizer: TrainedOptimizer) -> None:
         """Gradients are what the optimizer will see."""
@@ -155,6 +202,7 @@ class Recorder:
             if self._closeup is not None:
                 self._closeup.before_update((self._position, self._call), place, tensor)
 
+    @_contained
     @torch.no_grad()
     def after_update(self, optimizer: TrainedOptimizer) -> None:
         """The optimizer has updated; the session's count of updates is the next one's already."""
@@ -174,9 +222,15 @@ class Recorder:
 
     def close(self) -> None:
         """The job ends: what a step that failed has left is written, too."""
-        self._journal.flush(max(self._position, 0), self._call, self._random)
-        self._journal.close()
+        self._write_rest()
+        with contextlib.suppress(OSError):  # of a full disk, which the line above has logged
+            self._journal.close()
 
+    @_contained
+    def _write_rest(self) -> None:
+        self._journal.flush(max(self._position, 0), self._call, self._random)
+
+    @_contained
     def _note(
         self,
         place: Place,

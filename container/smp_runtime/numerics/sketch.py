@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 22
 #: Of a slice with no more elements the directions are kept: most parameters are small, and so is the time for their elements.
 _FEW = 2048
+
+#: Real types that PyTorch converts; the others are storage only, such as two numbers of 4 bits in a byte. Older releases lack some.
+_NAMES = (
+    *("float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_COMPUTABLE = frozenset(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -53,11 +60,16 @@ class Sketch:
 def _line(axis: int, length: int, device: torch.device) -> torch.Tensor:
     """The directions along an axis, counted from the last: float64, ``[length, PROJECTIONS]``, uniform with variance 1."""
     place = torch.arange(length, device=device)[:, None] * PROJECTIONS + torch.arange(PROJECTIONS, device=device)
-    x = (place + 1) * _GOLDEN + axis * _FIRST
+    x = (place + 1) * _GOLDEN + _signed(axis * _FIRST)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         x = (x ^ _shifted(x, shift)) * factor
     x = x ^ _shifted(x, 31)
     return (_shifted(x, 11).double() * 2.0**-52 - 1.0) * math.sqrt(3.0)
+
+
+def _signed(number: int) -> int:
+    """The number modulo 2^64 as PyTorch takes it: signed; PyTorch refuses larger ones, such as those of a fourth axis."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -84,6 +96,38 @@ def _along(region: Region, axis: int, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
+def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as a strided tensor of real numbers, on the same device, without a wait for it.
+
+    Complex numbers get one more axis, ``[…, 2]``. Of a type that PyTorch cannot compute with, the bytes count.
+    """
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        parts = [part for part in tensor.unbind() if part.dim()]
+        is_batch = len({part.shape[-1] for part in parts}) == 1
+        tensor = torch.cat([part.flatten(0, -2) if is_batch and part.dim() > 1 else part.reshape(-1) for part in parts])
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = tensor.resolve_neg()
+    if tensor.dtype is torch.bool:
+        return tensor.to(torch.uint8)
+    if tensor.dtype in _COMPUTABLE:
+        return tensor
+    return tensor.contiguous().view(torch.uint8)
+
+
+def plain_region(region: Region, tensor: torch.Tensor) -> Region:
+    """Return where :func:`plain_numbers` of a part of a tensor lie: of a complex one each element is two."""
+    if not tensor.is_complex():
+        return region
+    return replace(region, shape=(*region.shape, 2), first=region.first * 2, last=region.last * 2)
+
+
+@torch.no_grad()
 def sketch_of(
     tensor: torch.Tensor, region: Region | None = None, *, counts_small: bool = False, precise: bool = False
 ) -> Sketch:
@@ -95,11 +139,9 @@ def sketch_of(
         counts_small: whether elements are counted that rounding may turn around.
         precise: whether projections are summed in float64, so that their difference tells a small change; and the bits are.
     """
-    tensor = tensor.detach()
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    values = tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor
+    values = plain_numbers(tensor)
+    region = None if region is None else plain_region(region, tensor)
     flat = values.reshape(-1)
     whole = tuple(values.shape) if region is None else region.shape
     columns = whole[-1] if len(whole) else 1
@@ -151,7 +193,7 @@ def _no_bits(device: torch.device) -> torch.Tensor:
 @torch.no_grad()
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's elements' bits, as whole numbers modulo 2^64: int64, ``[1]``."""
-    flat = tensor.detach().reshape(-1)
+    flat = plain_numbers(tensor).reshape(-1)
     whole = flat.view(_BITS[flat.element_size()])
     if flat.element_size() == 8:
         return whole.sum().view(1)

@@ -17,8 +17,9 @@ from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
-from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
+from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
+from smp_runtime.optim.known_kinds import check_kind, check_parts
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.master_writes import MasterWrites
 from smp_runtime.optim.state_dict import SavedOptimizer
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 logger = logging.getLogger("smp")
-
-#: In names of optimizers whose update of one element depends on others of its tensor, which may lie on another rank.
-_NEED_WHOLE_TENSORS = ("adafactor", "came", "lamb", "lars", "lbfgs", "muon", "novograd", "shampoo", "soap")
-
 
 def _inner(name: str, meaning: str) -> property:
     """An attribute that is read and set on the inner optimizer."""
@@ -143,6 +140,8 @@ class DistributedOptimizer(SavedOptimizer):
         is_staged = model.assignment is not None
         if isinstance(self.optimizer, TakesNorms) and self._ranks.size(Group.TP) > 1 and mine & all_stages:
             self.optimizer.use_norms(self._norms)
+        if mine & all_stages:
+            check_parts(self.optimizer, model, mine, self._ranks)
         if not mine & (all_stages if is_staged else (model.optimizer_shards or {}).keys()):
             return
         if self._model is not None:
@@ -157,7 +156,7 @@ class DistributedOptimizer(SavedOptimizer):
                 "optimizer with several parameter groups"
             )
         if model.sharded_state is not None:
-            self._check_kind("shard_optimizer_state" if model.shards is None else "sharding")
+            check_kind(self.optimizer, "shard_optimizer_state" if model.shards is None else "sharding", self._ranks)
         self._norms = self._norms_for(model)
         if isinstance(self.optimizer, TakesNorms) and (is_staged or model.sharded_state is not None):
             self.optimizer.use_norms(self._norms)
@@ -207,26 +206,6 @@ class DistributedOptimizer(SavedOptimizer):
     def _norms_for(self, model: TrainedModel | None) -> WholeNorms:
         session = self._session  # and not this object, which the inner optimizer would hold then
         return WholeNorms(self._ranks, model, self._optimizer_shards, lambda: session.records)
-
-    def _check_kind(self, why: str) -> None:
-        """Refuse an optimizer that is known to need whole tensors, and warn of one that is not known."""
-        kind = type(self.optimizer)
-        if isinstance(self.optimizer, TakesNorms):
-            return
-        if any(word in base.__name__.lower() for base in kind.__mro__ for word in _NEED_WHOLE_TENSORS):
-            raise SMPUserError(
-                f"{kind.__name__} looks at whole tensors, but with {why} a rank updates parts of them; use an element-wise "
-                "optimizer such as AdamW, or FusedLAMB, FusedLANS, FusedLARS or FusedNovoGrad of smp.optimizers, or turn it off"
-            )
-        home = (getattr(kind.step, "__module__", None) or "").partition(".")[0]
-        if home not in ("torch", "smp_runtime") and self._ranks.rank == 0:
-            logger.warning(
-                "with %s a rank updates parts of tensors: %s of %s trains rightly only if its update of every element depends on "
-                "that element alone (no norm, no matrix of a whole tensor); if not, use AdamW or smp.optimizers.FusedLAMB",
-                why,
-                kind.__name__,
-                kind.__module__,
-            )
 
     def updates(self, model: TrainedModel) -> bool:
         """Whether this optimizer updates shards of ``model``."""
@@ -416,24 +395,64 @@ class DistributedOptimizer(SavedOptimizer):
         self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None
     ) -> torch.Tensor:
         """:meth:`clip_master_grads`, whose norm stays on the device: the host does not wait for it."""
+        among = None if among is None else list(among)
+        norm = self._norm = self.norm_on_device(norm_type, among)
+        self.scale_on_device(max_norm, norm, among)
+        return norm
+
+    @torch.no_grad()
+    def norm_on_device(
+        self, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None, *, all_stages: bool = True
+    ) -> torch.Tensor:
+        """Return the norm of the whole gradient, or of that of some parameters, in float64.
+
+        Args:
+            all_stages: False for parameters of this stage only, whose ranks alone call it.
+        """
         self.update_master_grads()
         if self.overflow:
             return torch.full((), float("inf"), dtype=torch.float64, device=self._ranks.device)
-        wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
+        whole, shards = self._gradients_of(among)
         state = self._model.sharded_state if self._model is not None else None
-        whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
-        shards = [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
         parts = [
             (shard.parameter, shard.optimized.grad)
             for shard in shards
             if shard.optimized.grad is not None and (state is None or state.counts(shard))
         ]
+        wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
         split = self._norms.split_parameters().intersection(map(id, self._parameters())) & wanted
-        norm = self._norm = self._norms.total([*whole, *parts], split, norm_type)
+        return self._norms.total([*whole, *parts], split, norm_type, all_stages=all_stages)
+
+    @torch.no_grad()
+    def scale_on_device(
+        self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None
+    ) -> None:
+        """Scale gradients whose norm is known down to ``max_norm``, all of them or those of some parameters."""
+        self.update_master_grads()
+        if self.overflow:
+            return
+        whole, shards = self._gradients_of(among)
         factor = scale_down([gradient for _, gradient in whole], max_norm, norm)
         if factor is not None:
             self._masters.scale_down(factor, shards)
-        return norm
+
+    @torch.no_grad()
+    def clamp_on_device(self, limit: float, among: Iterable[nn.Parameter] | None = None) -> None:
+        """Bring every element of the gradients between ``-limit`` and ``limit``."""
+        self.update_master_grads()
+        if self.overflow:
+            return
+        whole, shards = self._gradients_of(among)
+        clamp([gradient for _, gradient in whole], limit)
+        self._masters.clamp(limit, shards, self.loss_scale if self._ranks.cfg.fp16 else 1.0)
+
+    def _gradients_of(
+        self, among: Iterable[nn.Parameter] | None
+    ) -> tuple[list[tuple[nn.Parameter, torch.Tensor]], list[OptimizerShard]]:
+        """Parameters that are updated themselves, with their gradients, and optimizer shards; all, or those of some parameters."""
+        wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
+        whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
+        return whole, [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
 
     @property
     def _global_grad_norm(self) -> float | None:

@@ -14,7 +14,8 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.optim.fused_kernels import are_fusible
+from smp_runtime.optim.fused_kernels import are_fusible, counters_beside
+from smp_runtime.optim.gradient_norms import as_real, squares
 
 #: Steps after which averages of any decay count as they are.
 _MANY = 1e12
@@ -92,7 +93,7 @@ class NormedOptimizer(_ApexOptimizer):
             tensors: pairs of a parameter and the tensor of its shape whose norm is wanted.
         """
         if self._norms is None:
-            return [tensor.float().square().sum() for _, tensor in tensors]
+            return squares([tensor for _, tensor in tensors])
         return self._norms.squares(tensors, self._known())
 
     def _known(self) -> list[torch.Tensor]:
@@ -161,10 +162,14 @@ class FusedAdam(_ApexOptimizer):
             averages, squared = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
             # PyTorch's function counts them up itself. After so many steps there is nothing to correct.
             before = [float(state["step"] if group["bias_correction"] else _MANY) for state in states]
+            is_fused = are_fusible([*parameters, *gradients, *averages, *squared])
+            # Only the fused form reads them on the parameters' device.
+            on_host = list(torch.tensor(before, dtype=torch.float32, device="cpu").unbind())
             update(
                 *(parameters, gradients, averages, squared, []),
-                list(torch.tensor(before, dtype=torch.float32, device="cpu").unbind()),
-                fused=True if are_fusible([*parameters, *gradients, *averages, *squared]) else None,
+                counters_beside(parameters, before) if is_fused else on_host,
+                fused=True if is_fused else None,
+                has_complex=any(parameter.is_complex() for parameter in parameters),
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
@@ -237,16 +242,17 @@ class FusedLAMB(NormedOptimizer):
                 if not state:
                     state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
                 state["step"] += 1
-                decay = group["weight_decay"]
+                decay, values, gradient = group["weight_decay"], as_real(parameter), as_real(gradient)
+                average, square = as_real(state["exp_avg"]), as_real(state["exp_avg_sq"])
                 if decay and not self.adam_w_mode:
-                    gradient = gradient.add(parameter, alpha=decay)
+                    gradient = gradient.add(values, alpha=decay)
                 weight = 1 - beta_1 if group["grad_averaging"] else 1.0
-                state["exp_avg"].mul_(beta_1).add_(gradient, alpha=weight)
-                state["exp_avg_sq"].mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+                average.mul_(beta_1).add_(gradient, alpha=weight)
+                square.mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
                 first, second = bias_corrections(group, state["step"], beta_1, beta_2)
-                update = (state["exp_avg"] / first) / ((state["exp_avg_sq"] / second).sqrt_().add_(group["eps"]))
+                update = (average / first) / ((square / second).sqrt_().add_(group["eps"]))
                 if decay and self.adam_w_mode:
-                    update.add_(parameter, alpha=decay)
+                    update.add_(values, alpha=decay)
                 updates.append((parameter, update))
                 settings.append((group["lr"], bool(decay) or self.use_nvlamb))
         sizes = self._squares([(p, p) for p, _ in updates])
@@ -255,11 +261,11 @@ class FusedLAMB(NormedOptimizer):
             ratio = (
                 torch.where((size > 0) & (length > 0), (size / length).sqrt(), torch.ones_like(size)) if scaled else 1.0
             )
-            parameter.sub_(update * (lr * ratio))
+            as_real(parameter).sub_(update * (lr * ratio))
 
     def _total_norm(self, pairs: Pairs) -> torch.Tensor | None:
         if self._norms is None:
-            return torch.stack(self._squares(pairs)).sum().sqrt() if pairs else None
+            return torch.stack([square.double() for square in self._squares(pairs)]).sum().sqrt() if pairs else None
         # Another rank may hold gradients where this one holds none, so every rank takes part.
         return self._norms.total_square(pairs, self._known()).sqrt()
 

@@ -33,17 +33,60 @@ def scale_down(gradients: Sequence[torch.Tensor], max_norm: float, norm: torch.T
     return factor
 
 
+def clamp(gradients: Sequence[torch.Tensor], limit: float) -> None:
+    """Bring every element between ``-limit`` and ``limit``, as PyTorch does, by few operations for each type."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_type.setdefault(gradient.dtype, []).append(gradient)
+    for alike in by_type.values():
+        torch._foreach_clamp_min_(alike, -limit)
+        torch._foreach_clamp_max_(alike, limit)
+
+
+#: Elements that are widened at once.
+_WIDENED = 1 << 24
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a complex tensor with its real and imaginary parts, ``[…, 2]``, or any other tensor as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def elements_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a gradient that may be changed in place: of a sparse one its values, of a complex one both parts."""
+    return as_real(gradient._values() if gradient.is_sparse else gradient)
+
+
 def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors in place by a number, of any type, by one operation for each of their types."""
-    for dtype in {tensor.dtype for tensor in tensors}:
-        alike = [tensor for tensor in tensors if tensor.dtype is dtype]
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in map(elements_of, tensors):
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, alike in by_type.items():
         if factor.device.type == "cpu":
             torch._foreach_mul_(alike, float(factor))
         elif dtype.itemsize >= torch.float32.itemsize:
             torch._foreach_mul_(alike, factor.to(dtype))
         else:  # in half precision the factor itself would be rounded
-            for tensor in alike:
-                tensor.copy_(tensor.float().mul_(factor))
+            for some in _chunks(alike):
+                wide = [torch.empty_like(tensor, dtype=torch.float32) for tensor in some]
+                torch._foreach_copy_(wide, some)
+                torch._foreach_mul_(wide, factor.float())
+                torch._foreach_copy_(some, wide)
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Several tensors at a time, so that copies of them do not take memory for all."""
+    chunk: list[torch.Tensor] = []
+    elements = 0
+    for tensor in tensors:
+        if chunk and elements + tensor.numel() > _WIDENED:
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append(tensor)
+        elements += tensor.numel()
+    if chunk:
+        yield chunk
 
 
 class WholeNorms:
@@ -79,7 +122,12 @@ class WholeNorms:
 
     @torch.no_grad()
     def total(
-        self, gradients: Sequence[tuple[nn.Parameter, torch.Tensor]], split_ids: set[int], norm_type: float
+        self,
+        gradients: Sequence[tuple[nn.Parameter, torch.Tensor]],
+        split_ids: set[int],
+        norm_type: float,
+        *,
+        all_stages: bool = True,
     ) -> torch.Tensor:
         """The norm of the whole gradient, a float64 without dimensions on this rank's device.
 
@@ -87,6 +135,7 @@ class WholeNorms:
             gradients: pairs of a parameter of the model and this rank's gradient of it or of its shard.
             split_ids: of this optimizer's parameters, the :meth:`split_parameters`; empty on all ranks or on none.
             norm_type: ``p`` of the p-norm, above 0; infinity for the greatest absolute value.
+            all_stages: False measures what this stage has, and only its ranks call it.
 
         Raises:
             SMPUserError: ``norm_type`` is 0, negative or not a number.
@@ -111,7 +160,7 @@ class WholeNorms:
         norms = [torch.cat([zero, *_norms(tensors, p, device)]) for tensors in kinds.values()]
         if math.isinf(p):
             greatest = torch.cat(norms).amax().view(1)
-            for group in self._groups(bool(split_ids)):
+            for group in self._groups(bool(split_ids), all_stages):
                 greatest = self._greatest(greatest, group)
             return greatest[0]
         whole, split, alone = (each.pow(p).sum().view(1) for each in norms)
@@ -119,7 +168,7 @@ class WholeNorms:
         if self._sharing is not None:
             total = self._summed(total, self._sharing)
         total = total + alone
-        if self._model is not None:
+        if self._model is not None and all_stages:
             total = self._summed(total, Group.PP)
         return total[0].pow(1.0 / p)
 
@@ -134,7 +183,10 @@ class WholeNorms:
             known: everything that is updated, in the same order on all ranks of a tensor parallel group.
         """
         vector, numbers = self._vector(tensors, known)
-        return [vector[numbers[id(updated)]] for updated, _ in tensors]
+        narrow = vector.float()  # of narrow parameters, as in one process
+        return [
+            (vector if _wide(updated.dtype) is torch.float64 else narrow)[numbers[id(updated)]] for updated, _ in tensors
+        ]
 
     @torch.no_grad()
     def total_square(
@@ -160,25 +212,26 @@ class WholeNorms:
         split_ids = self.split_parameters()
         split_ids |= {id(shard.optimized) for shard in self._optimizer_shards if id(shard.parameter) in split_ids}
         # The parts of split tensors and all others.
-        vectors = torch.zeros(2, shared + len(others), device=self._ranks.device)
+        vectors = torch.zeros(2, shared + len(others), dtype=torch.float64, device=self._ranks.device)
         if tensors:
             places = torch.tensor(
                 [[int(id(updated) not in split_ids), numbers[id(updated)]] for updated, _ in tensors], device="cpu"
             )
             rows, columns = to_device(places, vectors.device).unbind(1)
-            vectors[rows, columns] = torch.stack(squares([tensor for _, tensor in tensors])).to(vectors.device)
+            found = _stacked(squares([tensor for _, tensor in tensors]))
+            vectors[rows, columns] = found.to(vectors.device)
         vector = self._summed(vectors[0], Group.TP) + vectors[1]
         if state is not None and shared:
             state.sum_over_shards(vector[:shared])
         return vector, numbers
 
-    def _groups(self, any_split: bool) -> Iterator[Group]:
+    def _groups(self, any_split: bool, all_stages: bool) -> Iterator[Group]:
         """Over which ranks the elements lie."""
         if any_split:
             yield Group.TP
         if self._sharing is not None:
             yield self._sharing
-        if self._model is not None:
+        if self._model is not None and all_stages:
             yield Group.PP
 
     def _greatest(self, value: torch.Tensor, group: Group) -> torch.Tensor:
@@ -195,16 +248,38 @@ class WholeNorms:
 
 
 def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The squared L2 norm of each, in float32."""
-    return [norm.square() for norm in norms_of(list(tensors), 2.0, dtype=torch.float32)]
+    """The squared L2 norm of each, in float64 of a tensor of that precision and in float32 of all others."""
+    numbers = [as_real(tensor) for tensor in tensors]
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(numbers):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
+    found: dict[int, torch.Tensor] = {}
+    for (dtype, _), indices in by_kind.items():
+        norms = norms_of([numbers[index] for index in indices], 2.0, dtype=_wide(dtype))
+        found.update(zip(indices, norms, strict=True))
+    return [found[index].square() for index in range(len(numbers))]
+
+
+def _stacked(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Numbers of perhaps different precisions as a vector of float64."""
+    if len({number.dtype for number in numbers}) > 1:
+        numbers = [number.double() for number in numbers]
+    return torch.stack(list(numbers)).double()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which tensors of a type are measured."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _norms(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> list[torch.Tensor]:
     """The norms of tensors, in vectors of float64, measured by one operation for each of their types."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        # The greatest of no elements is nothing that PyTorch would return. Of complex numbers their lengths count.
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.abs() if tensor.is_complex() else tensor)
     return [
-        torch.stack(list(norms_of(alike, p, dtype=torch.promote_types(dtype, torch.float32)))).to(device, torch.float64)
+        torch.stack(list(norms_of(alike, p, dtype=_wide(dtype)))).to(device, torch.float64)
         for (dtype, _), alike in by_kind.items()
     ]

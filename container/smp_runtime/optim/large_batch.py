@@ -9,6 +9,7 @@ import torch
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.fused import NormedOptimizer, bias_corrections
+from smp_runtime.optim.gradient_norms import as_real
 
 
 class FusedLARS(NormedOptimizer):
@@ -116,19 +117,22 @@ class FusedLANS(NormedOptimizer):
             if not state:
                 state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
             state["step"] += 1
-            state["exp_avg"].lerp_(gradient, 1 - beta_1)
-            state["exp_avg_sq"].mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+            average, square = as_real(state["exp_avg"]), as_real(state["exp_avg_sq"])
+            values, gradient = as_real(parameter), as_real(gradient)
+            average.lerp_(gradient, 1 - beta_1)
+            square.mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
             first, second = bias_corrections(group, state["step"], beta_1, beta_2)
-            denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
+            denominator = (square / second).sqrt_().add_(group["eps"])
             decay = group["weight_decay"]
-            averages.append((parameter, (state["exp_avg"] / first).div_(denominator).add_(parameter, alpha=decay)))
-            fresh.append((parameter, gradient.div_(denominator).add_(parameter, alpha=decay)))
+            averages.append((parameter, (average / first).div_(denominator).add_(values, alpha=decay)))
+            fresh.append((parameter, gradient.div_(denominator).add_(values, alpha=decay)))
         sizes = self._squares([(parameter, parameter) for parameter, _ in averages])
         along_average, along_gradient = self._squares(averages), self._squares(fresh)
         for at, (group, (parameter, _)) in enumerate(trained):
             lr, beta_1 = group["lr"], group["betas"][0]
-            parameter.sub_(averages[at][1] * (lr * beta_1 * _ratio(sizes[at], along_average[at])))
-            parameter.sub_(fresh[at][1] * (lr * (1 - beta_1) * _ratio(sizes[at], along_gradient[at])))
+            values = as_real(parameter)
+            values.sub_(averages[at][1] * (lr * beta_1 * _ratio(sizes[at], along_average[at])))
+            values.sub_(fresh[at][1] * (lr * (1 - beta_1) * _ratio(sizes[at], along_gradient[at])))
 
 
 def _ratio(size: torch.Tensor, length: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.optim.gradient_norms import multiply
+from smp_runtime.optim.gradient_norms import clamp, elements_of, multiply
 from smp_runtime.tensors.torch_private import unscale
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class MasterGradients:
                 shard.optimized.grad = None
                 self._brought.pop(shard, None)
                 continue
-            is_same = former is not None and held is not None and held.data_ptr() == gradient.data_ptr()
+            is_same = former is not None and held is not None and _place(held) == _place(gradient)
             if is_same and scale is not None:
                 raise SMPUserError(
                     f"backward added to the gradients of {len(news)} parts of parameters after update_master_grads or "
@@ -70,7 +70,10 @@ class MasterGradients:
                 )
             self._brought[shard] = (gradient, gradient._version)
             if gradient.dtype is shard.optimized.dtype:  # float32 gradients of a shard belong to nobody else
-                shard.optimized.grad = gradient.view(shard.optimized.shape)
+                shard.optimized.grad = gradient if gradient.is_sparse else gradient.view(shard.optimized.shape)
+                unscaled.append(shard.optimized.grad)
+            elif gradient.is_sparse:
+                shard.optimized.grad = gradient.to(shard.optimized.dtype)
                 unscaled.append(shard.optimized.grad)
             else:
                 narrow.append((shard, gradient))
@@ -84,12 +87,24 @@ class MasterGradients:
     @torch.no_grad()
     def scale_down(self, factor: torch.Tensor, shards: Sequence[OptimizerShard]) -> None:
         """Multiply the gradients that were brought to some shards, and the model's, to which backward may add more."""
-        held = [shard.optimized.grad for shard in shards if shard.optimized.grad is not None]
-        places = {gradient.data_ptr() for gradient in held}
-        found = [self._brought[shard][0] for shard in shards if shard in self._brought]
-        sources = [gradient for gradient in found if gradient.data_ptr() not in places]
+        held, sources = self._held(shards)
         multiply([*held, *sources], factor)
         self._note_versions()
+
+    @torch.no_grad()
+    def clamp(self, limit: float, shards: Sequence[OptimizerShard], scale: float) -> None:
+        """Bring the elements of the same gradients between ``-limit`` and ``limit``; the model's have the loss scale still."""
+        held, sources = self._held(shards)
+        clamp(held, limit)
+        clamp(sources, limit * scale)
+        self._note_versions()
+
+    def _held(self, shards: Sequence[OptimizerShard]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The gradients that were brought, and those of the model that lie elsewhere."""
+        held = [shard.optimized.grad for shard in shards if shard.optimized.grad is not None]
+        places = {_place(gradient) for gradient in held}
+        found = [self._brought[shard][0] for shard in shards if shard in self._brought]
+        return held, [gradient for gradient in found if _place(gradient) not in places]
 
     def drop(self) -> None:
         """Forget the gradients."""
@@ -105,7 +120,7 @@ class MasterGradients:
         if former is None or gradient is None:
             return (former is None) != (gradient is None)
         brought, version = former
-        return gradient.data_ptr() != brought.data_ptr() or gradient._version != version
+        return _place(gradient) != _place(brought) or gradient._version != version
 
     def _any_stage_has(self, news: Sequence[object]) -> bool:
         """Whether to bring what is new, the same on all ranks: they agree on overflows together."""
@@ -118,7 +133,7 @@ class MasterGradients:
         found = torch.zeros(1, device=ranks.device)
         if gradients:
             inverse = torch.full((1,), 1.0 / scale, device=ranks.device)
-            unscale(list(gradients), found, inverse)
+            unscale([elements_of(gradient) for gradient in gradients], found, inverse)
         if ranks.size(Group.WORLD) > 1:
             ranks.collectives.all_reduce(found, ranks.groups.group(Group.WORLD)).wait()
         return bool(found.item() > 0)
@@ -126,6 +141,11 @@ class MasterGradients:
     def _note_versions(self) -> None:
         """What was just done to the model's gradients is known."""
         self._brought = {shard: (gradient, gradient._version) for shard, (gradient, _) in self._brought.items()}
+
+
+def _place(gradient: torch.Tensor) -> int:
+    """Where a gradient's numbers lie; a sparse tensor itself lies nowhere."""
+    return elements_of(gradient).data_ptr()
 
 
 def _widened(pairs: Sequence[tuple[OptimizerShard, torch.Tensor]]) -> list[torch.Tensor]:

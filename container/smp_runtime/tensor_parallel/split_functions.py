@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.group import TensorGroup, join
 from smp_runtime.tensor_parallel.traced import over
+from smp_runtime.tensors.nested import rows_of
 from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
 
 def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """``[out, in]`` of ``[..., out]`` and ``[..., in]``."""
-    return gradient.reshape(-1, gradient.shape[-1]).t().mm(inputs.reshape(-1, inputs.shape[-1]))
+    return rows_of(gradient).t().mm(rows_of(inputs).conj())
 
 
 def _now_or_later(
@@ -33,7 +34,7 @@ def _now_or_later(
 
 
 def _bias_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.reshape(-1, gradient.shape[-1]).sum(0)
+    return rows_of(gradient).sum(0)
 
 
 def _columns_gradients(
@@ -56,9 +57,9 @@ def _columns_gradients(
         regathering = group.start_gather(x)
     dx, waiting = None, None
     if needed[0]:
-        dx = gradients[0].matmul(weights[0])
+        dx = gradients[0].matmul(weights[0].conj())
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            dx += gradient.matmul(weight)
+            dx += gradient.matmul(weight.conj())
         if group.size > 1:
             if dim is None:
                 waiting = group.start_all_reduce(dx)
@@ -149,7 +150,7 @@ class _Rows(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         db = _bias_gradient(gradient) if ctx.needs_input_grad[4] else None
         full = gradient if ctx.dim is None else over(ctx.group).gather(gradient, ctx.dim)
-        dx = full.matmul(weight) if ctx.needs_input_grad[0] else None
+        dx = full.matmul(weight.conj()) if ctx.needs_input_grad[0] else None
         may_wait = not torch.compiler.is_compiling()
         dw = _now_or_later(full, x, weight, may_wait) if ctx.needs_input_grad[3] else None
         return dx, None, None, dw, db

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,11 @@ def _look(item: Any, depth: int, found: dict[int, torch.Tensor], seen: set[int])
         inside = list(getattr(item, "__dict__", {}).values())
     for part in inside:
         _look(part, depth - 1, found, seen)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``[…, n]`` as ``[rows, n]``, also where there are no elements, so that PyTorch cannot tell how many rows."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def argument_tensors(value: Any) -> list[torch.Tensor]:

@@ -19,17 +19,13 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from smp_runtime.tensors.nested import rows_of
 from smp_runtime.tensors.torch_private import is_transformed, taken_apart
 from smp_runtime.tensors.weight_gradients import Gradients, Operation, is_deferrable, split
 
 #: What backward needs; None for what an operation has not.
 _Kept = Sequence[Any]
 _aten = torch.ops.aten
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``[…, n]`` as ``[rows, n]``."""
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _weight_for(weight: torch.Tensor, wanted: Sequence[bool]) -> torch.Tensor:
@@ -55,9 +51,9 @@ class _Linear:
     def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
         input, weight = kept
         return (
-            gradient @ weight if wanted[0] else None,
-            _rows(gradient).t() @ _rows(input) if wanted[1] else None,
-            _rows(gradient).sum(0) if wanted[2] else None,
+            gradient @ weight.conj() if wanted[0] else None,
+            rows_of(gradient).t() @ rows_of(input).conj() if wanted[1] else None,
+            rows_of(gradient).sum(0) if wanted[2] else None,
         )
 
 
@@ -77,9 +73,9 @@ class _Product:
     def gradients(self, gradient: torch.Tensor, kept: _Kept, wanted: Sequence[bool]) -> Gradients:
         input, weight = kept
         return (
-            gradient @ weight.t() if wanted[0] else None,
-            _rows(input).t() @ _rows(gradient) if wanted[1] else None,
-            _rows(gradient).sum(0) if wanted[2] else None,
+            gradient @ weight.mH if wanted[0] else None,
+            rows_of(input).mH @ rows_of(gradient) if wanted[1] else None,
+            rows_of(gradient).sum(0) if wanted[2] else None,
         )
 
 
@@ -329,6 +325,10 @@ def _are_plain(args: Any, kwargs: Any) -> bool:
     return all(type(each) in (torch.Tensor, torch.nn.Parameter) and not is_transformed(each) for each in given)
 
 
+def _has_gradient(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+
+
 def _operation(make: Callable[..., Operation | None], args: Any, kwargs: Any) -> Operation | None:
     if not _are_plain(args, kwargs):
         return None
@@ -339,6 +339,6 @@ def _operation(make: Callable[..., Operation | None], args: Any, kwargs: Any) ->
         operation = make(*args, **kwargs)
     except TypeError:  # arguments that the operation does not have: its own error says so
         return None
-    if operation is None or len({t.dtype for t in operation.tensors if t is not None and t.is_floating_point()}) > 1:
+    if operation is None or len({t.dtype for t in operation.tensors if _has_gradient(t)}) > 1:
         return None
     return operation

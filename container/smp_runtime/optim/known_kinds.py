@@ -1,0 +1,106 @@
+"""Which kinds of optimizers train rightly where a rank has parts of tensors, or some of the parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_runtime.optim.fused import TakesNorms
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.trained import TrainedModel
+
+logger = logging.getLogger("smp")
+
+#: In names of optimizers whose update of one element depends on others of its tensor, which may lie on another rank.
+_NEED_WHOLE_TENSORS = ("adafactor", "came", "lamb", "lars", "muon", "novograd", "shampoo", "soap")
+#: In names of optimizers whose update of one element depends on all parameters together.
+_NEED_ALL_PARAMETERS = ("lbfgs", "prodigy", "dadapt")
+
+
+def check_kind(optimizer: torch.optim.Optimizer, why: str, ranks: Ranks) -> None:
+    """Refuse an optimizer that is known to need whole tensors, and warn of one that is not known.
+
+    Args:
+        why: a rank updates parts of tensors.
+
+    Raises:
+        SMPUserError: it is known to train otherwise on parts.
+    """
+    kind = type(optimizer)
+    if isinstance(optimizer, TakesNorms):
+        return
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise SMPUserError(
+            f"SparseAdam updates the rows of sparse gradients, but with {why} gradients are made dense and shared out; make the "
+            "embeddings with sparse=False and use an optimizer such as AdamW, or turn it off"
+        )
+    if _is_named(kind, (*_NEED_WHOLE_TENSORS, *_NEED_ALL_PARAMETERS)):
+        raise SMPUserError(
+            f"{kind.__name__} looks at whole tensors, but with {why} a rank updates parts of them; use an element-wise "
+            "optimizer such as AdamW, or FusedLAMB, FusedLANS, FusedLARS or FusedNovoGrad of smp.optimizers, or turn it off"
+        )
+    home = (getattr(kind.step, "__module__", None) or "").partition(".")[0]
+    if home not in ("torch", "smp_runtime") and ranks.rank == 0:
+        logger.warning(
+            "with %s a rank updates parts of tensors: %s of %s trains rightly only if its update of every element depends on "
+            "that element alone (no norm, no matrix of a whole tensor); if not, use AdamW or smp.optimizers.FusedLAMB",
+            why,
+            kind.__name__,
+            kind.__module__,
+        )
+
+
+def check_parts(
+    optimizer: torch.optim.Optimizer, model: TrainedModel, trained: Iterable[nn.Parameter], ranks: Ranks
+) -> None:
+    """Refuse an optimizer that needs all parameters where a rank has some, and warn of one that needs whole tensors.
+
+    Args:
+        trained: its parameters.
+
+    Raises:
+        SMPUserError: every rank would take another step.
+    """
+    kind, stages, degree = type(optimizer), ranks.size(Group.PP), ranks.size(Group.TP)
+    if isinstance(optimizer, TakesNorms):
+        return
+    instead = "use an element-wise optimizer such as AdamW"
+    if stages > 1 and _is_named(kind, _NEED_ALL_PARAMETERS):
+        raise SMPUserError(
+            f"{kind.__name__} looks at all parameters together, but with pipeline_parallel_degree {stages} a rank has those of its "
+            f"stage; {instead}, or set pipeline_parallel_degree to 1"
+        )
+    if degree == 1:
+        return
+    wanted = set(trained)
+    split = [r.name for r in model.registry if r.parameter in wanted and r.placement.tensor_axis is not None]
+    if not split:
+        return
+    parts = f"with tensor_parallel_degree {degree} a rank has parts of {len(split)} parameters, such as {split[0]}"
+    if _is_named(kind, _NEED_ALL_PARAMETERS):
+        raise SMPUserError(
+            f"{kind.__name__} looks at all parameters together, but {parts}; {instead}, or leave their modules out of tensor "
+            "parallelism"
+        )
+    if ranks.rank == 0 and _is_named(kind, _NEED_WHOLE_TENSORS):
+        logger.warning(
+            "%s looks at whole tensors, but %s: it trains otherwise than in one process; %s or one of smp.optimizers such as "
+            "FusedLAMB, or leave their modules out of tensor parallelism",
+            kind.__name__,
+            parts,
+            instead,
+        )
+
+
+def _is_named(kind: type, words: Iterable[str]) -> bool:
+    """Whether a class or one of its bases has one of these words in its name."""
+    return any(word in base.__name__.lower() for base in kind.__mro__ for word in words)
