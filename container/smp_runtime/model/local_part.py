@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smp_runtime.job.ranks import Ranks
+    from smp_runtime.parameters.known_parameters import KnownParameters
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
@@ -108,6 +109,8 @@ class Placed:
     shards: ShardedParameters | None = None
     #: Parameters that are not trained, and that nothing averages.
     frozen: list[nn.Parameter] = field(default_factory=list)
+    #: Refuses parameters that come or go later; None while one process may train any, as in plain PyTorch.
+    known: KnownParameters | None = None
     is_away: bool = False  # whether ``model.cpu()`` has moved the weights from the device that trains
     is_copied: bool = False  # or has put a whole copy in the place of what trains
 

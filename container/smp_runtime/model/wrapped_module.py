@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.errors import SMPAttributeError
+from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.model.whole_copy import whole_copy
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
+    from smp_runtime.model.gradient_window import GradientWindow
     from smp_runtime.model.local_part import LocalPart, Placed
     from smp_runtime.model.stages import Stages
     from smp_runtime.model.state_dict import ModelState
+    from smp_runtime.parameters.precision import Precision
     from smp_runtime.parameters.registry import ParameterRegistry
 
 
@@ -30,11 +33,13 @@ class WrappedModule(nn.Module):
     """
 
     module: nn.Module
+    precision: Precision
     _part: LocalPart
     _placed: Placed
     _ranks: Ranks
     _stages: Stages
     _state: ModelState
+    _window: GradientWindow
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -187,3 +192,26 @@ class WrappedModule(nn.Module):
             super().to(self._ranks.device)
         self._placed.is_away = self._placed.is_copied = False
         return self
+
+    def to(self, *args: Any, **kwargs: Any) -> WrappedModule:
+        """Dtype changes apply; a device is ignored, because placement is this wrapper's work.
+
+        After :meth:`cpu`, this rank's device brings the model back as :meth:`cuda` does.
+        """
+        device, dtype = device_asked_for(*args, **kwargs), dtype_asked_for(*args, **kwargs)
+        if device is not None and device.type == self._ranks.device.type and self._placed.is_away:
+            self.cuda()
+        if dtype is None:
+            return self
+        changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
+        if changes and (self._window.reduces or self._placed.optimizer_shards is not None):
+            raise SMPUserError(
+                f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
+                'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
+            )
+        return super().to(dtype=dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> WrappedModule:
+        """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
+        with self.precision.keeping_rotary(self.module):
+            return super()._apply(fn, recurse)

@@ -13,6 +13,7 @@ from smp_config import Group
 from smp_config.whereabouts import OPTIMIZER, here
 from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.optim.accumulated import reduce_accumulated
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
@@ -267,6 +268,8 @@ class DistributedOptimizer(SavedOptimizer):
         notes = here()
         with self._session.ranks.control.doing("optimizer.step"), notes.within(OPTIMIZER):
             notes.update()
+            for model in self._session.models:
+                model.check_parameters()
             result = self._update(closure)
         for heard in self._session.after_update:
             heard(self)
@@ -274,10 +277,11 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._model is None:
+            self._reduce_accumulated()
             self._tell_before()
             result: Any
             if closure is not None:  # gradients come inside
-                result = self.optimizer.step(closure)
+                result = self.optimizer.step(self._reducing_after(closure))
             else:
                 with fused_where_open(self.optimizer):
                     result = self.optimizer.step()
@@ -302,6 +306,19 @@ class DistributedOptimizer(SavedOptimizer):
         self._session.progress.optimizer_stepped()
         return result
 
+    def _reduce_accumulated(self) -> None:
+        reduce_accumulated(self._session, self._parameters())
+
+    def _reducing_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The same closure, whose gradients are reduced when it returns."""
+
+        def reducing() -> Any:
+            result = closure()
+            self._reduce_accumulated()
+            return result
+
+        return reducing
+
     def _tell_before(self) -> None:
         for heard in self._session.before_update:
             heard(self)
@@ -314,6 +331,7 @@ class DistributedOptimizer(SavedOptimizer):
         Raises:
             SMPUserError: it was added, with the loss scale, to sharded gradients that were divided by it already.
         """
+        self._reduce_accumulated()
         if self._model is None:
             return
         overflow = self._masters.bring(self.loss_scale if self._ranks.cfg.fp16 else None)
