@@ -122,10 +122,13 @@ class GradientReducer:
             bucket.pending = len(bucket.indices)
 
     @torch.no_grad()
-    def finish_window(self) -> None:
+    def finish_window(self, *, measures: bool = True) -> None:
         """Send what is left, wait for everything, and write the averages into the gradients.
 
         A parameter that no rank used keeps no gradient; one that only other ranks used gets theirs.
+
+        Args:
+            measures: False for a window without a backward pass of its own, from which no order of buckets can be learned.
         """
         if not self._reduces or not self._buckets:
             return
@@ -139,6 +142,8 @@ class GradientReducer:
         self._adopt(results, used)
         for bucket in self._buckets:
             bucket.release()
+        if not measures:
+            return
         self._windows += 1
         if self.touched:  # else this rank has only answered the others, and has learned nothing
             self._expected = list(self._seen)
@@ -302,10 +307,10 @@ class ReducerSet:
         for reducer in self._reducers:
             reducer.begin_window(reduces=reduces)
 
-    def finish_window(self) -> None:
+    def finish_window(self, *, measures: bool = True) -> None:
         """Wait for everything, and write the averages into the gradients."""
         for reducer in self._reducers:
-            reducer.finish_window()
+            reducer.finish_window(measures=measures)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -122,6 +122,16 @@ class TrainedModel(Hashable, Protocol):
     def abandon_step(self) -> None:
         """A microbatch raised."""
 
+    def check_parameters(self) -> None:
+        """Refuse parameters that came or went after the model was laid out."""
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether there are gradients that only accumulated so far; the same on every rank."""
+
+    def reduce_accumulated(self) -> None:
+        """An update needs the gradients now: those that only accumulated so far are reduced; every rank calls it."""
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All parameters."""
 

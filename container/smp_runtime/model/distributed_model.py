@@ -30,9 +30,10 @@ from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
 from smp_runtime.model.wrapped_module import WrappedModule
 from smp_runtime.module_state.blueprint import Blueprint
 from smp_runtime.nn.attention import DistributedAttentionLayer
+from smp_runtime.optim.accumulated import reduce_before_updates
 from smp_runtime.optim.clipping import clip_over_ranks
+from smp_runtime.parameters.known_parameters import KnownParameters
 from smp_runtime.parameters.precision import Precision
-from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
 
 if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
@@ -122,7 +123,9 @@ class DistributedModel(WrappedModule):
             are_equal: whether replicas have equal weights already.
         """
         session, ranks, options = self._session, self._ranks, self._options
-        clip_over_ranks(session)
+        clip_over_ranks(session, accumulates=options.backward_passes_per_step > 1)
+        if options.backward_passes_per_step > 1:
+            reduce_before_updates(session)
         own_attributes(session)
         self.module = recipe.replaced(module, ranks)
         self.blueprint.note_wrapped(self.module)
@@ -186,6 +189,9 @@ class DistributedModel(WrappedModule):
         self._placed.watch_writes(self._part)
         self._part.compile(self._ranks, self._placed)
         self._placed.follow_calls(self._part)
+        is_divided = self._ranks.size(Group.PP) > 1 or self._ranks.size(Group.TP) > 1
+        if is_divided or self._window.reduces or self.optimizer_shards is not None:
+            self._placed.known = KnownParameters(self._part.module, self)
         self.blueprint.note_settings()
 
     # -- what it is made of ----------------------------------------------------------------------------------------
@@ -339,6 +345,20 @@ class DistributedModel(WrappedModule):
         optimizer = next((o for o in self._session.optimizers if o.updates(self)), self._session.optimizer)
         return optimizer.loss_scale if optimizer is not None else 1.0
 
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether gradients have accumulated that are not reduced, as ``backward_passes_per_step`` wants."""
+        return self._window.is_incomplete
+
+    def reduce_accumulated(self) -> None:
+        """Reduce the gradients of an incomplete group of passes; every rank calls it."""
+        self._window.complete()
+
+    def check_parameters(self) -> None:
+        """Refuse parameters that were added, replaced or removed after the model was laid out."""
+        if self._placed.known is not None:
+            self._placed.known.check()
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
         return self._window.no_sync()
@@ -442,29 +462,6 @@ class DistributedModel(WrappedModule):
         self._state.when_placed(load)
 
     # -- like any module -------------------------------------------------------------------------------------------
-
-    def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
-        """Dtype changes apply; a device is ignored, because placement is this wrapper's work.
-
-        After :meth:`cpu`, this rank's device brings the model back as :meth:`cuda` does.
-        """
-        device, dtype = device_asked_for(*args, **kwargs), dtype_asked_for(*args, **kwargs)
-        if device is not None and device.type == self._ranks.device.type and self._placed.is_away:
-            self.cuda()
-        if dtype is None:
-            return self
-        changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
-        if changes and (self._window.reduces or self.optimizer_shards is not None):
-            raise SMPUserError(
-                f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
-                'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
-            )
-        return super().to(dtype=dtype)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModel:
-        """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
-        with self.precision.keeping_rotary(self.module):
-            return super()._apply(fn, recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, also those that were reduced to their owner already."""

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
     from smp_runtime.sharding.sharded_state import ShardedState
 
+#: Passes per reduction inside ``no_sync``.
+_NEVER = 2**62
+
 
 class GradientWindow:
     """Says when gradients of a model are reduced, and who takes part.
@@ -35,6 +38,7 @@ class GradientWindow:
 
     Attributes:
         shards: the sharded part of the model, whose gradients are reduced in the same windows; or None.
+        is_joined: whether ranks may be done already, inside :meth:`.DistributedModel.join`.
         hook: a communication hook and its state, which :meth:`install_hook` puts in place; or None.
     """
 
@@ -55,7 +59,10 @@ class GradientWindow:
         self._overlap = overlap
         self._bucket_view = bucket_view
         self._passes = 0
+        #: Passes since the last reduction, whose gradients are this rank's own; a step that raised may have added some, too.
+        self._unreduced = 0
         self._closing_is_queued = False
+        self.is_joined = False
         self._reducer: Reducer | None = None
         self._deliver: Deliver | None = None
         self.hook: tuple[Any, Callable[..., Any]] | None = None
@@ -193,15 +200,47 @@ class GradientWindow:
         """A microbatch raised: its gradients are not reduced."""
         if self._agreement is not None:
             self._agreement.abandon()
+        self._unreduced += self._trains()
         self.open()
 
     def finish_pass(self) -> None:
         """Backward has run: gradients are summed, and ready for the update if this completes a group of passes."""
         self._passes += 1
+        completes = self._completes(self._passes)
+        self._unreduced = 0 if completes else self._unreduced + 1
         if self._reducer is not None:
             self._reducer.finish_window()
         if self.shards is not None:
-            self.shards.finish_window(reduces=self._completes(self._passes))
+            self.shards.finish_window(reduces=completes)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether gradients have accumulated that are not reduced; the same on every rank."""
+        return self._unreduced > 0 and self._reducer is not None
+
+    def complete(self) -> None:
+        """An update needs the gradients now: those of an incomplete group of passes are reduced; every rank calls it.
+
+        Inside :meth:`no_sync` a script updates with each rank's own gradients on purpose.
+
+        Raises:
+            SMPUserError: ranks may be done already, and would not take part.
+        """
+        unreduced, self._unreduced = self._unreduced, 0
+        if not unreduced or self._reducer is None or self._passes_per_reduction == _NEVER:
+            return
+        if self.is_joined:
+            raise SMPUserError(
+                f"optimizer.step() came after {unreduced} of backward_passes_per_step={self._passes_per_reduction} passes inside "
+                "model.join(), where ranks that are done cannot reduce these gradients; update after complete groups of passes "
+                "only, or leave backward_passes_per_step out"
+            )
+        self._reducer.begin_window(reduces=True)
+        self._reducer.finish_window(measures=False)
+        if self.shards is not None:
+            self.shards.finish_window(reduces=True)
+        self._passes = 0
+        self.open()
 
     @contextlib.contextmanager
     def forward(self, *, evaluates: bool) -> Iterator[None]:
@@ -227,7 +266,7 @@ class GradientWindow:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
-        before, self._passes_per_reduction = (self._passes_per_reduction, self._passes), 2**62
+        before, self._passes_per_reduction = (self._passes_per_reduction, self._passes), _NEVER
         self.open()
         try:
             yield

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.session import Session
+    from smp_runtime.parameters.known_parameters import KnownParameters
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
@@ -118,6 +119,8 @@ class Placed:
     #: What the script writes into parameters whose optimizer works on something else; None where there are none.
     writes: ScriptWrites | None = None
     must_gather: bool = False  # whether shards have changed that other ranks have copies of
+    #: Refuses parameters that come or go later; None while one process may train any, as in plain PyTorch.
+    known: KnownParameters | None = None
     is_away: bool = False  # whether ``model.cpu()`` has moved the weights from the device that trains
     is_copied: bool = False  # or has put a whole copy in the place of what trains
 

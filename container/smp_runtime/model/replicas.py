@@ -63,6 +63,8 @@ class Replicas:
                 f"{self._ranks.device}; {goes_on}, or model.eval() to evaluate it, or save model.state_dict() without moving the "
                 "model"
             )
+        if self._placed.known is not None:
+            self._placed.known.check()
         for parameter in self._placed.frozen:
             if parameter.requires_grad:
                 name = self._part.registry.record_of(parameter).name
@@ -164,11 +166,13 @@ class Replicas:
             yield
             return
         self._joined = JoinedModel(self, self._ranks.groups.group(Group.DP), self._ranks.device)
+        self._window.is_joined = True
         try:
             with Join([self._joined]):
                 yield
         finally:
             self._joined = None
+            self._window.is_joined = False
 
     def shadow_step(self) -> None:
         """Answer the collectives of one step of the others, with nothing to add."""

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.errors import SMPAttributeError
+from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.model.options import registered
 from smp_runtime.model.whole_copy import whole_copy
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from smp_runtime.model.local_part import LocalPart, Placed
     from smp_runtime.model.stages import Stages
     from smp_runtime.model.state_dict import ModelState
+    from smp_runtime.parameters.precision import Precision
     from smp_runtime.parameters.registry import ParameterRegistry
 
 
@@ -37,6 +39,7 @@ class WrappedModule(nn.Module):
     """
 
     module: nn.Module
+    precision: Precision
     _part: LocalPart
     _placed: Placed
     _ranks: Ranks
@@ -198,6 +201,30 @@ class WrappedModule(nn.Module):
             super().to(self._ranks.device)
         self._placed.is_away = self._placed.is_copied = False
         return self
+
+    def to(self, *args: Any, **kwargs: Any) -> WrappedModule:
+        """Dtype changes apply; a device is ignored, because placement is this wrapper's work.
+
+        After :meth:`cpu`, this rank's device brings the model back as :meth:`cuda` does.
+        """
+        device, dtype = device_asked_for(*args, **kwargs), dtype_asked_for(*args, **kwargs)
+        if device is not None and device.type == self._ranks.device.type and self._placed.is_away:
+            self.cuda()
+        if dtype is None:
+            return self
+        changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
+        if changes and (self._window.reduces or self._placed.optimizer_shards is not None):
+            raise SMPUserError(
+                f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
+                'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
+            )
+        return super().to(dtype=dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> WrappedModule:
+        """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
+        with self.precision.keeping_rotary(self.module):
+            return super()._apply(fn, recurse)
+>>>>>>> wt-g
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad
 
 from smp_config import Group
 from smp_runtime.errors import SMPOperationError, SMPRuntimeError
+from smp_runtime.optim.accumulated import reduce_accumulated
 from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
 
 if TYPE_CHECKING:
@@ -48,9 +49,13 @@ def needs_other_ranks(session: Session) -> bool:
     )
 
 
-def clip_over_ranks(session: Session) -> None:
-    """Until the session closes, PyTorch's function clips parameters of wrapped models over all ranks that have some."""
-    if not needs_other_ranks(session) or session.ranks.kept(_Clipping) is not None:
+def clip_over_ranks(session: Session, *, accumulates: bool = False) -> None:
+    """Until the session closes, PyTorch's function clips parameters of wrapped models over all ranks that have some.
+
+    Args:
+        accumulates: whether gradients may still be those of this rank when a script clips them.
+    """
+    if not (accumulates or needs_other_ranks(session)) or session.ranks.kept(_Clipping) is not None:
         return
     clipping = session.ranks.keep(_Clipping, lambda: _Clipping(session))
 
@@ -160,6 +165,7 @@ class _Clipping:
         models = [] if session is None else [m for m in session.models if wanted & _own(m)]
         if session is None or not models:
             return None
+        reduce_accumulated(session, parameters)
         optimizers = [o for o in session.optimizers if wanted & _updated(o)]
         known = _own(models[0]).union(*map(_updated, optimizers))
         if len(models) > 1 or not wanted <= known:

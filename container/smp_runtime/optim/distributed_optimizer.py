@@ -15,6 +15,7 @@ from smp_config import Group
 from smp_config.whereabouts import OPTIMIZER, here
 from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.optim.accumulated import reduce_accumulated
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 logger = logging.getLogger("smp")
+
 
 def _inner(name: str, meaning: str) -> property:
     """An attribute that is read and set on the inner optimizer."""
@@ -263,6 +265,8 @@ class DistributedOptimizer(SavedOptimizer):
         notes = here()
         with self._session.ranks.control.doing("optimizer.step"), notes.within(OPTIMIZER):
             notes.update()
+            for model in self._session.models:
+                model.check_parameters()
             result = self._update(closure)
         for heard in self._session.after_update:
             heard(self)
@@ -270,10 +274,11 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         if self._model is None:
+            self._reduce_accumulated()
             self._tell_before()
             result: Any
             if closure is not None:  # gradients come inside
-                result = self.optimizer.step(closure)
+                result = self.optimizer.step(self._reducing_after(closure))
             else:
                 with fused_where_open(self.optimizer):
                     result = self.optimizer.step()
@@ -298,6 +303,19 @@ class DistributedOptimizer(SavedOptimizer):
         self._session.progress.optimizer_stepped()
         return result
 
+    def _reduce_accumulated(self) -> None:
+        reduce_accumulated(self._session, self._parameters())
+
+    def _reducing_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The same closure, whose gradients are reduced when it returns."""
+
+        def reducing() -> Any:
+            result = closure()
+            self._reduce_accumulated()
+            return result
+
+        return reducing
+
     def _tell_before(self) -> None:
         for heard in self._session.before_update:
             heard(self)
@@ -310,6 +328,7 @@ class DistributedOptimizer(SavedOptimizer):
         Raises:
             SMPUserError: it was added, with the loss scale, to sharded gradients that were divided by it already.
         """
+        self._reduce_accumulated()
         if self._model is None:
             return
         self._model.adopt_writes()
@@ -424,9 +443,7 @@ class DistributedOptimizer(SavedOptimizer):
         return self._norms.total([*whole, *parts], split, norm_type, all_stages=all_stages)
 
     @torch.no_grad()
-    def scale_on_device(
-        self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None
-    ) -> None:
+    def scale_on_device(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None) -> None:
         """Scale gradients whose norm is known down to ``max_norm``, all of them or those of some parameters."""
         self.update_master_grads()
         if self.overflow:

@@ -93,9 +93,7 @@ def _has_adagrad_kernel() -> bool:
     return "cuda_unsupported" not in inspect.getsource(torch.optim.Adagrad)
 
 
-def _lend_steps(
-    group: dict[str, Any], optimizer: torch.optim.Optimizer
-) -> list[tuple[dict[str, Any], torch.Tensor]]:
+def _lend_steps(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """Put counters on the parameters' devices, where the kernels read them; returns states and their counters on the CPU."""
     if isinstance(optimizer, torch.optim.SGD):
         return []

@@ -185,7 +185,8 @@ class WholeNorms:
         vector, numbers = self._vector(tensors, known)
         narrow = vector.float()  # of narrow parameters, as in one process
         return [
-            (vector if _wide(updated.dtype) is torch.float64 else narrow)[numbers[id(updated)]] for updated, _ in tensors
+            (vector if _wide(updated.dtype) is torch.float64 else narrow)[numbers[id(updated)]]
+            for updated, _ in tensors
         ]
 
     @torch.no_grad()
@@ -278,7 +279,9 @@ def _norms(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> l
     for tensor in tensors:
         # The greatest of no elements is nothing that PyTorch would return. Of complex numbers their lengths count.
         if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.abs() if tensor.is_complex() else tensor)
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(
+                tensor.abs() if tensor.is_complex() else tensor
+            )
     return [
         torch.stack(list(norms_of(alike, p, dtype=_wide(dtype)))).to(device, torch.float64)
         for (dtype, _), alike in by_kind.items()

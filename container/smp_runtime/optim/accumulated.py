@@ -1,0 +1,47 @@
+"""Gradients that have only accumulated so far are reduced before they are clipped or an update takes them.
+
+``backward_passes_per_step`` reduces after complete groups of passes. An epoch may end in the middle of one, and a script then
+updates with what there is, as in one process.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    import torch
+
+    from smp_runtime.job.session import Session
+
+
+def reduce_accumulated(session: Session, parameters: Iterable[torch.Tensor]) -> None:
+    """Reduce what the models of these parameters have accumulated; every rank calls it."""
+    models = [model for model in session.models if model.has_accumulated]
+    wanted = {id(parameter) for parameter in parameters} if models else set()
+    for model in models:
+        if any(id(record.parameter) in wanted for record in model.registry):
+            model.reduce_accumulated()
+
+
+class _BeforeUpdates:
+    """The hook of a job's optimizers."""
+
+    outlives_regrouping = True
+
+    def __init__(self, session: Session) -> None:
+        weak = weakref.ref(session)  # the hook is PyTorch's, and lasts longer than a session that nobody closes
+
+        def before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (session := weak()) is not None:
+                reduce_accumulated(session, (p for group in optimizer.param_groups for p in group["params"]))
+
+        session.at_close.append(register_optimizer_step_pre_hook(before_update).remove)
+
+
+def reduce_before_updates(session: Session) -> None:
+    """Until the session closes, optimizers that are not wrapped find reduced gradients, too."""
+    session.ranks.keep(_BeforeUpdates, lambda: _BeforeUpdates(session))
