@@ -177,9 +177,9 @@ class FailureRecord(BaseModel):
         return cls(
             rank=rank,
             host=host,
-            error_type=type(error).__name__,
-            message=str(error),
-            traceback=traceback,
+            error_type=_writable(type(error).__name__),
+            message=text_of(error),
+            traceback=_writable(traceback),
             when=time.time(),
             accused=tuple(getattr(error, "accused", ())),
             code=code_of(error) or "",
@@ -189,6 +189,19 @@ class FailureRecord(BaseModel):
         """``rank 1 (algo-1): ValueError: boom``."""
         where = f" ({self.host})" if self.host else ""
         return f"rank {self.rank}{where}: {self.error_type}: {self.message}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error, as it can be written: half characters are escaped, and its own ``__str__`` may fail."""
+    try:
+        return _writable(str(error))
+    except Exception as second:  # of the script's class
+        return f"(its text cannot be told: __str__ of {type(error).__name__} raised {type(second).__name__})"
+
+
+def _writable(text: str) -> str:
+    """Escape lone surrogates, which no encoding has."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def format_failure(record: FailureRecord) -> str:

@@ -1,1 +1,5 @@
 """The way from ``/opt/ml`` to the ranks: reads the job, starts mpirun, forwards signals, tells why a job failed."""
+
+from smp_launch.isolated import leave_working_folder
+
+leave_working_folder(__path__[0])

@@ -18,13 +18,16 @@ import termios
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from smp_config import emulation
 from smp_config.records import FailureRecord, format_failure
 from smp_config.whereabouts import here
-from smp_launch.failure import REPORT_SUFFIX, REPORT_VARIABLE
+from smp_launch import early_ends
+from smp_launch.failure import REPORT_SUFFIX
+from smp_launch.rank_pipes import REPORT_VARIABLE
 
 #: Seconds for exit handlers and open files. Other ranks wait for this one meanwhile, and none of them may hang in it.
 EXIT_SECONDS = 2.0
@@ -95,8 +98,17 @@ def tell(rank: int, host: str, error: BaseException, name: str | None = None) ->
         traceback.print_exc()
 
 
-def explain(error: BaseException) -> None:
-    """Add to the message of an error what a beginner must know, where the script has taken one thing for another."""
+def explain(error: BaseException, folders: Iterable[str] = ()) -> None:
+    """Add to the message of an error what a beginner must know, where the script has taken one thing for another.
+
+    Args:
+        folders: of the script, whose files may have names of Python's own modules.
+    """
+    with contextlib.suppress(Exception):  # a class of the script's may do anything when it is asked
+        _explain(error, folders)
+
+
+def _explain(error: BaseException, folders: Iterable[str]) -> None:
     known = here().explain
     if known is not None and (told := known(error)) is not None:
         error.args = (str(told),)
@@ -106,6 +118,8 @@ def explain(error: BaseException) -> None:
     if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
         words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"
         _add(error, f"{words} {wanted}()")
+    elif (why := early_ends.why_no_input(error) or early_ends.why_hidden(error, folders)) is not None:
+        _add(error, why)
     elif os.environ.get(emulation.VARIABLE, "0") != "0":
         if "Cannot access accelerator device" in str(error):
             _add(error, _BARE_NUMBER)
@@ -114,7 +128,7 @@ def explain(error: BaseException) -> None:
 
 
 def _add(error: BaseException, words: str) -> None:
-    text = f"{error}: {words}"
+    text = ": ".join(filter(None, [str(error), words]))
     error.args = (text,)
     if isinstance(error, ImportError):
         error.msg = text

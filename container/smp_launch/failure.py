@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +17,7 @@ from smp_config.records import FAILURE_CHARACTERS, FailureRecord, parse_failure
 if TYPE_CHECKING:
     from smp_launch.output import Line
 
-#: Names a folder of the launcher's machine where a failing rank leaves its record whole, as ``<rank>.json``. Lines
-#: that go through mpirun are cut, and may be lost.
-REPORT_VARIABLE = "SMP_LAUNCH_REPORTS"
+#: Of a failing rank's record, which it leaves whole where the launcher runs on its machine; its line is cut, and may be lost.
 REPORT_SUFFIX = ".json"
 
 #: The first line has room for rank, exception and message, and leaves some for the traceback.
@@ -53,6 +51,12 @@ _STOPS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKIL
 
 #: What a rank that chose its exit code has told; see :mod:`smp_launch.rank`.
 _OWN_CODES = frozenset({"SystemExit", "ScriptError"})
+
+#: Of what a rank says before its script begins: the newest lines, and the characters of each.
+_EARLY_LINES, _EARLY_CHARACTERS = 30, 400
+
+#: A line that names an error, as those of Python and of the system's loader do.
+_NAMES_ERROR = re.compile(r"\w*(?:Error|Exception|error)\b.*:")
 
 _HINTS = {
     signal.SIGKILL: "often the machine ran out of memory: use a smaller batch, more microbatches or fewer processes",
@@ -92,6 +96,7 @@ class FailureCollector:
     Attributes:
         release_at: when :meth:`release` is due, in seconds of ``time.monotonic()``; infinity when nothing is held back.
         last_seen: where ranks were before they ended, as far as it is known.
+        started: ranks that have announced themselves, just before their script begins.
     """
 
     host_of: Callable[[int], str]
@@ -100,6 +105,8 @@ class FailureCollector:
     messages: list[str] = field(default_factory=list)
     release_at: float = float("inf")
     last_seen: dict[int, str] = field(default_factory=dict)
+    started: set[int] = field(default_factory=set)
+    _early: dict[int, deque[str]] = field(default_factory=dict)
     _block: list[str] | None = None
 
     @property
@@ -119,6 +126,8 @@ class FailureCollector:
             self.records.append(record)
             return []
         if line.rank is not None or not self.mpirun:
+            if (rank := line.rank or 0) not in self.started:
+                self._early.setdefault(rank, deque(maxlen=_EARLY_LINES)).append(line.text[:_EARLY_CHARACTERS])
             return [line.text]
         if _CHATTER.search(line.text):
             return []
@@ -178,6 +187,7 @@ class FailureCollector:
         program: str = "mpirun",
         first_ended: int | None = None,
         ended_unheard: Collection[int] | None = None,
+        first_failed: tuple[int, int] | None = None,
     ) -> Cause:
         """Decide why the job failed.
 
@@ -187,9 +197,13 @@ class FailureCollector:
             program: what ran the ranks, for the message.
             first_ended: the rank that ended first, if known.
             ended_unheard: ranks that ended before any had told of a failure; None when unknown.
+            first_failed: the rank that failed first and its exit code, negative for a signal, where what started it told so.
         """
         record = self._first_record()
         death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
+        if death is None and code is None and first_failed is not None:
+            rank, number = first_failed
+            death, code = (None, first_failed) if number > 0 else ((rank, -number), None)
         is_told = code is not None
         if death is None and code is None and first_ended is not None:
             # mpirun does not always say it, but its exit code is that of the first rank that failed.
@@ -202,16 +216,11 @@ class FailureCollector:
             # One that was stopped before it could handle that makes others fail, which are still at work.
             stopped = stopped_by is not None and number in _STOPS and rank in (ended_unheard or ())
             if record is None or ((stopped or number in _FIRST_CAUSES) and not own):
-                return self._killed(rank, number, stopped_by)
+                early = None if stopped_by else self._ended_early(rank, -number)
+                return early or self._killed(rank, number, stopped_by)
         if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
             rank, number = code
-            who = f"rank {rank} ({self.host_of(rank)})"
-            return Cause(
-                f"{who}: ended with exit code {number}{self._where(rank)}; it did not raise an exception, so the "
-                "script or a library called os._exit: its last words are in the log",
-                self.consequences(),
-                rank=rank,
-            )
+            return self._ended_early(rank, number) or self._ended_silently(rank, number)
         if record is not None:
             detail = record.traceback or record.message
             mark = f" [{record.code}]" if record.code else ""
@@ -219,8 +228,34 @@ class FailureCollector:
         if stopped_by:
             return Cause(f"the job was stopped by {stopped_by} before its script ended")
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
+        silent = self._first_early() if not self.messages else None
+        if silent is not None and (cause := self._ended_early(silent, returncode)) is not None:
+            return cause
         known = f": {self.messages[0]}" if self.messages else "; its messages are in the log"
         return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
+
+    def _ended_silently(self, rank: int, number: int) -> Cause:
+        return Cause(
+            f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}{self._where(rank)}; it did not raise an "
+            "exception, so the script or a library called os._exit: its last words are in the log",
+            self.consequences(),
+            rank=rank,
+        )
+
+    def _ended_early(self, rank: int, number: int) -> Cause | None:
+        """The cause, in the words of a rank that ended before its script began; None where it has begun, or said nothing."""
+        words = [text for text in self._early.get(rank, ()) if text.strip()]
+        if rank in self.started or not words:
+            return None
+        named = [text for text in words if _NAMES_ERROR.search(text)]
+        said = (named or words)[-1].strip()
+        how = f"was killed by signal {-number}" if number < 0 else f"ended with exit code {number}"
+        headline = f"rank {rank} ({self.host_of(rank)}): {how} before its script began: {said}"
+        return Cause(_one_line(headline), "\n".join(words), rank=rank)
+
+    def _first_early(self) -> int | None:
+        """The lowest rank that has said something, and whose script has not begun."""
+        return min((rank for rank in self._early if rank not in self.started), default=None)
 
     def _first_record(self) -> FailureRecord | None:
         """What was told first, but for what only blames another rank that has told itself; where all blame others, what most say.

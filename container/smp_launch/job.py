@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from smp_config.smddp import BufferSizes
 from smp_launch.command import OpenMpi, PrivateDirs, as_root, mpi_options, without_scheduler
 from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.isolated import program
 from smp_launch.locked_folders import STATUS_VARIABLE
 from smp_launch.network import PORT_VARIABLE, reserved_port, usable_interface
 from smp_launch.signals import LIFELINE_VARIABLE
@@ -87,7 +87,7 @@ class Job:
 
     def program(self) -> list[str]:
         """What every rank runs: the wrapper around the user's script."""
-        return [sys.executable, "-m", "smp_launch.rank", "--", self.entry_point, *self.training.user_arguments()]
+        return program("smp_launch.rank", "--", self.entry_point, *self.training.user_arguments())
 
     def environment(self, environ: Mapping[str, str], announced: Mapping[str, str]) -> dict[str, str]:
         """What mpirun and the ranks inherit: the user's variables, ``announced``, and what the wrapper needs to know."""

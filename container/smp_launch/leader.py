@@ -14,11 +14,12 @@ from smp_config.recovery import FOLDER_VARIABLE as MEMORY_FOLDER_VARIABLE
 from smp_config.whereabouts import FOLDER_VARIABLE
 from smp_launch.command import PrivateDirs, check_size, mpirun_command
 from smp_launch.environment import EMULATION_LINE, emulates_cuda
-from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
+from smp_launch.failure import Cause, FailureCollector
 from smp_launch.followers import Followers
 from smp_launch.locked_folders import LeaderStatus, private_dir
 from smp_launch.memory_folder import memory_folder
 from smp_launch.network import shared_memory_warning
+from smp_launch.rank_pipes import REPORT_VARIABLE
 from smp_launch.remaining_hosts import OtherHosts, RemainingHosts, lost_of
 from smp_launch.restarts import Attempt, Restarts
 from smp_launch.ssh import Client
@@ -123,6 +124,8 @@ def _start(
         passed = job.environment(environ, announced)
         if dirs.session:
             passed[REPORT_VARIABLE] = str(dirs.session)
+        if job.mpi is not None:
+            supervisor.pipes = dirs.session
         supervisor.watch = _watch(job, records, others, passed)
         is_restart = restart_count(environ) > 0
         if is_restart:
@@ -187,8 +190,18 @@ def cause_of(collector: FailureCollector, outcome: Outcome, program: str) -> Cau
             f"the job was stopped by {outcome.stopped_by}, and its processes {outcome.overdue}, so they were killed; "
             "let the script save less or sooner when it gets SIGTERM, and exit"
         )
+    if outcome.overdue and not collector.failing and not outcome.first_failed and not outcome.stopped_by:
+        return Cause(
+            f"all ranks have ended, but {program} had not ended after them, and was killed: it could not tell whether they ended "
+            "well; look for a rank's error in the log, and start the job again"
+        )
     return collector.first_cause(
-        outcome.returncode, outcome.stopped_by, program, outcome.first_ended, outcome.ended_unheard
+        outcome.returncode,
+        outcome.stopped_by,
+        program,
+        outcome.first_ended,
+        outcome.ended_unheard,
+        outcome.first_failed,
     )
 
 

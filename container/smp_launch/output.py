@@ -1,4 +1,4 @@
-"""What the ranks print, put together again: mpirun forwards fragments, this gives whole lines with their rank.
+"""What the ranks print, put together again: mpirun forwards fragments, this returns whole lines with their rank.
 
 With its tagging option mpirun marks what comes from which rank. Version 5 marks whole lines, version 4.1 marks
 every fragment, so a line of one rank may hold a fragment of another in the middle.
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 #: A rank's first line: its process id, and that it can take signals from now on. Never shown.
 STARTED_PREFIX = "smp-started "
 
+#: What starts ranks without mpirun tells in a line of this prefix which rank failed first, and with which exit code. Never shown.
+ENDED_PREFIX = "smp-ended "
+
 _TAG = re.compile(rb"\[\d+,(\d+)\]<(?:stdout|stderr|stddiag)>:")
 _TAG_START = re.compile(rb"\[[\d,]*(\](<[a-z]*>?)?)?")
 _UNTAGGED = -1
@@ -19,8 +22,9 @@ _UNTAGGED = -1
 #: A tag may arrive in two pieces; none is longer than this many bytes.
 _LONGEST_TAG = 48
 
-#: A line without an end is passed on once it is this long, so that memory stays bounded.
-_LONGEST_LINE = 1 << 20
+#: A line without an end is passed on once it is this long, so that memory stays bounded. With one more read it is shorter than a
+#: mebibyte, at which the log of ``fit()`` would cut it again.
+_LONGEST_LINE = (1 << 20) - (1 << 17)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class LineAssembler:
     _partial: dict[int, bytearray] = field(default_factory=dict)
     _rank: int = _UNTAGGED
     _held: bytes = b""
+    _cut_of: int | None = None
 
     def feed(self, data: bytes) -> list[Line]:
         """Add what was read; the lines that it completes."""
@@ -74,27 +79,81 @@ class LineAssembler:
         return lines
 
     def _append(self, rank: int, data: bytes, lines: list[Line]) -> None:
-        while data:
-            end = data.find(b"\n")
+        at = 0
+        while at < len(data):
+            end = data.find(b"\n", at)
             partial = self._partial.setdefault(rank, bytearray())
             if end < 0:
-                partial += data
+                partial += data[at:]
                 if len(partial) > _LONGEST_LINE:
-                    lines.append(self._line(rank, bytes(self._partial.pop(rank))))
+                    self._cut(rank, lines)
                 return
-            partial += data[:end]
+            partial += data[at:end]
             lines.append(self._line(rank, bytes(self._partial.pop(rank))))
-            data = data[end + 1 :]
+            self._cut_of = None
+            at = end + 1
             if self.tags == "fragments":
                 # A tag stands before every piece of a rank; what follows a line's end without one is mpirun's.
                 rank = self._rank = _UNTAGGED
+
+    def _cut(self, rank: int, lines: list[Line]) -> None:
+        """Pass on what there is of a line that is too long to wait for its end."""
+        partial = self._partial[rank]
+        end = _last_character(partial)
+        line = self._line(rank, bytes(partial[:end]))
+        del partial[:end]
+        lines.append(line)
+        # The next piece has no tag, and is this rank's, too.
+        self._cut_of = line.rank
 
     def _line(self, rank: int, raw: bytes) -> Line:
         if self.tags == "lines" and (tag := _TAG.match(raw)):
             rank = int(tag[1])
             raw = raw[tag.end() :].removeprefix(b" ")
+        elif self._cut_of is not None:
+            rank = self._cut_of
         text = raw.decode("utf-8", "replace").removesuffix("\r")
         return Line(text, None if rank == _UNTAGGED else rank)
+
+
+@dataclass
+class WholeLines:
+    """Cuts the output of one rank, which has a pipe of its own, behind its line breaks; bytes stay as they are."""
+
+    _rest: bytearray = field(default_factory=bytearray)
+
+    def feed(self, data: bytes) -> bytes:
+        """Add what was read; the lines that it completes, each with its line break."""
+        end = data.rfind(b"\n") + 1
+        if end:
+            whole = bytes(self._rest) + data[:end]
+            self._rest = bytearray(data[end:])
+            return whole
+        self._rest += data
+        if len(self._rest) <= _LONGEST_LINE:
+            return b""
+        cut = _last_character(self._rest)
+        whole = bytes(self._rest[:cut]) + b"\n"
+        del self._rest[:cut]
+        return whole
+
+    def finish(self) -> bytes:
+        """The line that never got its line break, now with one."""
+        whole = bytes(self._rest) + b"\n" if self._rest else b""
+        self._rest.clear()
+        return whole
+
+
+def _last_character(data: bytearray) -> int:
+    """Where to cut a long text so that its last character stays whole: its length, or some bytes less."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte < 0x80:
+            break
+        if byte >= 0xC0:  # the first byte of a character of 2 to 4 bytes
+            wanted = 2 + (byte >= 0xE0) + (byte >= 0xF0)
+            return len(data) - back if back < wanted else len(data)
+    return len(data)
 
 
 def _may_become_tag(tail: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""The wrapper around the user's script in every rank: ``python -m smp_launch.rank -- train.py --epochs 3``.
+"""The wrapper around the user's script in every rank: ``isolated.py smp_launch.rank -- train.py --epochs 3``.
 
 It gives the rank its host's environment, and has the script run to its end.
 """
@@ -18,6 +18,7 @@ from smp_launch.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.errors import LaunchError
 from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
 from smp_launch.network import network_defaults, usable_interface
+from smp_launch.rank_pipes import REPORT_VARIABLE
 from smp_launch.script import Place, Program, Wrapper, run_to_end
 from smp_launch.tree import BASE_VARIABLE, Tree
 
@@ -49,6 +50,8 @@ def enter(place: Place, arguments: Sequence[str]) -> Program:
     place.is_alone = layout.kind is Kind.SCRIPT
     place.rank = _rank_of(layout, os.environ)
     place.host = layout.host_of(place.rank)
+    if not place.is_alone and REPORT_VARIABLE in os.environ:
+        place.pipes = Path(os.environ[REPORT_VARIABLE])
     tree = _prepare(layout, place.rank, os.environ)
     os.chdir(tree.code_dir)
     return Program(tree.code_dir / words[0], [tree.place(word) for word in words[1:]], tree.code_dir)

@@ -15,15 +15,18 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 from smp_config import whereabouts
+from smp_config.records import text_of
 from smp_launch import ending
+from smp_launch.early_ends import is_of_debugger
 from smp_launch.output import STARTED_PREFIX
 from smp_launch.processes import adopt_orphans
+from smp_launch.rank_pipes import take_pipes
 from smp_launch.script_words import forgive_parameters
 from smp_launch.warm.imports import REPORTED_STEP, SOCKET_VARIABLE, report
 
@@ -36,6 +39,7 @@ class Place:
     host: str = ""
     is_alone: bool = False  # without other ranks: its failure ends by the interpreter's own exit
     is_supervised: bool = True  # a launcher of this package reads its lines, and forwards a stop as SIGUSR2
+    pipes: Path | None = None  # the folder of pipes to the launcher that this process has not opened yet
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,7 @@ class Program:
     def lead_imports(self) -> None:
         """From now on this process imports as ``python script words…`` would."""
         sys.argv = [str(self.script), *self.words]
-        if getattr(sys.flags, "safe_path", False):
-            sys.path[:0] = self.folders
-        else:
-            sys.path[:1] = self.folders  # the first entry is where `-m` looked
+        sys.path[:0] = self.folders  # nothing stands there for the wrapper: see smp_launch.isolated
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,13 @@ def run_to_end(place: Place, enter: Callable[[], Program], wrapper: Wrapper) -> 
     Returns:
         The exit code; a rank that is not alone ends the process instead when it fails.
     """
+    program: Program | None = None
     failed: BaseException  # kept to the end: what its frames hold may take its time, or hang, when it is released
     environ, standby = dict(os.environ), os.environ.pop(SOCKET_VARIABLE, "")
     try:
         program = enter()
+        if place.is_supervised:
+            _settle(place)
         if program.script.suffix == ".sh":
             _run_shell(place, program)
         else:
@@ -89,29 +93,51 @@ def run_to_end(place: Place, enter: Callable[[], Program], wrapper: Wrapper) -> 
             if standby and place.rank == 0:
                 _report_later(standby, wrapper, environ, program)
             _run_python(program)
-    except SystemExit as error:
-        if error.code in (None, 0):
-            return 0
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        failed, code = error, error.code if isinstance(error.code, int) else 1
-        _tell(place, error)
-    except _ShellError as error:
-        failed, code = error, error.code
-        _tell(place, error, "ScriptError")
     except BaseException as error:
-        failed, code = error, 1
+        failed = error
+    else:
+        return 0
+    code = _end_failed(place, failed, program.folders if program else ())
+    if code and not place.is_alone:
+        ending.abort(code, failed)
+    return code
+
+
+def _end_failed(place: Place, error: BaseException, folders: Iterable[str]) -> int:
+    """Tell why the script has ended; returns the exit code, which is 0 where it has ended well."""
+    code: object = 1
+    if isinstance(error, SystemExit) and not is_of_debugger(error):
+        code = error.code
+        if code is None or code == 0:
+            return 0
+        if not isinstance(code, int):
+            print(text_of(error), file=sys.stderr)
+        _tell(place, error)
+    elif isinstance(error, _ShellError):
+        code = error.code
+        _tell(place, error, "ScriptError")
+    else:
         _strip_own_frames(error)
-        ending.explain(error)
+        ending.explain(error, folders)
         # Before the script's hook sees it, which may abort the job.
         _tell(place, error)
         ending.show(error, place.rank)
-    else:
-        return 0
-    code = code if 0 < code < 256 else 1
-    if not place.is_alone:
-        ending.abort(code, failed)
-    return code
+    return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
+def _settle(place: Place) -> None:
+    """Write to the launcher itself, read nothing, and let signals mean what they mean in a program of its own.
+
+    Without a terminal, mpirun holds the input of the first rank open without an end.
+    """
+    if place.pipes is not None:
+        take_pipes(place.pipes, place.rank)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        if signal.getsignal(number) is signal.SIG_IGN:  # by the shell that has started the job
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _begin(place: Place, program: Program) -> None:

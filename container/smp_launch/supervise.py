@@ -14,12 +14,15 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from smp_config.records import FAILURE_PREFIX
 from smp_launch.ending import EXIT_SECONDS
 from smp_launch.environment import seconds_of
-from smp_launch.output import STARTED_PREFIX, LineAssembler
+from smp_launch.output import ENDED_PREFIX, STARTED_PREFIX, Line, LineAssembler, WholeLines
 from smp_launch.processes import adopt_orphans, descendants, is_ending, kill_descendants, reap, watch_end
+from smp_launch.rank_pipes import DESCRIPTORS, end_pipes, make_pipes, open_pipe
 
 if TYPE_CHECKING:
     from smp_launch.failure import FailureCollector
@@ -47,8 +50,13 @@ FAILURE_PATIENCE_ALONE = 15.0
 #: Seconds for a reader that takes nothing to take something, where writing does not block.
 _READER_PATIENCE = 10.0
 
-#: Seconds for output that is still in pipes after the program has ended, and for mpirun after the last rank's end.
+#: Seconds without a byte after the last rank's end until what the ranks have left behind is ended, and after the program's end
+#: until the rest of its output is given up. Whoever goes on writing has the longer time, as output may have been held up.
 _DRAIN_PATIENCE = 1.0
+_LEFTOVER_PATIENCE = 10.0
+
+#: Seconds without a byte that mpirun may take to end after all ranks have ended well, and all that they had started.
+_MPIRUN_END_PATIENCE = 30.0
 
 _READ_BYTES = 1 << 16
 
@@ -57,6 +65,10 @@ _STOP_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129}
 
 #: Wherever it stands: an option of mpirun may have put a mark of its own before it.
 _STARTED = re.compile(re.escape(STARTED_PREFIX) + r"(\d+) (\d+)")
+_ENDED = re.compile(re.escape(ENDED_PREFIX) + r"(\d+) (-?\d+)")
+
+#: Output of a rank without any of these is passed on as it is.
+_MARKS = tuple(mark.encode() for mark in (STARTED_PREFIX, FAILURE_PREFIX))
 
 
 @dataclass
@@ -69,6 +81,7 @@ class Outcome:
         overdue: why what was left had to be killed; None when it ended by itself.
         first_ended: the rank that ended first; None when unknown.
         ended_unheard: ranks that ended before any had told of a failure; None when unknown.
+        first_failed: the rank that failed first and its exit code, where what started it has told; negative for a signal.
         hang: why the ranks did not go on, where they were killed for that.
     """
 
@@ -77,6 +90,7 @@ class Outcome:
     overdue: str | None = None
     first_ended: int | None = None
     ended_unheard: set[int] | None = None
+    first_failed: tuple[int, int] | None = None
     hang: Hang | None = None
 
 
@@ -90,12 +104,14 @@ class Supervisor:
         failing: tells whether something else failed that must end the job.
         failure_patience: seconds that the job has to end after a failure.
         ranks: how many ranks announce themselves.
+        first_rank: the lowest of their numbers.
         local: whether all of them run on this machine.
         grace: seconds between a request to stop and the end of all patience.
         tags: see :class:`smp_launch.output.LineAssembler`.
         apart: child processes of the launcher that are not part of the run.
         spare: such of which only what is below them is part of the run.
         watch: notices that the ranks do not go on; None for no such watch.
+        pipes: a folder of this user's own for pipes of each rank; None where ranks write to the program's output.
     """
 
     stop: StopRequests
@@ -103,18 +119,22 @@ class Supervisor:
     failing: Callable[[], bool] = lambda: False
     failure_patience: float = FAILURE_PATIENCE
     ranks: int = 1
+    first_rank: int = 0
     local: bool = True
     grace: float = DEFAULT_GRACE
     tags: str | None = None
     apart: Collection[int] = ()
     spare: Collection[int] = ()
     watch: Watch | None = None
+    pipes: Path | None = None
     _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
     _process: subprocess.Popen[bytes] = field(init=False)
     _outcome: Outcome = field(init=False, default_factory=lambda: Outcome(0))
     _deadline: float = field(init=False, default=float("inf"))
     _why: str = field(init=False, default="")
-    _open_pipes: int = field(init=False, default=0)
+    _open_pipes: set[int] = field(init=False, default_factory=set)
+    _quiet: float = field(init=False, default=float("inf"))
+    _quiet_since: float = field(init=False, default=0.0)
     _started: int = field(init=False, default=0)
     _watched: dict[int, int] = field(init=False, default_factory=dict)
     _ended: int = field(init=False, default=0)
@@ -126,23 +146,29 @@ class Supervisor:
         """Run to the end. No process that it started is alive when it returns."""
         adopt_orphans()
         self._outcome.ended_unheard = set() if self.local else None
-        self._process = subprocess.Popen(
-            list(command),
-            env=dict(environ),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # Its own session: Ctrl-C in a terminal reaches only the launcher, which then decides.
-            start_new_session=True,
-        )
         try:
             with self._selector:
-                self._attend()
+                # Before any rank starts, which finds a reader then.
+                self._open_rank_pipes()
+                self._process = subprocess.Popen(
+                    list(command),
+                    env=dict(environ),
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    # Its own session: Ctrl-C in a terminal reaches only the launcher, which then decides.
+                    start_new_session=True,
+                )
+                try:
+                    self._attend()
+                finally:
+                    left = kill_descendants(self.spare, self.apart)
+                    self._process.wait()
+                    reap({*self.apart, *self.spare})
         finally:
-            left = kill_descendants(self.spare, self.apart)
-            self._process.wait()
-            reap({*self.apart, *self.spare})
+            for pipe in self._open_pipes:
+                os.close(pipe)
         if left:
             say(f"{len(left)} process(es) did not end after SIGKILL: {left}")
         self._outcome.returncode = self._process.returncode
@@ -151,61 +177,111 @@ class Supervisor:
     def _attend(self) -> None:
         """Handle events until the program has ended and its output is read."""
         self._listen()
-        pipes = {self._process.stdout, self._process.stderr}
         gone = False
         while not gone or self._open_pipes:
             if not gone and self._process.poll() is not None:
                 gone = True
+                self._on_program_end()
                 if not self._open_pipes:
                     return  # nothing is left that could wake this up
-                self._expect(_DRAIN_PATIENCE, "kept the output open after the job's end")
             next_look = self.watch.next_look if self.watch is not None and not gone else float("inf")
-            events = self._selector.select(self._until(min(self._deadline, self.collector.release_at, next_look)))
+            moments = self._deadline, self._quiet_since + self._quiet, self.collector.release_at, next_look
+            events = self._selector.select(self._until(min(moments)))
             # Of what came at once, a rank's end is the cause and what another tells of it the consequence.
-            for key, _ in sorted(events, key=lambda event: event[0].fileobj in pipes):
+            keys = [key for key, _ in events]
+            outputs = [key for key in keys if key.fileobj in self._open_pipes]
+            for key in (*(key for key in keys if key not in outputs), *outputs):
                 key.data()
+            if outputs:
+                # Patience runs from the last byte, and not while a slow reader holds this process up.
+                self._quiet_since = time.monotonic()
             if time.monotonic() >= self.collector.release_at:
                 show(self.collector.release(), 2)
             if time.monotonic() >= next_look:
                 self._look()
-            if not self._failure_seen and (self.collector.failing or self.failing()):
-                self._failure_seen = True
-                self._expect(self.failure_patience, "did not end after a rank had failed")
-            if self._until(self._deadline) == 0.0:
-                if gone and not descendants(self.apart) - set(self.spare):
-                    return  # nobody is left who could write
+            self._look_for_failure()
+            is_quiet = self._until(self._quiet_since + self._quiet) == 0.0
+            if is_quiet and gone and not descendants(self.apart) - set(self.spare):
+                return  # nobody is left who could write
+            if is_quiet or self._until(self._deadline) == 0.0:
                 self._on_overdue()
+
+    def _on_program_end(self) -> None:
+        if self.pipes is not None:
+            end_pipes(self.pipes, self.ranks)
+        self._expect_quiet(_DRAIN_PATIENCE, "kept the output open after the job's end")
+
+    def _look_for_failure(self) -> None:
+        if not self._failure_seen and (self.collector.failing or self.failing() or self._outcome.first_failed):
+            self._failure_seen = True
+            self._expect(self.failure_patience, "did not end after a rank had failed")
+
+    def _open_rank_pipes(self) -> None:
+        if self.pipes is None:
+            return
+        make_pipes(self.pipes, self.ranks)
+        for number in range(self.ranks):
+            for descriptor in DESCRIPTORS:
+                pipe = open_pipe(self.pipes, number, descriptor)
+                on_output = partial(self._on_rank_output, pipe, WholeLines(), descriptor, self.first_rank + number)
+                self._add_pipe(pipe, on_output)
 
     def _listen(self) -> None:
         """Hear of requests to stop, of the end of the parent process, and of output."""
         self._selector.register(self.stop, selectors.EVENT_READ, self._on_signals)
         if self.stop.lifeline is not None:
             self._selector.register(self.stop.lifeline, selectors.EVENT_READ, self._on_lifeline)
-        for pipe, descriptor in ((self._process.stdout, 1), (self._process.stderr, 2)):
-            if pipe is not None:
-                on_output = partial(self._on_output, pipe, LineAssembler(self.tags), descriptor)
-                self._selector.register(pipe, selectors.EVENT_READ, on_output)
-                self._open_pipes += 1
+        for stream, descriptor in ((self._process.stdout, 1), (self._process.stderr, 2)):
+            if stream is not None:
+                pipe = os.dup(stream.fileno())
+                stream.close()
+                self._add_pipe(pipe, partial(self._on_output, pipe, LineAssembler(self.tags), descriptor))
 
-    def _on_output(self, pipe: IO[bytes], assembler: LineAssembler, descriptor: int) -> None:
-        data = os.read(pipe.fileno(), _READ_BYTES)
-        shown: list[str] = []
-        for line in assembler.feed(data) if data else assembler.finish():
-            if started := _STARTED.search(line.text):
-                self._on_rank_start(int(started[1]), int(started[2]))
-            else:
-                unheard = not self.collector.records
-                shown += self.collector.take(line)
-                if unheard and self.collector.records:
-                    self._on_first_record()
-        show(shown, descriptor)
+    def _add_pipe(self, pipe: int, on_output: Callable[[], None]) -> None:
+        self._open_pipes.add(pipe)
+        self._selector.register(pipe, selectors.EVENT_READ, on_output)
+
+    def _close_pipe(self, pipe: int) -> None:
+        self._selector.unregister(pipe)
+        self._open_pipes.discard(pipe)
+        os.close(pipe)
+
+    def _on_output(self, pipe: int, assembler: LineAssembler, descriptor: int) -> None:
+        """Read what the program writes itself, and the ranks where they have no pipes of their own."""
+        data = os.read(pipe, _READ_BYTES)
+        lines = assembler.feed(data) if data else assembler.finish()
+        show([shown for line in lines for shown in self._take(line)], descriptor)
         if not data:
-            self._selector.unregister(pipe)
-            pipe.close()
-            self._open_pipes -= 1
+            self._close_pipe(pipe)
+
+    def _on_rank_output(self, pipe: int, whole_lines: WholeLines, descriptor: int, rank: int) -> None:
+        data = os.read(pipe, _READ_BYTES)
+        lines = whole_lines.feed(data) if data else whole_lines.finish()
+        if rank in self.collector.started and not any(mark in lines for mark in _MARKS):
+            write(lines, descriptor)
+        else:
+            texts = lines.decode("utf-8", "replace").split("\n")[:-1]
+            show([shown for text in texts for shown in self._take(Line(text, rank))], descriptor)
+        if not data:
+            self._close_pipe(pipe)
+
+    def _take(self, line: Line) -> list[str]:
+        """Hear a line; returns what is shown for it."""
+        if started := _STARTED.search(line.text):
+            self._on_rank_start(int(started[1]), int(started[2]))
+            return []
+        if self.pipes is not None and line.rank is None and (ended := _ENDED.match(line.text)):
+            self._outcome.first_failed = self.first_rank + int(ended[1]), int(ended[2])
+            return []
+        unheard = not self.collector.records
+        shown = self.collector.take(line)
+        if unheard and self.collector.records:
+            self._on_first_record()
+        return shown
 
     def _on_rank_start(self, rank: int, pid: int) -> None:
         self._started += 1
+        self.collector.started.add(rank)
         if self._outcome.stopped_by:
             self._send_stop()
         if not self.local:
@@ -239,7 +315,7 @@ class Supervisor:
             self._outcome.ended_unheard.add(rank)
         self._ended += 1
         if self._ended == self.ranks:
-            self._expect(_DRAIN_PATIENCE, "outlived the ranks")
+            self._expect_quiet(_DRAIN_PATIENCE, "outlived the ranks")
 
     def _on_signals(self) -> None:
         for name in self.stop.read():
@@ -285,16 +361,25 @@ class Supervisor:
 
     def _on_overdue(self) -> None:
         running = self._process.poll() is None
+        self._deadline = float("inf")
         if self._ended == self.ranks and running and not self._orphans_ended:
             # The ranks are gone; mpirun, which may wait for children of theirs, still has to tell how they ended.
             self._orphans_ended = True
             kill_descendants({self._process.pid, *self.spare}, self.apart)
-            self._deadline = time.monotonic() + _MPIRUN_PATIENCE
+            is_done = not (self._failure_seen or self._outcome.stopped_by)
+            self._quiet = _MPIRUN_END_PATIENCE if is_done else _MPIRUN_PATIENCE
+            self._quiet_since = time.monotonic()
             return
         if running:
             self._outcome.overdue = self._outcome.overdue or self._why
         kill_descendants(self.spare, self.apart)
-        self._deadline = time.monotonic() + _DRAIN_PATIENCE
+        self._quiet, self._quiet_since = _DRAIN_PATIENCE, time.monotonic()
+
+    def _expect_quiet(self, seconds: float, why: str) -> None:
+        """Nothing that writes may be left after ``seconds`` without a byte of output."""
+        self._quiet, self._quiet_since = seconds, time.monotonic()
+        self._expect(_LEFTOVER_PATIENCE, why)
+        self._why = self._why or why
 
     def _expect(self, seconds: float, why: str) -> None:
         """Something must happen within ``seconds``; the nearest of several deadlines holds."""
@@ -307,14 +392,18 @@ class Supervisor:
 
 
 def show(texts: Sequence[str], descriptor: int, patience: float = _READER_PATIENCE) -> None:
-    """Write whole lines at once; a reader that is gone is no reason to fail.
+    """Write whole lines at once; see :func:`write`."""
+    if texts:
+        write(("\n".join(texts) + "\n").encode("utf-8", "replace"), descriptor, patience)
+
+
+def write(data: bytes, descriptor: int, patience: float = _READER_PATIENCE) -> None:
+    """Write all of ``data``; a reader that is gone is no reason to fail.
 
     Args:
         patience: seconds to wait for a slow reader that does not block us: whoever shares the pipe made it so.
     """
-    if not texts:
-        return
-    left = memoryview(("\n".join(texts) + "\n").encode("utf-8", "replace"))
+    left = memoryview(data)
     while left:
         try:
             left = left[os.write(descriptor, left) :]

@@ -109,6 +109,7 @@ class Bootstrap:
             ended: called with host name and exit code, from a thread, once the process is gone.
         """
         self.tree = tree
+        self._heard = 0  # bytes of output, counted by the reader alone
         self._process = subprocess.Popen(
             list(command),
             env=dict(environment),
@@ -133,8 +134,15 @@ class Bootstrap:
         self._process.send_signal(signal.SIGTERM)
 
     def release(self, timeout_seconds: float) -> None:
-        """After the end: read the rest of the output and close the pipes."""
-        self._reader.join(timeout_seconds)
+        """After the end: read the rest of the output and close the pipes.
+
+        Args:
+            timeout_seconds: without a byte, when something that could not be ended holds the output open.
+        """
+        heard = -1
+        while self._reader.is_alive() and heard != self._heard:
+            heard = self._heard
+            self._reader.join(timeout_seconds)
         for pipe in (self._process.stdin, self._process.stdout if not self._reader.is_alive() else None):
             try:
                 if pipe is not None:
@@ -150,8 +158,8 @@ class Bootstrap:
         # The log takes every line, also when its file cannot: with nobody to read, the pipe would fill and the job stand still.
         try:
             while data := os.read(pipe.fileno(), 65536):
-                for line in splitter.feed(data):
-                    log.write(line, source)
+                self._heard += len(data)
+                log.write_all(splitter.feed(data), source)
         except Exception as error:
             log.give_up(error)
             while os.read(pipe.fileno(), 65536):

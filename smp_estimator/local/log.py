@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,19 +60,26 @@ class JobLog:
 
     def write(self, line: str, source: str = "") -> None:
         """Append one line (without its line break); ``source`` names the host when it is not the leader."""
-        record, usage = parse_progress(line), parse_usage(line)
-        failed = False
+        self.write_all([line], source)
+
+    def write_all(self, lines: Iterable[str], source: str = "") -> None:
+        """Append lines, all at once."""
+        texts = []
+        progress, usage = None, []
+        for line in lines:
+            if (record := parse_progress(line)) is not None:
+                progress = record
+            elif (used := parse_usage(line)) is not None:
+                usage.append(used)
+            else:
+                texts.append(f"[{source}] {line}" if source else line)
         with self._changed:
             if self._closed:
                 return
-            if record is not None:
-                self.progress = record
-            elif usage is not None:
-                self.usage.append(usage)
-            else:
-                text = f"[{source}] {line}" if source else line
-                self._remembered.append(text)
-                failed = self._append(f"{text}\n".encode("utf-8", "replace"))
+            self.progress = progress or self.progress
+            self.usage += usage
+            self._remembered.extend(texts)
+            failed = self._append_all([f"{text}\n".encode("utf-8", "replace") for text in texts])
             self._changed.notify_all()
         if failed:
             self._failed()
@@ -103,19 +110,25 @@ class JobLog:
             lines = f"{self._lost} line{'s' * (self._lost != 1)}"
             return f"{self._failure}; it holds {self._whole:,} bytes, and {lines} after them are lost"
 
-    def _append(self, data: bytes) -> bool:
-        """Write a whole line; whether this is the first that cannot be written."""
+    def _append_all(self, lines: Sequence[bytes]) -> bool:
+        """Write whole lines; returns whether the first that cannot be written is among them."""
         if self._failure is not None:
-            self._lost += 1
+            self._lost += len(lines)
             return False
+        data = b"".join(lines)
+        written = 0
         try:
             rest = memoryview(data)
             while rest:
-                rest = rest[self._file.write(rest) :]
+                count = self._file.write(rest)
+                written += count
+                rest = rest[count:]
         except OSError as error:
-            self._lost = 1
             said = full_disk(error, self.path) or f"{self.path} cannot be written: {error.strerror or error}"
             self._failure = f"the job's log {said}"
+            whole = data.rfind(b"\n", 0, written) + 1
+            self._lost = len(lines) - data.count(b"\n", 0, whole)
+            self._whole += whole
             with contextlib.suppress(OSError):  # part of a line would be read as a whole one
                 self._file.truncate(self._whole)
             return True
@@ -168,28 +181,25 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> Iterator[str]:
         """The lines that ``data`` completes."""
-        self._rest += data
-        while True:
-            ends = [at for at in (self._rest.find(b"\n"), self._rest.find(b"\r")) if at >= 0]
-            if not ends:
-                if len(self._rest) >= _LONGEST_LINE:
-                    yield self._rest.decode("utf-8", "replace")
-                    self._rest = b""
-                return
-            end = min(ends)
-            line, terminator = self._rest[:end], self._rest[end : end + 1]
-            if terminator == b"\r":
-                if end + 1 == len(self._rest):
-                    return  # what follows decides: "\r\n" is a plain line end
-                if self._rest[end + 1 : end + 2] == b"\n":
-                    terminator, end = b"\n", end + 1
-            self._rest = self._rest[end + 1 :]
-            text = line.decode("utf-8", "replace")
-            if terminator == b"\n":
-                yield text
-            elif text.strip() and time.monotonic() - self._redrawn >= _REDRAW_SECONDS:
+        *ended, rest = (self._rest + data).split(b"\n")
+        for line in ended:
+            *redrawn, text = line.removesuffix(b"\r").split(b"\r")
+            yield from self._redraw(redrawn)
+            yield text.decode("utf-8", "replace")
+        *redrawn, rest = rest.split(b"\r")
+        if redrawn and not rest:  # what follows decides: "\r\n" is a plain line end
+            rest = redrawn.pop() + b"\r"
+        yield from self._redraw(redrawn)
+        if len(rest) >= _LONGEST_LINE:
+            yield rest.decode("utf-8", "replace")
+            rest = b""
+        self._rest = rest
+
+    def _redraw(self, texts: Iterable[bytes]) -> Iterator[str]:
+        for text in texts:
+            if text.strip() and time.monotonic() - self._redrawn >= _REDRAW_SECONDS:
                 self._redrawn = time.monotonic()
-                yield text
+                yield text.decode("utf-8", "replace")
 
     def rest(self) -> Iterator[str]:
         """What the pipe ended with, when it did not end with a line break."""

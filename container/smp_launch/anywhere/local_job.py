@@ -8,7 +8,6 @@ import os
 import secrets
 import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +22,13 @@ from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VAR
 from smp_launch.anywhere.surroundings import Kind, Surroundings
 from smp_launch.environment import EMULATION_LINE, emulates_cuda
 from smp_launch.errors import LaunchError
-from smp_launch.failure import REPORT_VARIABLE, Cause, FailureCollector
+from smp_launch.failure import Cause, FailureCollector
+from smp_launch.isolated import program
 from smp_launch.leader import cause_of
 from smp_launch.locked_folders import private_dir
 from smp_launch.memory_folder import memory_folder
 from smp_launch.network import reserved_port, shared_memory_warning
+from smp_launch.rank_pipes import REPORT_VARIABLE
 from smp_launch.restarts import Attempt, Restarts
 from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.supervise import (
@@ -91,12 +92,12 @@ class LocalJob:
         if surroundings.kind is Kind.SLURM_ALLOCATION:
             return [*_SRUN, *self.again]
         local = str(surroundings.local_rank) if surroundings.is_rank else "{}"
-        rank = [sys.executable, "-m", "smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words]
+        rank = program("smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words)
         if surroundings.is_rank:
             return rank
         if ready is not None:
             rank = ready.program(rank, is_restart=is_restart, whose="process")
-        return [sys.executable, "-m", "smp_launch.anywhere.local_ranks", str(surroundings.ranks), "--", *rank]
+        return program("smp_launch.anywhere.local_ranks", str(surroundings.ranks), "--", *rank)
 
     def describe(self, environ: Mapping[str, str]) -> list[str]:
         """What was recognised and would be started, line by line."""
@@ -183,8 +184,10 @@ class LocalJob:
                 collector,
                 failure_patience=FAILURE_PATIENCE_ALONE if surroundings.size == 1 else FAILURE_PATIENCE,
                 ranks=surroundings.ranks,
+                first_rank=surroundings.first_rank,
                 grace=grace_seconds(environ),
                 spare=ready.pids,
+                pipes=reports,
             )
             passed = self.environment(environ)
             passed = {

@@ -1,4 +1,4 @@
-"""Stands where mpirun does, for ranks of one host that need no MPI: ``python -m smp_launch.anywhere.local_ranks 4 -- program…``.
+"""Stands where mpirun does, for ranks of one host that need no MPI: ``… smp_launch.anywhere.local_ranks 4 -- program…``.
 
 Each program is started with the number of its rank on this host as first argument. SIGUSR2 reaches all of them. The first that
 fails ends the others, and its exit code is that of this process; for a signal it is 128 and the signal's number, as a shell has it.
@@ -14,6 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from smp_launch.output import ENDED_PREFIX
+from smp_launch.rank_pipes import REPORT_VARIABLE, write_to
 
 #: Seconds between SIGTERM to ranks that outlive another's failure and SIGKILL: to them a rank is gone, and they say so.
 _PATIENCE = 2.5
@@ -32,8 +36,10 @@ def main(arguments: Sequence[str]) -> int:
         0 when all ranks ended with 0, else what the first that failed ended with.
     """
     number, _, *program = arguments
+    pipes = Path(os.environ.get(REPORT_VARIABLE, os.devnull))
     _end_with_parent()
-    alive: set[int] = set()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the system does not tell how a child has ended
+    alive: dict[int, int] = {}
 
     def pass_on(sent: int) -> None:
         for pid in list(alive):
@@ -48,16 +54,23 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(sent, lambda number, frame: pass_on(number))
     signal.signal(signal.SIGALRM, end)
     for local in range(int(number)):
-        process = subprocess.Popen([word.replace("{}", str(local)) for word in program], stdin=subprocess.DEVNULL)
+        words = [word.replace("{}", str(local)) for word in program]
+        output, errors = write_to(pipes, local) or (None, None)
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
         process.returncode = 0  # collected below, in the order in which they end
-        alive.add(process.pid)
+        alive[process.pid] = local
+        for descriptor in (output, errors):
+            if descriptor is not None:
+                os.close(descriptor)
     first = 0
     while alive:
         pid, status = os.wait()
-        alive.discard(pid)
+        local = alive.pop(pid, -1)
         code = os.waitstatus_to_exitcode(status)
         if code and not first:
             first = code
+            with contextlib.suppress(OSError):
+                os.write(2, f"{ENDED_PREFIX}{local} {code}\n".encode())
             pass_on(signal.SIGTERM)
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
     return first if first >= 0 else 128 - first

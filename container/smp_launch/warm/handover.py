@@ -1,4 +1,4 @@
-"""Stands where a rank's wrapper does when ranks are started again: ``… -m smp_launch.warm.handover SOCKET smp_launch.rank …``.
+"""Stands where a rank's wrapper does when ranks are started again: ``… smp_launch.warm.handover SOCKET smp_launch.rank …``.
 
 It hands its place over to a fork of the host's process that has made the imports, passes signals on, and ends as the fork does.
 Where that cannot be it is the rank itself. It imports nothing of weight.
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from smp_launch.isolated import program
 from smp_launch.warm import messages
 from smp_launch.warm.conditions import conditions
 from smp_launch.warm.imports import SOCKET_VARIABLE
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         "environ": environ,
         "path": sys.path,
         "argv": [spec.origin if spec else module, *words],
-        "orig_argv": [sys.executable, "-m", module, *words],
+        "orig_argv": program(module, *words),
         "with_group": whose == "group",
     }
     _follow(connection, place)

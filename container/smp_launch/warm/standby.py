@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from smp_config.errors import ConfigError, shown
+from smp_launch import isolated
 from smp_launch.locked_folders import private_dir
 from smp_launch.warm.imports import SOCKET_VARIABLE
 
@@ -43,13 +44,13 @@ class Standby:
         """What is to be started for each rank.
 
         Args:
-            program: Python with the module of a rank's wrapper, and its arguments.
+            program: what :func:`smp_launch.isolated.program` returns for a rank's wrapper.
             whose: ``group`` where a rank's signals are for what it has started, too, and ``process`` otherwise.
         """
         if not (self.path and is_restart):
             return list(program)
-        python, option, *rest = program
-        return [python, option, "smp_launch.warm.handover", self.path, whose, *rest]
+        python, runs, *rest = program
+        return [python, runs, "smp_launch.warm.handover", self.path, whose, *rest]
 
     def hurry(self) -> None:
         """The ranks are about to be started again: imports that are still under way need not rest any more."""
@@ -86,7 +87,7 @@ def standby(environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str]
             listener.bind(str(folder / _SOCKET))
             listener.listen(_BACKLOG)
             process = subprocess.Popen(
-                [sys.executable, "-m", "smp_launch.warm.zygote", str(listener.fileno()), str(os.getpid())],
+                isolated.program("smp_launch.warm.zygote", str(listener.fileno()), str(os.getpid())),
                 env=dict(environ),
                 cwd=cwd,
                 pass_fds=[listener.fileno()],

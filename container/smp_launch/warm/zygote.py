@@ -1,4 +1,4 @@
-"""The process of a host that has made a job's imports, and forks into ranks: ``… -m smp_launch.warm.zygote 3 4711``.
+"""The process of a host that has made a job's imports, and forks into ranks: ``… smp_launch.warm.zygote 3 4711``.
 
 It waits for a rank's report of what it has imported, becomes a new program with that rank's environment, and imports the same,
 slowly as long as nobody waits. From then on each wrapper that mpirun starts may hand its place over: its descriptors, folder,
@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from smp_launch.isolated import program
 from smp_launch.warm import messages
 from smp_launch.warm.conditions import conditions, other_condition, other_variable
 from smp_launch.warm.imports import SOCKET_VARIABLE, Shared, forget_draws, is_waited_for, prepare
@@ -227,8 +228,8 @@ def wait_for_report(listener: socket.socket) -> NoReturn:
             os.lseek(kept, 0, os.SEEK_SET)
             listener.set_inheritable(True)
             os.set_inheritable(kept, True)
-            words = ["-m", "smp_launch.warm.zygote", str(listener.fileno()), str(os.getppid()), str(kept)]
-            os.execve(sys.executable, [sys.executable, *words], report["environ"])
+            words = program("smp_launch.warm.zygote", str(listener.fileno()), str(os.getppid()), str(kept))
+            os.execve(words[0], words, report["environ"])
 
 
 def make_ready(report: Mapping[str, Any], listener: socket.socket) -> str | None:
@@ -237,17 +238,17 @@ def make_ready(report: Mapping[str, Any], listener: socket.socket) -> str | None
 
     before = Shared.now()
     wrapper = importlib.import_module(str(report["module"]))
-    program = wrapper.enter(Place(), report["arguments"])
+    entered = wrapper.enter(Place(), report["arguments"])
     whole_lines()
-    program.lead_imports()
+    entered.lead_imports()
     prepare(report["names"], is_waited_for(listener))
     if (name := other_variable(os.environ, report["now"])) is not None:
         return f"the script, or what it has used, sets the variable {name}, which imports may read"
     return before.unfit()
 
 
-def main(arguments: Sequence[str]) -> Callable[[], NoReturn]:
-    """Listen at a socket, for a parent; comes back in forks only.
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Listen at a socket, for a parent; comes back in forks only, which run as ranks.
 
     Args:
         arguments: the socket's descriptor, the parent's process, and that of the report once there is one.
@@ -267,9 +268,5 @@ def main(arguments: Sequence[str]) -> Callable[[], NoReturn]:
         why_not = f"its imports failed: {type(error).__name__}: {error}"
     gc.collect()
     gc.freeze()  # collections of forks leave it alone, so that its pages stay shared
-    return Zygote(listener, environ, why_not).serve()
-
-
-if __name__ == "__main__":
-    _task = main(sys.argv[1:])
-    _task()
+    task = Zygote(listener, environ, why_not).serve()
+    task()

@@ -1,0 +1,37 @@
+"""Runs a module of this package without the working folder in front of Python's own modules: ``isolated.py smp_launch.rank …``.
+
+``python -m`` looks there first, and a job's folder may hold a ``random.py`` or ``select.py``. The script itself finds them later.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    # The folder of this file, before anything is imported by name.
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+
+import os
+from importlib import import_module
+
+
+def program(module: str, *words: str) -> list[str]:
+    """Return the command line that calls ``main()`` of a module with ``words``."""
+    return [sys.executable, __file__, module, *words]
+
+
+def leave_working_folder(package: str) -> None:
+    """Let ``python -m smp_launch`` find Python's own modules before those of the working folder.
+
+    Args:
+        package: the folder of the package that is run; where it lies in the working folder, the folder stays.
+    """
+    of_module = sys.argv[:1] == ["-m"] and "smp_launch" in sys.orig_argv
+    if of_module and not getattr(sys.flags, "safe_path", False) and sys.path[:1] != [os.path.dirname(package)]:
+        del sys.path[0]
+
+
+if __name__ == "__main__":
+    _module = sys.argv.pop(1)
+    sys.exit(import_module(_module).main(sys.argv[1:]))
