@@ -224,7 +224,6 @@ class WrappedModule(nn.Module):
         """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
         with self.precision.keeping_rotary(self.module):
             return super()._apply(fn, recurse)
->>>>>>> wt-g
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

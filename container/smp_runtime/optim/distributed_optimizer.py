@@ -19,8 +19,8 @@ from smp_runtime.optim.accumulated import reduce_accumulated
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
-from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.known_kinds import check_kind, check_parts
+from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.master_writes import MasterWrites
 from smp_runtime.optim.state_dict import SavedOptimizer
