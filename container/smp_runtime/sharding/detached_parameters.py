@@ -54,6 +54,10 @@ class Shards(Protocol):
     def assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Take a parameter's whole value."""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a module call runs, which gathers what it needs itself."""
+
     def note_read(self) -> None:
         """The script has read elements of which this rank has a part."""
 
@@ -141,7 +145,9 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         if func is torch.Tensor.detach and isinstance(args[0], DetachedParameter):
             return _values_of(args[0])
-        units = list(_units_in((args, kwargs)))
+        writes, units = _writes(func, kwargs), list(_units_in((args, kwargs)))
+        if not writes and any(shards.is_running for shards, _ in units):
+            return func(*args, **kwargs)  # of a parameter that nobody has registered with the module that uses it: NaN
         filled = [unit for shards, unit in units if shards.fill(unit)]
         args, kwargs = tree_map(_plain_of, (args, kwargs))
         try:
@@ -152,7 +158,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             raise
         keys = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
         for shards, unit in units:
-            if _writes(func, kwargs) or unit.storage_key in keys:
+            if writes or unit.storage_key in keys:
                 unit.is_touched = True
                 continue
             shards.note_read()
