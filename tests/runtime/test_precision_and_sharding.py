@@ -95,12 +95,13 @@ def test_training_equals_one_process(ranks, world, dtype, sharded, optimizer):
 def _state_bytes():
     """Bytes of parameters, gradients and optimizer state that a rank holds after a step."""
     import smdistributed.modelparallel.torch as smp
+    from smp_runtime.tensors.parameter_attributes import get_gradient
 
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), bucket_cap_mb=0.5)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     model(torch.ones(2, 256)).sum().backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [g for p in model.parameters() if (g := get_gradient(p)) is not None]  # p.grad would gather them
     if model.sharded_state is not None:
         gradients += [g for g in model.sharded_state._shard_gradients if g is not None]
     held = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in gradients}

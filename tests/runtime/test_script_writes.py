@@ -344,3 +344,45 @@ def test_weights_that_a_method_of_the_optimizer_moves_reach_the_model(ranks, mod
     dtype = torch.float32 if half else torch.float64
     found = ranks(_exchanged, world, dtype, config={**BASE, **config, **({"bf16": True} if half else {})})
     _compare(found[0], _exchanged_alone(dtype), 2e-2 if half else 1e-9)
+
+
+def _filled_by_the_library():
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.sharding.flat_unit import ShardedUnit
+
+    filled, fill = [], ShardedUnit.fill_from_shard
+
+    def counted(unit):
+        filled.append(unit.name)
+        fill(unit)
+
+    ShardedUnit.fill_from_shard = counted
+    try:
+        model = smp.DistributedModel(Net())
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+        @smp.step
+        def step(x, y):
+            loss = _loss(model(x), y)
+            model.backward(loss)
+            return loss
+
+        for index in range(2):
+            optimizer.zero_grad()
+            step(*_batch(index, torch.float32))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            model.state_dict()
+            optimizer.state_dict()
+        for parameter in model.parameters():
+            data = parameter.data
+            assert (data.numel(), data.shape, data.dtype) == (parameter.numel(), parameter.shape, parameter.dtype)
+        return filled
+    finally:
+        ShardedUnit.fill_from_shard = fill
+
+
+@pytest.mark.parametrize("mode", ["sdp", pytest.param("pp, sdp", marks=pytest.mark.full)])
+def test_nothing_but_the_script_gives_sharded_parameters_memory_outside_their_use(ranks, mode):
+    world, config = MODES[mode]
+    assert ranks(_filled_by_the_library, world, config={**BASE, **config}) == [[]] * world

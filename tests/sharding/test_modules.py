@@ -186,7 +186,7 @@ def test_a_registered_parameter_is_there_and_one_that_is_not_is_loudly_nan(ranks
         import smdistributed.modelparallel.torch as smp
 
         model = smp.DistributedModel(External(None))
-        assert bool(model.layer1.weight.isnan().all())  # outside a call there is a placeholder of the right shape
+        assert bool(model.layer1.weight.isnan().any())  # outside a call a rank has its own part of it
         assert model.layer1.weight.shape == (8, 8)
         return bool(model(torch.ones(1, 8)).isnan().all())
 

@@ -17,12 +17,13 @@ from torch import nn
 from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
 from smp_runtime.tensors.nested import storage_of
 from smp_runtime.tensors.parameter_attributes import get_data, get_gradient, owner_of, set_gradient
-from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, tree_leaves, tree_map
+from smp_runtime.tensors.torch_private import CAN_SHARE, DisableTorchFunctionSubclass, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from smp_runtime.parameters.watched_values import GradientSource
 
-_WITHOUT_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE
+#: Autograd makes a view of a parameter to find where its gradient goes; ``module.to()`` asks whether ``data`` can be set.
+_WITHOUT_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE | {torch.Tensor.view_as, CAN_SHARE}
 
 
 class Unit(Protocol):
@@ -53,6 +54,10 @@ class Shards(Protocol):
 
     def assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Take a parameter's whole value."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a module call runs, which gathers what it needs itself."""
 
     def note_read(self) -> None:
         """The script has read elements of which this rank has a part."""
@@ -98,7 +103,9 @@ class ShardOwner:
 
     def write_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Keep this rank's part of a value."""
-        if (shards := self._shards()) is not None:
+        shards = self._shards()
+        is_own = value is parameter or (isinstance(value, DetachedValues) and value.of is parameter)
+        if shards is not None and not is_own:
             shards.assign(parameter, value)
 
     def read_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -141,7 +148,11 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
         if func is torch.Tensor.detach and isinstance(args[0], DetachedParameter):
             return _values_of(args[0])
-        units = list(_units_in((args, kwargs)))
+        if func is torch.Tensor.to and func(*args, **kwargs) is args[0]:  # it is there already
+            return args[0]
+        writes, units = _writes(func, kwargs), list(_units_in((args, kwargs)))
+        if not writes and any(shards.is_running for shards, _ in units):
+            return func(*args, **kwargs)  # of a parameter that nobody has registered with the module that uses it: NaN
         filled = [unit for shards, unit in units if shards.fill(unit)]
         args, kwargs = tree_map(_plain_of, (args, kwargs))
         try:
@@ -152,7 +163,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             raise
         keys = {storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
         for shards, unit in units:
-            if _writes(func, kwargs) or unit.storage_key in keys:
+            if writes or unit.storage_key in keys:
                 unit.is_touched = True
                 continue
             shards.note_read()

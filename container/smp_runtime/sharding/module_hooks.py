@@ -116,6 +116,11 @@ class ModuleUses:
             if unit.trained:
                 self._watch_gradients(unit)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a module call runs in this thread."""
+        return bool(self._calls.running)
+
     def reset(self) -> None:
         """Forget calls that an error has ended."""
         self._calls.running.clear()

@@ -180,6 +180,11 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                     if (shard := self.optimizer_shards.get(parameter)) is not None:
                         shard.adopt()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a module call runs, which gathers what it needs itself."""
+        return self.uses.is_running
+
     def note_read(self) -> None:
         """Say once that a rank reads its own part only."""
         if self._warns_of_reads:

@@ -410,7 +410,11 @@ def packet_of(operation: Any) -> Any:
 #: Operations whose result shares the memory of their argument, though their schemas do not say so.
 SHARING = frozenset({torch.ops.aten._unsafe_view.default})
 
-#: The operation behind ``tensor.item()``.
+#: What ``module.to()`` asks of a parameter and of its new tensor before it sets ``data``.
+CAN_SHARE: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
+
+
+def before_loading( behind ``tensor.item()``.
 ITEM = torch.ops.aten._local_scalar_dense.default
 
 
