@@ -1,4 +1,4 @@
-"""Full checkpoints with the optimizer of Transformers models, to and from tensor parallelism, which has models of its own for them."""
+"""Full checkpoints with the optimizer, to and from tensor parallelism, which replaces Transformers models by its own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ STEPS = 2
 CONFIGS: dict[str, dict[str, Any]] = {
     "dp2": {"ddp": True},
     "tp2": {"ddp": True, "tensor_parallel_degree": 2},
+    "ep2": {"ddp": True, "tensor_parallel_degree": 2, "expert_parallel_degree": 2},
     "pp2": {"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2},
     "o2": {"ddp": True, "shard_optimizer_state": True},
     "s2": {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 1e9},
@@ -117,14 +118,14 @@ CASES = [
     for family in ("llama", "gpt2", "gptneox", "mixtral", "bert", "vit", "t5")
     for optimizer in OPTIMIZERS
     for source, target in (("dp2", "tp2"), ("tp2", "dp2"), ("tp2", "pp2"), ("tp2", "s2"), ("o2", "tp2"))
-]
+] + [("mixtral", optimizer, "ep2", target) for optimizer in OPTIMIZERS for target in ("dp2", "ep2")]
 
 
 SAMPLE = [
     ("llama", "AdamW", "dp2", "tp2"),
     ("gpt2", "RMSprop", "tp2", "pp2"),
     ("gptneox", "SGD", "tp2", "s2"),
-    ("mixtral", "AdamW", "tp2", "dp2"),
+    ("mixtral", "AdamW", "ep2", "dp2"),
     ("bert", "Adagrad", "o2", "tp2"),
 ]
 

@@ -143,6 +143,51 @@ def _buffers_alone(steps: int) -> list[float]:
     return losses
 
 
+def _refused_at_the_end():
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.errors import SMPUserError
+    from smp_runtime.model.stages import Stages
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(_Buffers().double())
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    @smp.step
+    def step(x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for number in range(4):
+        if number == 2:
+            before, states = model.state_dict(), optimizer.state_dict()
+            original, Stages.start = Stages.start, _fails
+            try:
+                with pytest.raises(SMPUserError, match="on purpose"):
+                    smp.reshape(settings_of("pp2", microbatches=1))
+            finally:
+                Stages.start = original
+            assert _equal(model.state_dict(), before)
+            _states_are_equal(optimizer.state_dict(), states)
+        losses.append(float(step(torch.ones(4, 4, dtype=torch.float64)).reduce_mean()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _fails(_):
+    from smp_runtime.errors import SMPUserError
+
+    raise SMPUserError("on purpose")
+
+
+def test_a_refusal_at_the_end_leaves_the_job_as_it_was(ranks):
+    expected = ranks(_buffers_alone, 1, 4, config={})[0]
+    for losses in ranks(_refused_at_the_end, 2, config=settings_of("dp2", microbatches=1), timeout=60):
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-12
+
+
 def _norms_through(names):
     import smdistributed.modelparallel.torch as smp
 

@@ -159,7 +159,7 @@ def whole_values(
         to_first: only on the first rank of each tensor parallel group, on the CPU; the others get nothing.
     """
     whole: dict[int, dict[str, Any]] = {}
-    for number, values in sorted(state.items()):
+    for number, values in sorted(_of_all_parts(ranks, records, parameters, state).items()):
         for key in sorted(values):
             value = whole_tensor(ranks, records.get(parameters[number]), values[key])
             if not to_first:
@@ -167,6 +167,51 @@ def whole_values(
             elif ranks.rank_in(Group.TP) == 0:
                 whole.setdefault(number, {})[key] = on_cpu(value)
     return whole
+
+
+def _of_all_parts(
+    ranks: Ranks, records: Records, parameters: Sequence[nn.Parameter], state: Mapping[int, Mapping[str, Any]]
+) -> Mapping[int, Mapping[str, Any]]:
+    """This rank's state with every value that any rank of its tensor parallel group has.
+
+    A rank has no state of a parameter of which it has no element, as of an expert that another rank has.
+    """
+    if ranks.size(Group.TP) == 1:
+        return state
+    members = ranks.members(Group.TP)
+
+    def is_split(number: int, value: Any) -> bool:
+        record = records.get(parameters[number])
+        return (
+            record is not None
+            and record.placement.tensor_axis is not None
+            and is_elementwise(value, parameters[number])
+        )
+
+    mine = {
+        (number, key): value.dtype if is_split(number, value) else None
+        for number, values in state.items()
+        for key, value in values.items()
+    }
+    everyone = ranks.control.allgather(mine, members)
+    lacking = sorted(set().union(*everyone) - set.intersection(*(set(each) for each in everyone)))
+    if not lacking:
+        return state
+    first = {each: next(rank for rank, found in enumerate(everyone) if each in found) for each in lacking}
+    me = members.index(ranks.rank)
+    whole = [each for each in lacking if everyone[first[each]][each] is None]
+    told = {each: on_cpu(state[each[0]][each[1]]) for each in whole if first[each] == me}
+    others = {each: value for part in ranks.control.allgather(told, members) for each, value in part.items()}
+    found = {number: dict(values) for number, values in state.items()}
+    for number, key in lacking:
+        dtype = everyone[first[number, key]][number, key]
+        if (number, key) not in mine:
+            parameter = parameters[number]
+            value = (
+                others[number, key] if dtype is None else torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            )
+            found.setdefault(number, {})[key] = value
+    return found
 
 
 def of_all_stages(ranks: Ranks, values: Mapping[Any, Any], *, to_first: bool) -> dict[Any, Any]:

@@ -18,7 +18,7 @@ from smp_runtime.checkpoint.memory.copying import Copier
 from smp_runtime.checkpoint.memory.known_contents import KnownContents
 from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.data.position import Sources
-from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.errors import ConnectionLostError, DeadlineError, RankLeftError, SMPError, SMPUserError
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -110,7 +110,9 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
             move = _Move(session, model, optimizer, offer, found, outcome)
             try:
                 move.to(wanted)
-            except (SMPUserError, CheckpointError, ConfigError):
+            except (DeadlineError, RankLeftError, ConnectionLostError):
+                raise  # there is nobody to go back with
+            except (SMPError, ConfigError):
                 # Nothing has been moved yet, and all ranks have met the same.
                 logger.warning("the job goes on as it was")
                 move.to(former)
