@@ -298,8 +298,10 @@ def _wholly_on(module: nn.Module, device: torch.device) -> Iterator[None]:
 def _make_absent(record: ParameterRecord) -> None:
     """Free a parameter of another stage; what is left tells its name and stage where it is used."""
     record.parameter.grad = None
+    absent = absent_parameter(record.parameter, record.name, record.placement.stage)
+    vars(absent).update({**vars(record.parameter), **vars(absent)})  # what the script has set on it
     try:
-        swap_contents(record.parameter, absent_parameter(record.parameter, record.name, record.placement.stage))
+        swap_contents(record.parameter, absent)
     except RuntimeError as error:
         raise SMPUserError(
             f"parameter {record.name} lies on pipeline stage {record.placement.stage}, but this rank cannot free it ({error}): "
@@ -310,5 +312,6 @@ def _make_absent(record: ParameterRecord) -> None:
 
 def _without_storage(parameter: nn.Parameter) -> None:
     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    vars(empty).update(vars(parameter))
     parameter.grad = None
     swap_contents(parameter, empty)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.creation_appearance import Appearances
@@ -24,7 +23,6 @@ from smp_runtime.tensors.torch_private import (
     dispatch_modes,
     schema_of,
     storage_key,
-    swap_contents,
     tree_leaves,
     tree_map,
     without_modes,
@@ -227,7 +225,7 @@ class Deferral(TorchDispatchMode):
             if storage not in real:
                 real[storage] = torch.empty(sizes[storage], dtype=torch.uint8, device="cpu")
             # A Parameter is made around a tensor unseen; it lies in the same storage.
-            return _view_like(leaf, real)
+            return view_like(leaf, real)
 
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(numbers.start)
@@ -303,95 +301,6 @@ def deferring(deferrals: Deferrals) -> Iterator[None]:
         yield
 
 
-#: A parameter as it was recorded, and the one of the module that waits for its values.
-StandIn = tuple[nn.Parameter, nn.Parameter]
-
-
-def stand_ins(deferrals: Deferrals, module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> list[StandIn]:
-    """Make the parameters of ``module`` real that wait for their values; ``make`` gives the tensor that each becomes.
-
-    They stay the same objects, which an optimizer may hold already.
-    """
-    found = []
-    for parameter in list(module.parameters()):
-        if any(deferral.owns(parameter) for deferral in deferrals):
-            other = nn.Parameter(make(parameter), parameter.requires_grad)
-            other.__dict__.update(parameter.__dict__)
-            swap_contents(parameter, other)
-            found.append((other, parameter))
-    return found
-
-
-def materialize(
-    deferrals: Deferrals,
-    module: nn.Module,
-    device: torch.device,
-    *,
-    replaced: list[StandIn] | None = None,
-    take: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
-    agree: Callable[[Any], Any] = lambda states: states,
-) -> None:
-    """Replay the deferrals that ``module`` was created in, and take them off the list.
-
-    Random numbers follow on each other as in a creation without deferral: a context that began where the one before
-    it began continues where that one ended, and so does the script, if it has drawn or seeded nothing since.
-
-    Args:
-        replaced: what :func:`stand_ins` gave; default: every parameter becomes a real one with its values.
-        take: gets each replaced parameter with its value, one after the other; default: they are copied.
-        agree: turns this rank's states of the random generator into those that all ranks replay from.
-    """
-    if replaced is None:
-        replaced = stand_ins(deferrals, module, lambda meta: torch.empty(0, dtype=meta.dtype, device="cpu"))
-    take = take or (lambda parameter, value: setattr(parameter, "data", value.to(device)))
-    before: tuple[torch.Tensor, torch.Tensor] | None = None
-    for deferral in list(deferrals):
-        waiting: dict[int, list[StandIn]] = {}
-        for meta, parameter in replaced:
-            if deferral.owns(meta):
-                waiting.setdefault(storage_key(meta), []).append((meta, parameter))
-        buffers = _buffers_of(deferral, module)
-        if not waiting and not buffers:
-            continue
-        numbers = deferral.numbers
-        continues = before is not None and torch.equal(numbers.start, before[0])
-        agreed = RandomNumbers(*agree(tuple(numbers)))
-        if before is not None and continues:
-            agreed = agreed._replace(start=before[1])
-
-        def finished(
-            storage: int,
-            real: torch.Tensor,
-            waiting: Mapping[int, list[StandIn]] = waiting,
-            buffers: Mapping[int, list[_Buffer]] = buffers,
-        ) -> None:
-            for meta, parameter in waiting.get(storage, ()):
-                take(parameter, _view_like(meta, {storage: real}))
-            for owner, name, buffer in buffers.get(storage, ()):
-                owner._buffers[name] = _view_like(buffer, {storage: real}).to(device)
-
-        end = deferral.replay(agreed, finished)
-        before = (deferral.left, end)
-        deferrals.remove(deferral)
-        is_own = continues or torch.equal(agreed.start, numbers.start)
-    if before is not None and is_own and torch.equal(torch.get_rng_state(), before[0]):
-        torch.set_rng_state(before[1])
-
-
-#: Its module, its name there, and the tensor as it was recorded.
-_Buffer = tuple[nn.Module, str, torch.Tensor]
-
-
-def _buffers_of(deferral: Deferral, module: nn.Module) -> dict[int, list[_Buffer]]:
-    """The module's buffers that wait for their values, by storage."""
-    buffers: dict[int, list[_Buffer]] = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and deferral.owns(buffer):
-                buffers.setdefault(storage_key(buffer), []).append((owner, name, buffer))
-    return buffers
-
-
 @dataclass
 class _Step:
     """What a recorded operation does to storages.
@@ -452,7 +361,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _view_like(meta: torch.Tensor, real: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def view_like(meta: torch.Tensor, real: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The real tensor that lies in its storage as ``meta`` does in its own."""
     source = real[storage_key(meta)]
     return torch.empty(0, dtype=meta.dtype, device=source.device).set_(
