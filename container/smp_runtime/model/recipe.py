@@ -9,7 +9,8 @@ from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import seeing_own_batch, sharing_group
 from smp_runtime.module_state import compiled_blocks
-from smp_runtime.parameters.deferred_creation import Deferrals, materialize
+from smp_runtime.parameters.deferred_creation import Deferrals
+from smp_runtime.parameters.late_values import materialize
 from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
 from smp_runtime.replacement.replacing import distribute
 from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins

@@ -314,9 +314,10 @@ def _wholly_on(module: nn.Module, device: torch.device) -> Iterator[None]:
 def _make_absent(record: ParameterRecord, dtype: torch.dtype) -> None:
     """Free a parameter of another stage; what is left tells its name and stage where it is used."""
     record.parameter.grad = None
+    absent = absent_parameter(record.parameter, record.name, record.placement.stage, dtype)
+    vars(absent).update({**vars(record.parameter), **vars(absent)})  # what the script has set on it
     try:
-        stand_in = absent_parameter(record.parameter, record.name, record.placement.stage, dtype)
-        swap_contents(record.parameter, stand_in)
+        swap_contents(record.parameter, absent)
     except RuntimeError as error:
         raise SMPUserError(
             f"parameter {record.name} lies on pipeline stage {record.placement.stage}, but this rank cannot free it ({error}): "
@@ -327,5 +328,6 @@ def _make_absent(record: ParameterRecord, dtype: torch.dtype) -> None:
 
 def _without_storage(parameter: nn.Parameter) -> None:
     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    vars(empty).update(vars(parameter))
     parameter.grad = None
     swap_contents(parameter, empty)

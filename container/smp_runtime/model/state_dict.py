@@ -11,6 +11,9 @@ import torch
 from smp_config import Group
 from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPOperationError, SMPUserError
+from smp_runtime.module_state.absent_tensors import AbsentTensor
+from smp_runtime.parameters.deferred_creation import Deferrals
+from smp_runtime.parameters.late_values import values_of
 from smp_runtime.parameters.registry import part_of
 from smp_runtime.replacement.placing import slices_by_name, whole_state
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
@@ -40,6 +43,8 @@ class ModelState:
         self._ranks = ranks
         #: What came before the parameters had a place, in order.
         self._waiting: list[Callable[[], Any]] = []
+        #: Whole states among it.
+        self._kept: list[dict[str, Any]] = []
 
     def gathered(self, local: dict[str, Any], *, to_first: bool) -> Any:
         """The full state from that of this rank, on all ranks of a model parallel group, or on the first."""
@@ -145,11 +150,41 @@ class ModelState:
         prefix = kwargs.get("prefix", "")
         with shards.reading_state() if shards is not None else contextlib.nullcontext():
             state: dict[str, Any] = part.module.state_dict(*args, **kwargs)
+        if not kwargs.get("keep_vars") and any(_is_without_values(value) for value in state.values()):
+            self._compute(state, prefix)
         if shards is not None:
             shards.complete(state, lambda p: part.registry.record_of(p).names, prefix, keep)
         if part.stage_of is None:
             return state
         return {name: value for name, value in state.items() if part.has_tensor(name.removeprefix(prefix))}
+
+    def _compute(self, state: dict[str, Any], prefix: str) -> None:
+        """Put values into a state of a model that is created late, before its parameters have a place: those that they will get."""
+        module, ranks = self._part.module, self._ranks
+        named = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
+        tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
+        agree = TensorGroup.of(ranks).agree
+        found = values_of(ranks.keep(Deferrals, Deferrals), tensors, agree)
+        slices = slices_by_name(module)
+        for name, value in state.items():
+            if not _is_without_values(value):
+                continue
+            computed = found.get(id(named.get(name)))
+            for kept in self._kept:
+                loaded = kept.get(name.removeprefix(prefix))
+                if isinstance(loaded, torch.Tensor):
+                    where = slices.get(name.removeprefix(prefix))
+                    fits = where is None or tuple(loaded.shape) == tuple(value.shape)
+                    computed = (loaded if fits or where is None else where.cut(loaded)).to(
+                        "cpu", value.dtype, copy=True
+                    )
+            if computed is None:
+                raise SMPUserError(
+                    f"{name} has no values before the first step of a pipeline: it is on the meta device, and was not recorded by "
+                    "smp.delay_param_initialization() or smp.model_creation(); create the whole model in one of them, or read "
+                    "the state behind the first step"
+                )
+            state[name] = computed
 
     def load(
         self,
@@ -181,6 +216,9 @@ class ModelState:
             state = {name.removeprefix("module."): value for name, value in state.items()}
         if not partitioned and (partial or any(p.is_meta for p in module.parameters())):
             kept = dict(state_dict)
+            _refuse_without_values(kept)
+            if not partial:
+                self._kept.append(state)
             then = {"same_partition": same_partition, "partitioned": True, "known": True}
             self.when_placed(lambda: self.load(kept, strict, assign, **then))
             return IncompatibleKeys([], [])
@@ -229,9 +267,22 @@ class ModelState:
 
     def load_what_waited(self) -> None:
         """The parameters have a place: load what came before."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._kept = self._waiting, [], []
         for load in waiting:
             load()
+
+
+def _is_without_values(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, AbsentTensor)
+
+
+def _refuse_without_values(state: Mapping[str, Any]) -> None:
+    empty = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if empty:
+        raise SMPUserError(
+            f"the state to load has no values for {len(empty)} of its {len(state)} entries, the first {empty[0]}: they are on the "
+            "meta device; take the state from model.state_dict() of the wrapped model, or from a file"
+        )
 
 
 def _on_cpu(value: Any) -> Any:

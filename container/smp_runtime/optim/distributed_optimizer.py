@@ -16,6 +16,7 @@ from smp_config.whereabouts import OPTIMIZER, here
 from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.accumulated import reduce_accumulated
+from smp_runtime.optim.early_state import complete_state, is_without_values
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
@@ -99,11 +100,14 @@ class DistributedOptimizer(SavedOptimizer):
         self._masters = MasterGradients(self._ranks, self._optimizer_shards)
         self._writes = MasterWrites(self.update_master_grads)
         self._norms = self._norms_for(None)
+        #: Whether its constructor makes state, which some then need from their first step on.
+        self._has_early_state = bool(optimizer.state)
         # The base class's own constructor would build groups and state of its own; only its hooks are wanted.
         super().__setstate__({})
         self._follow_replaced()
         for model in self._session.models:
             self.bind(model)
+        self._complete_state()
         self._session.adopt_optimizer(self)
 
     # -- the inner optimizer ---------------------------------------------------------------------------------------
@@ -134,9 +138,16 @@ class DistributedOptimizer(SavedOptimizer):
         With pipeline parallelism it is called again when the model has been partitioned. All stages then bind an optimizer
         that has any of the model's parameters, or none does: later they communicate.
         """
-        if model is self._model:
-            return
-        self._follow_replaced()
+        if model is not self._model:
+            self._follow_replaced()
+            self._bind(model)
+        self._complete_state()
+
+    def _complete_state(self) -> None:
+        if self._has_early_state:
+            complete_state(self.optimizer)
+
+    def _bind(self, model: TrainedModel) -> None:
         mine = {p for group in self.optimizer.param_groups for p in group["params"]}
         all_stages = {record.parameter for record in model.registry}
         is_staged = model.assignment is not None
@@ -236,10 +247,12 @@ class DistributedOptimizer(SavedOptimizer):
             self._optimizer_shards.append(shard)
             self._writes.watch(shard)
             group["params"].append(shard.optimized)
-            if former is not None:
+            if former is not None and not is_without_values(former):
                 updated = shard.optimized
                 self.optimizer.state[updated] = {
-                    key: shard.part_of(v).to(updated.dtype, copy=True) if _is_shaped(v, parameter) else v
+                    key: shard.part_of(v).to(updated.device, updated.dtype, copy=True)
+                    if _is_shaped(v, parameter)
+                    else v
                     for key, v in former.items()
                 }
 

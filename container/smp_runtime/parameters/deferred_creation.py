@@ -8,21 +8,21 @@ random numbers of the time of creation, so the parameters are bit for bit those 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.parameters.creation_appearance import Appearances
 from smp_runtime.tensors.torch_private import (
+    DisableTorchFunction,
     TorchDispatchMode,
     dispatch_modes,
     schema_of,
     storage_key,
-    swap_contents,
     tree_leaves,
     tree_map,
     without_modes,
@@ -35,11 +35,20 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 #: Function, arguments, keywords, and what it returned or wrote.
 _Entry = tuple[Any, tuple[Any, ...], Mapping[str, Any], Any]
 
-#: All in-place initialisers of ``torch.nn.init``.
-_INITIALISERS = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
-
 #: Operations that write every element of their first argument without looking at it.
 _FILLS = {"fill_", "zero_", "normal_", "uniform_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_"}
+
+
+class RandomNumbers(NamedTuple):
+    """Where the random numbers of a creation come from.
+
+    Attributes:
+        start: the state of the generator at the begin.
+        seedings: later ones, by the number of the draw that they come before.
+    """
+
+    start: torch.Tensor
+    seedings: dict[int, torch.Tensor]
 
 
 class Deferral(TorchDispatchMode):
@@ -50,7 +59,14 @@ class Deferral(TorchDispatchMode):
         self._record: list[_Entry] = []
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owned: set[int] = set()
-        self._random_state: torch.Tensor | None = None
+        self._start: torch.Tensor | None = None
+        #: By the number of the random draw that it comes before, a state that the script has set the generator to.
+        self._seedings: dict[int, torch.Tensor] = {}
+        self._draws = 0
+        #: By storage, the device that its tensors will be on; without those that the script wants on the meta device.
+        self._devices: dict[int, torch.device] = {}
+        self._appearances = Appearances(self._device_of, self._skipped, self._without_storage)
+        self._is_taking_over = False
 
     @classmethod
     def current(cls) -> Deferral | None:
@@ -66,6 +82,7 @@ class Deferral(TorchDispatchMode):
         """
         with without_modes():
             args = tree_map(self._alias, args)
+        self._draw()
         self._record.append((function, args, {}, args[0] if args and isinstance(args[0], torch.Tensor) else None))
 
     @contextlib.contextmanager
@@ -75,8 +92,12 @@ class Deferral(TorchDispatchMode):
         So what takes a tensor's place does it before the next one is computed, and not all of them exist at once.
         """
         first = len(self._record)
-        with self:
-            yield
+        self._is_taking_over = True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_taking_over = False
         behind: dict[int, list[_Entry]] = {}
         last: dict[int, int] = {}
         for index, entry in enumerate(self._record):
@@ -88,31 +109,37 @@ class Deferral(TorchDispatchMode):
         self._record = [entry for place in sorted(behind) for entry in behind[place]]
 
     def __enter__(self) -> Deferral:
-        if self._random_state is None:
-            self._random_state = torch.get_rng_state()
-        self._originals = {name: getattr(nn.init, name) for name in _INITIALISERS}
-        for name, original in self._originals.items():
-            setattr(nn.init, name, self._recording(original))
+        if not self._is_taking_over:  # the library's own code looks for what has no values
+            #: The state of the generator as this left it; another one is the script's doing.
+            self._generator = torch.get_rng_state()
+            if self._start is None:
+                self._start = self._generator
+            self._appearances.__enter__()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        for name, original in self._originals.items():
-            setattr(nn.init, name, original)
         super().__exit__(*exception)
+        if not self._is_taking_over:
+            self._appearances.__exit__(*exception)
 
-    def _recording(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An initialiser that is recorded as one operation: some read values, and skip their work on meta tensors."""
+    def _skipped(self, initialiser: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> None:
+        """Record an initialiser as one operation: it reads values, so that on the meta device it does nothing."""
+        with without_modes():
+            alias = self._alias(tensor)
+        self._draw()
+        self._record.append((initialiser, (alias, *args), {}, alias))
 
-        @functools.wraps(original)
-        def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self.owns(tensor):
-                return original(tensor, *args, **kwargs)
+    def _draw(self) -> None:
+        """Note that the next operation draws random numbers, and where from if the script has seeded the generator."""
+        if not self._is_taking_over:
             with without_modes():
-                alias = self._alias(tensor)
-            self._record.append((original, (alias, *args), kwargs, alias))
-            return tensor
-
-        return record
+                state = torch.get_rng_state()
+                if not torch.equal(state, self._generator):
+                    self._seedings[self._draws] = state
+                # A script that seeds the generator with the same number again brings it back to another state than this.
+                torch.rand(1, device="cpu")
+                self._generator = torch.get_rng_state()
+        self._draws += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -126,31 +153,55 @@ class Deferral(TorchDispatchMode):
             )
         args, kwargs = tree_map(self._without_storage, (args, kwargs))
         on_meta = {**kwargs, "device": _META} if "device" in kwargs or _is_factory(func, args, kwargs) else kwargs
-        outputs = func(*args, **on_meta)
-        self._record.append(tree_map(self._alias, (func, args, kwargs, outputs)))
-        tree_map(self._own, outputs)
+        if _SEEDED in func.tags:
+            self._draw()
+        with DisableTorchFunction():
+            outputs = func(*args, **on_meta)
+            self._record.append(tree_map(self._alias, (func, args, kwargs, outputs)))
+            self._own(_tensors(outputs), self._place((args, kwargs), kwargs.get("device")))
         return outputs
+
+    def _place(self, inputs: Any, asked: torch.device | None) -> torch.device | None:
+        """The device that the results of an operation will be on; None if the script wants them on the meta device."""
+        if asked is not None:
+            return None if torch.device(asked) == _META else torch.device(asked)
+        tensors = _tensors(inputs)
+        places = {self._device_of(tensor) for tensor in tensors}
+        if None in places:
+            return None
+        return next((self._device_of(tensor) for tensor in tensors if tensor.dim()), None) or torch.device("cpu")
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was created in this context and has no values yet."""
         return tensor.device == _META and storage_key(tensor) in self._owned
 
+    def _device_of(self, tensor: torch.Tensor) -> torch.device | None:
+        """The device that a tensor of this context will be on; None for others."""
+        if not isinstance(tensor, torch.Tensor) or tensor.device != _META or tensor.layout != torch.strided:
+            return None
+        return self._devices.get(storage_key(tensor))
+
     @property
-    def start(self) -> torch.Tensor:
-        """The state of the random generator when the creation began."""
-        if self._random_state is None:
+    def numbers(self) -> RandomNumbers:
+        """The states of the random generator: when the creation began, and those that the script has set inside."""
+        if self._start is None:
             raise AssertionError("a deferral that was never entered has no start")
-        return self._random_state
+        return RandomNumbers(self._start, self._seedings)
+
+    @property
+    def left(self) -> torch.Tensor:
+        """The state in which the script found the random generator behind the context."""
+        return self._generator
 
     @torch.no_grad()
-    def replay(self, start: torch.Tensor, finished: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+    def replay(self, numbers: RandomNumbers, finished: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
         """Run the record with real tensors on the CPU.
 
         No storage lives longer than it must: one that is about to be overwritten is freed and made again, so a model
         whose weights are all initialised once more at the end of its constructor never exists as a whole.
 
         Args:
-            start: the random generator's state to replay from.
+            numbers: the random generator's states to replay from.
             finished: called with every storage (as the recorded tensors know it) and a tensor that lies in the real
                 one, when nothing changes it any more.
 
@@ -174,13 +225,16 @@ class Deferral(TorchDispatchMode):
             if storage not in real:
                 real[storage] = torch.empty(sizes[storage], dtype=torch.uint8, device="cpu")
             # A Parameter is made around a tensor unseen; it lies in the same storage.
-            return _view_like(leaf, real)
+            return view_like(leaf, real)
 
         with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(start)
+            torch.set_rng_state(numbers.start)
+            draws = itertools.count()
             for (func, args, kwargs, outputs), step, after in zip(self._record, steps, _following(steps), strict=True):
                 if step.is_view:
                     continue
+                if _draws(func) and (seeded := numbers.seedings.get(next(draws))) is not None:
+                    torch.set_rng_state(seeded)
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
                 results = func(*real_args, **real_kwargs)
                 if results is None:  # it wrote what it was given
@@ -213,10 +267,10 @@ class Deferral(TorchDispatchMode):
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
         if id(leaf) not in self._constants:
-            self._constants[id(leaf)] = (
-                leaf,
-                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_META),
-            )
+            with DisableTorchFunction():
+                meta = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_META)
+            self._constants[id(leaf)] = (leaf, meta)
+            self._devices[storage_key(meta)] = leaf.device
         return self._constants[id(leaf)][1]
 
     def _alias(self, leaf: Any) -> Any:
@@ -224,10 +278,12 @@ class Deferral(TorchDispatchMode):
         is_constant = any(leaf is meta for _, meta in self._constants.values())
         return leaf.data if isinstance(leaf, torch.Tensor) and not is_constant else leaf
 
-    def _own(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.device == _META:
-            self._owned.add(storage_key(leaf))
-        return leaf
+    def _own(self, tensors: list[torch.Tensor], place: torch.device | None) -> None:
+        for tensor in tensors:
+            if tensor.device == _META:
+                self._owned.add(storage_key(tensor))
+                if place is not None:
+                    self._devices.setdefault(storage_key(tensor), place)
 
 
 class Deferrals(list[Deferral]):
@@ -243,100 +299,6 @@ def deferring(deferrals: Deferrals) -> Iterator[None]:
     deferrals.append(Deferral())
     with deferrals[-1]:
         yield
-
-
-#: A parameter as it was recorded, and the one of the module that waits for its values.
-StandIn = tuple[nn.Parameter, nn.Parameter]
-
-
-def stand_ins(deferrals: Deferrals, module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> list[StandIn]:
-    """Make the parameters of ``module`` real that wait for their values; ``make`` gives the tensor that each becomes.
-
-    They stay the same objects, which an optimizer may hold already.
-    """
-    found = []
-    for parameter in list(module.parameters()):
-        if any(deferral.owns(parameter) for deferral in deferrals):
-            other = nn.Parameter(make(parameter), parameter.requires_grad)
-            other.__dict__.update(parameter.__dict__)
-            swap_contents(parameter, other)
-            found.append((other, parameter))
-    return found
-
-
-def materialize(
-    deferrals: Deferrals,
-    module: nn.Module,
-    device: torch.device,
-    *,
-    replaced: list[StandIn] | None = None,
-    take: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
-    agree: Callable[[torch.Tensor], torch.Tensor] = lambda state: state,
-) -> None:
-    """Replay the deferrals that ``module`` was created in, and take them off the list.
-
-    Random numbers follow on each other as in a creation without deferral: a context that began where the one before
-    it began continues where that one ended, and so does the script, if it has drawn or seeded nothing since.
-
-    Args:
-        replaced: what :func:`stand_ins` gave; default: every parameter becomes a real one with its values.
-        take: gets each replaced parameter with its value, one after the other; default: they are copied.
-        agree: turns this rank's state of the random generator at the start into the one that all ranks replay from.
-    """
-    if replaced is None:
-        replaced = stand_ins(deferrals, module, lambda meta: torch.empty(0, dtype=meta.dtype, device="cpu"))
-    take = take or (lambda parameter, value: setattr(parameter, "data", value.to(device)))
-    before: tuple[torch.Tensor, torch.Tensor] | None = None
-    for deferral in list(deferrals):
-        waiting: dict[int, list[StandIn]] = {}
-        for meta, parameter in replaced:
-            if deferral.owns(meta):
-                waiting.setdefault(storage_key(meta), []).append((meta, parameter))
-        buffers = _buffers_of(deferral, module)
-        if not waiting and not buffers:
-            continue
-        continues = before is not None and torch.equal(deferral.start, before[0])
-        start = before[1] if before is not None and continues else agree(deferral.start)
-
-        def finished(
-            storage: int,
-            real: torch.Tensor,
-            waiting: Mapping[int, list[StandIn]] = waiting,
-            buffers: Mapping[int, list[_Buffer]] = buffers,
-        ) -> None:
-            for meta, parameter in waiting.get(storage, ()):
-                take(parameter, _view_like(meta, {storage: real}))
-            _place_buffers(buffers.get(storage, ()), {storage: real}, device)
-
-        end = deferral.replay(start, finished)
-        before = (deferral.start, end)
-        deferrals.remove(deferral)
-        is_own = continues or torch.equal(start, deferral.start)
-    if before is not None and is_own and torch.equal(torch.get_rng_state(), before[0]):
-        torch.set_rng_state(before[1])
-
-
-#: Its module, its name there, and the tensor as it was recorded.
-_Buffer = tuple[nn.Module, str, torch.Tensor]
-
-
-def _place_buffers(buffers: Iterable[_Buffer], real: Mapping[int, torch.Tensor], device: torch.device) -> None:
-    """Give modules their buffers; one with several names stays one."""
-    made: dict[int, torch.Tensor] = {}
-    for owner, name, buffer in buffers:
-        if id(buffer) not in made:
-            made[id(buffer)] = _view_like(buffer, real).to(device)
-        owner._buffers[name] = made[id(buffer)]
-
-
-def _buffers_of(deferral: Deferral, module: nn.Module) -> dict[int, list[_Buffer]]:
-    """The module's buffers that wait for their values, by storage."""
-    buffers: dict[int, list[_Buffer]] = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and deferral.owns(buffer):
-                buffers.setdefault(storage_key(buffer), []).append((owner, name, buffer))
-    return buffers
 
 
 @dataclass
@@ -384,6 +346,11 @@ def _following(steps: list[_Step]) -> list[dict[int, bool | None]]:
     return following[::-1]
 
 
+def _draws(func: Any) -> bool:
+    """Whether a recorded operation may draw random numbers."""
+    return schema_of(func) is None or _SEEDED in func.tags
+
+
 def _is_factory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation creates a tensor from nothing, and so would create a real one."""
     takes_device = any(argument.name == "device" for argument in schema_of(func).arguments)
@@ -394,7 +361,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _view_like(meta: torch.Tensor, real: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def view_like(meta: torch.Tensor, real: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The real tensor that lies in its storage as ``meta`` does in its own."""
     source = real[storage_key(meta)]
     return torch.empty(0, dtype=meta.dtype, device=source.device).set_(

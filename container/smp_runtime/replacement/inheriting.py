@@ -14,11 +14,13 @@ from smp_runtime.activations.marking import FLAG, FUNCTION, checkpoints_itself, 
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.replacement.placing import slices_by_name
+from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import storage_key
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
     from smp_runtime.job.module_manager import Translate
+    from smp_runtime.parameters.registry import TensorSlice
 
 logger = logging.getLogger("smp")
 
@@ -120,6 +122,7 @@ def inherit(original: nn.Module, made: nn.Module, to_ours: Translate | None, tit
     for attribute in _KEPT_ATTRIBUTES:
         if hasattr(original, attribute) and not hasattr(made, attribute):
             setattr(made, attribute, getattr(original, attribute))
+    _inherit_module_attributes(original, made)
     for warning in (
         *_inherit_freezing(original, made, to_ours),
         *_inherit_checkpointing(original, made),
@@ -127,6 +130,62 @@ def inherit(original: nn.Module, made: nn.Module, to_ours: Translate | None, tit
     ):
         if warns:
             logger.warning("%s is distributed, but %s", title, warning)
+
+
+def inherit_parameter_attributes(
+    original: nn.Module,
+    made: nn.Module,
+    successors: Mapping[int, list[nn.Parameter]],
+    slices: Mapping[str, TensorSlice],
+) -> list[str]:
+    """Set what a script has set on parameters of ``original`` on those that take their places.
+
+    Args:
+        successors: by the ``id`` of each parameter of the original, those that have its elements; one of the same name otherwise.
+        slices: of the parameters of ``made`` that are split, by name.
+
+    Returns:
+        Attributes that are lost, since one parameter takes the place of several on which they differ, or none does.
+    """
+    lost: dict[str, None] = {}
+    found = dict(made.named_parameters(remove_duplicate=False))
+    names = {id(parameter): name for name, parameter in found.items()}
+    values: dict[tuple[int, str], Any] = {}
+    for name, parameter in original.named_parameters():
+        same = [found[name]] if name in found else []
+        theirs = [p for p in successors.get(id(parameter)) or same if p is not parameter]
+        for attribute, value in vars(parameter).items():
+            if not theirs:
+                lost[f"{name}.{attribute}"] = None
+            for successor in theirs:
+                where = slices.get(names.get(id(successor), ""))
+                if isinstance(value, torch.Tensor) and where is not None and tuple(value.shape) == where.shape:
+                    value = where.cut(value)  # a mask, or a rate of each element
+                known = values.setdefault((id(successor), attribute), value)
+                if known is not value and not _are_equal(known, value):
+                    lost[f"{name}.{attribute}"] = None
+                    continue
+                vars(successor)[attribute] = value
+    return list(lost)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+def _inherit_module_attributes(original: nn.Module, made: nn.Module) -> None:
+    """Attributes that a script or a parent has set on a module, or that its class has and the distributed form has not."""
+    for name, value in vars(original).items():
+        is_own = name.startswith("_") or hasattr(made, name)
+        if not is_own and not callable(value) and not _holds_weights(value):
+            setattr(made, name, value)
+
+
+def _holds_weights(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor | nn.Module) for leaf in leaves_of(value))
 
 
 def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate | None) -> Iterator[str]:

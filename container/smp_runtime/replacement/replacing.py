@@ -31,11 +31,13 @@ from smp_runtime.replacement.in_place.vocabulary import vocabulary_ties
 from smp_runtime.replacement.inheriting import (
     Heritage,
     inherit,
+    inherit_parameter_attributes,
     listed,
     parameter_type,
     set_parameter_type,
     state_of,
 )
+from smp_runtime.replacement.placing import slices_by_name
 from smp_runtime.replacement.registration import was_noted
 from smp_runtime.replacement.scopes import mark_of
 from smp_runtime.tensor_parallel.initialisation import unwritten, weight_stream
@@ -197,6 +199,18 @@ def _made(
     for parameter in original.parameters():
         found = heritage.successors.get(id(parameter), ()) if heritage is not None and written else ()
         successors.note(parameter, found)
+    lost = inherit_parameter_attributes(
+        original, made, heritage.successors if heritage is not None and written else {}, slices_by_name(made)
+    )
+    lost = [name for name in lost if not name.rpartition(".")[2].startswith("_")]
+    if lost:
+        _warn(
+            group,
+            "%s is distributed, but attributes that were set on its parameters are lost, since one parameter takes the place of "
+            "several with different ones, or none does: %s; set them on the parameters of the wrapped model",
+            candidate.title,
+            listed(lost),
+        )
     for key, write in waiting.items():
         if key not in written:
             write()

@@ -18,7 +18,8 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.comm.collectives import TorchCollectives, broadcast_tensors
 from smp_runtime.errors import SMPUserError
-from smp_runtime.parameters.deferred_creation import Deferrals, StandIn, materialize, stand_ins
+from smp_runtime.parameters.deferred_creation import Deferrals
+from smp_runtime.parameters.late_values import StandIn, materialize, stand_ins
 from smp_runtime.parameters.script_writes import check_shape
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.detached_parameters import ShardOwner

@@ -1,0 +1,57 @@
+"""State that an optimizer makes in its constructor, of parameters that have no values yet, or whose place others take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.module_state.absent_tensors import AbsentTensor
+
+
+def complete_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state anew that the constructor made of tensors without values, or that a parameter lacks.
+
+    Call it for an optimizer that has made state in its constructor. Parameters that have no values yet are left for later.
+
+    Raises:
+        SMPUserError: the optimizer cannot be constructed from its settings.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, AbsentTensor) or parameter.is_meta:
+                continue
+            state = optimizer.state.get(parameter)
+            if not state or is_without_values(state):
+                optimizer.state[parameter] = _constructed(optimizer, group, parameter)
+                continue
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+                    state[key] = value.to(parameter.device)
+
+
+def is_without_values(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state was computed on the meta device."""
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
+
+
+def _constructed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    kind = type(optimizer)
+    accepted = inspect.signature(kind.__init__).parameters
+    takes_all = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in accepted.values())
+    settings = {name: value for name, value in optimizer.defaults.items() if takes_all or name in accepted}
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    try:
+        made: Any = kind([{**options, "params": [parameter]}], **settings)  # type: ignore[call-arg, arg-type]
+    except Exception as error:
+        raise SMPUserError(
+            f"{kind.__name__} has made state in its constructor for a parameter of shape {list(parameter.shape)} that had no "
+            f"values then, or that another one takes the place of, and it cannot be constructed again from its settings ({error}): "
+            "create it from model.parameters() of the model that smp.DistributedModel returned, behind the first step if a pipeline "
+            "creates its parameters late"
+        ) from error
+    state: dict[str, Any] = made.state.get(parameter) or {}
+    return state

@@ -1,0 +1,91 @@
+"""How tensors without values look to the code that creates them: like those that an immediate creation would have made.
+
+Initialisers ask where a tensor is: some skip their work on the meta device, others create more tensors on the same device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_DEVICE = torch.Tensor.device.__get__
+_IS_META, _IS_CPU, _IS_CUDA = torch.Tensor.is_meta.__get__, torch.Tensor.is_cpu.__get__, torch.Tensor.is_cuda.__get__
+_GET_DEVICE = torch.Tensor.get_device
+_PLACES = {_DEVICE, _IS_META, _IS_CPU, _IS_CUDA, _GET_DEVICE}
+_MOVES = {torch.Tensor.to, torch.Tensor.cpu}
+_SET_DATA = torch.Tensor.data.__set__
+
+
+class Appearances(TorchFunctionMode):
+    """Tensors of a deferral say that they are on the device that they will be on.
+
+    Args:
+        device_of: that device; None for a tensor that is what it looks like.
+        skipped: gets each initialiser of ``torch.nn.init`` that does nothing on the meta device, with its arguments. Scripts
+            may have imported it by its name long before, so it is found when it asks.
+        stand_in: the tensor without values that stands for a real one in the record.
+    """
+
+    def __init__(
+        self,
+        device_of: Callable[[torch.Tensor], torch.device | None],
+        skipped: Callable[..., None],
+        stand_in: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self._device_of, self._skipped, self._stand_in = device_of, skipped, stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _PLACES:
+            device = self._device_of(args[0])
+            return func(*args) if device is None else self._answer(func, device)
+        if func in _MOVES:
+            args, kwargs = self._without_move(func, args, kwargs)
+            return torch.Tensor.to(*args, **kwargs)
+        if func == _SET_DATA and self._device_of(args[0]) is not None and self._device_of(args[1]) is None:
+            args = (args[0], self._stand_in(args[1]))
+        return func(*args, **kwargs)
+
+    def _answer(self, func: Any, device: torch.device) -> Any:
+        if func == _DEVICE:
+            return device
+        if func == _IS_META:
+            return self._is_skipped(sys._getframe(2))  # of the code that asks
+        if func == _GET_DEVICE:
+            return -1 if device.type == "cpu" else device.index or 0
+        return device.type == ("cpu" if func == _IS_CPU else "cuda")
+
+    def _is_skipped(self, frame: Any) -> bool:
+        """Whether an initialiser asks; it is told to do nothing, since it is done later as a whole."""
+        if frame.f_globals is not vars(nn.init):
+            return False
+        function = next((f for f in vars(nn.init).values() if getattr(f, "__code__", None) is frame.f_code), None)
+        if function is None:
+            return False
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        self._skipped(function, *(frame.f_locals[name] for name in names))
+        return True
+
+    def _without_move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Arguments of ``Tensor.to`` by which a tensor that will be on the device that it goes to stays the same one."""
+        tensor = args[0]
+        device = self._device_of(tensor)
+        if func == torch.Tensor.cpu:
+            args, kwargs = (tensor, torch.device("cpu")), kwargs
+        if device is None:
+            return args, kwargs
+
+        def stays(value: Any) -> Any:
+            if isinstance(value, str | torch.device) and torch.device(value) == device:
+                return torch.device("meta")
+            return value
+
+        if len(args) > 1 and isinstance(args[1], torch.Tensor) and self._device_of(args[1]) == device:
+            args = (tensor, torch.device("meta"), args[1].dtype, *args[2:])
+        return tuple(map(stays, args)), {name: stays(value) for name, value in kwargs.items()}
