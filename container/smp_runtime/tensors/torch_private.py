@@ -274,6 +274,10 @@ NORMS_WITH_STATISTICS: type | tuple[type, ...] = getattr(nn.modules.batchnorm, "
 IncompatibleKeys: Callable[[list[str], list[str]], Any] = type(nn.Module().load_state_dict({}))
 
 
+#: What ``module.to()`` asks of a parameter and of its new tensor before it sets ``data``.
+CAN_SHARE: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
+
+
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Call ``hook(module, state_dict, prefix, …)`` before a module takes its part of a state."""
     if hasattr(nn.Module, "register_load_state_dict_pre_hook"):  # since PyTorch 2.5
@@ -410,11 +414,7 @@ def packet_of(operation: Any) -> Any:
 #: Operations whose result shares the memory of their argument, though their schemas do not say so.
 SHARING = frozenset({torch.ops.aten._unsafe_view.default})
 
-#: What ``module.to()`` asks of a parameter and of its new tensor before it sets ``data``.
-CAN_SHARE: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
-
-
-def before_loading( behind ``tensor.item()``.
+#: The operation behind ``tensor.item()``.
 ITEM = torch.ops.aten._local_scalar_dense.default
 
 
