@@ -64,7 +64,8 @@ def _trained(module, shape, checkpoints, how):
     for step in range(3):
         # Two calls before backward, as of two microbatches.
         inputs = [
-            torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + n), dtype=torch.float64) for n in (0, 1)
+            torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + n), dtype=torch.float64)
+            for n in (0, 1)
         ]
         leaves = [x.requires_grad_() for x in inputs]
         if not checkpoints:

@@ -74,8 +74,9 @@ def _alone(form):
 
 
 def _staged(form):
-    import smdistributed.modelparallel.torch as smp
     from support.rank_training import training_step
+
+    import smdistributed.modelparallel.torch as smp
 
     net = _net(form)
     for number, layer in enumerate(net):

@@ -32,7 +32,9 @@ class Block(nn.Module):
         if self.form == "given":
             x = torch.tanh(checkpoint(F.linear, x, self.up.weight, self.up.bias, use_reentrant=False))
             return checkpoint(F.linear, x, self.down.weight, self.down.bias, use_reentrant=False)
-        again = {"function": self.both, "reentrant": self.both, "reading": self.read, "nested": self.inner}.get(self.form)
+        again = {"function": self.both, "reentrant": self.both, "reading": self.read, "nested": self.inner}.get(
+            self.form
+        )
         if again is None:
             return self.both(x)
         return checkpoint(again, x, use_reentrant=self.form == "reentrant")
@@ -61,8 +63,9 @@ def _alone():
 
 
 def _sharded(forms):
-    import smdistributed.modelparallel.torch as smp
     from support.rank_training import training_step, updates
+
+    import smdistributed.modelparallel.torch as smp
 
     found = {}
     for form in forms:
@@ -80,7 +83,11 @@ def _sharded(forms):
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_what_backward_runs_again_finds_its_parameters(ranks, compiles):
     config = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
-    config |= {"sdp_gradient_clipping": 1e9, "compile": compiles, "compile_backend": "eager" if compiles else "inductor"}
+    config |= {
+        "sdp_gradient_clipping": 1e9,
+        "compile": compiles,
+        "compile_backend": "eager" if compiles else "inductor",
+    }
     expected = _alone()
     for form in FORMS:
         for found in ranks(_sharded, 2, [form], config=config):

@@ -129,7 +129,18 @@ class _Convolution:
         input, weight = kept
         stride, padding, dilation, groups = self._how
         found: Gradients = _aten.convolution_backward(
-            *(gradient, input, _weight_for(weight, wanted), self._bias, stride, padding, dilation, False, [0] * len(stride), groups),
+            *(
+                gradient,
+                input,
+                _weight_for(weight, wanted),
+                self._bias,
+                stride,
+                padding,
+                dilation,
+                False,
+                [0] * len(stride),
+                groups,
+            ),
             list(wanted),
         )
         return [each if wants else None for each, wants in zip(found, wanted, strict=True)]

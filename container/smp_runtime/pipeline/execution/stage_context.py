@@ -104,7 +104,7 @@ class StageContext:
         return TaskState(seed, self.device, self.switches, module)
 
     def tensor_versions(self) -> list[tuple[int, ...]]:
-        """Another list when a module of this stage has changed a buffer or a parameter, in place or by putting another in its place."""
+        """Another list when a module of this stage has changed a buffer or a parameter, in place or by another in its place."""
         found: list[tuple[int, ...]] = []
         for path, module in self.modules.items():
             if self.stage_of(path) == self.stage:
