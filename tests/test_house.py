@@ -321,7 +321,8 @@ PIPELINE_ROOMS = {
     "partition": set(),
     "schedule": set(),
     "transport": set(),
-    "execution": {"schedule", "transport"},
+    "agreement": {"transport"},
+    "execution": {"agreement", "schedule", "transport"},
     "observe": {"execution", "schedule"},
 }
 

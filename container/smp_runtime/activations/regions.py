@@ -2,7 +2,7 @@
 
 The mechanism is PyTorch's checkpointing without re-entry. What is added: arguments of any structure, of which every
 tensor is kept by name of its use (so that it can wait elsewhere, see :mod:`.offloading`), the random numbers of the task
-that runs, and a check that no module of another pipeline stage is called inside.
+that runs, buffers that the second run must leave alone, and a check that no module of another pipeline stage is called inside.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smp_runtime.activations.offloading import Offloader, Stored
+from smp_runtime.activations.region_buffers import RegionBuffers
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.tensors.handles import Handle
@@ -92,6 +93,7 @@ class _Region:
         self._activations = activations
         self._offloader: Offloader | None = activations.offloader
         self._label = label
+        self._buffers = RegionBuffers(function)
         self._random = RandomState.of_now(activations.device_of(leaves)) if preserve_rng_state else None
         self._given: list[Any] | None = leaves
         keep = Stored if self._offloader is None else self._offloader.store
@@ -116,6 +118,7 @@ class _Region:
         args, kwargs = tree_unflatten(leaves, self._structure)
         del leaves
         result = self._inside(args, kwargs)
+        self._buffers.forward_ended()
         if self._activations.remote_calls() != calls:
             raise SMPUserError(
                 f"the checkpointed region {self._label!r} calls modules of other pipeline stages, and running it again in backward "
@@ -139,14 +142,15 @@ class _Region:
         ]
         args, kwargs = tree_unflatten(leaves, self._structure)
         del leaves
-        if self._random is None:
-            return self._inside(args, kwargs)
-        outside = RandomState.of_now(self._activations.device)
-        self._random.restore()
-        try:
-            return self._inside(args, kwargs)
-        finally:
-            outside.restore()
+        with self._buffers.apart():
+            if self._random is None:
+                return self._inside(args, kwargs)
+            outside = RandomState.of_now(self._activations.device)
+            self._random.restore()
+            try:
+                return self._inside(args, kwargs)
+            finally:
+                outside.restore()
 
     def _inside(self, args: Any, kwargs: Any) -> Any:
         _here.inside = True

@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from smp_runtime.module_state.attribute_watch import AttributeWatch
 from smp_runtime.module_state.entries import ABSENT, Entries, Slot, Taken
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +44,19 @@ class _Attribute:
         return type(taken.value) in (int, float) if taken.contents is None else taken.value is self.base.value
 
 
+def weight_versions(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return what changes when a module's own parameters are written, or get other data, by name.
+
+    Parameters that are gathered for a while only get other data all the time, and are left out.
+    """
+    with DisableTorchFunctionSubclass():
+        return {
+            name: (id(parameter), parameter._version, parameter.data_ptr())
+            for name, parameter in module._parameters.items()
+            if type(parameter) is torch.nn.Parameter and not parameter.is_meta and not hasattr(parameter, "ds_tensor")
+        }
+
+
 class Attributes:
     """The attributes of this stage's modules that forward passes change, and what each microbatch has left there.
 
@@ -52,6 +68,14 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module], in_task: Callable[[], bool] = lambda: True) -> None:
         self._modules = list(modules)
+        #: Buffers of a script's own modules that graphs may hold when they are written in place; PyTorch's modules see to theirs.
+        self._held = {
+            (id(module), name)
+            for module in self._modules
+            if not type(module).__module__.startswith("torch.nn.")
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        }
         self._changing: dict[_Key, _Attribute] = {}
         #: What was there when the step began, where it is looked for attributes that change.
         self._began: Entries | None = None
@@ -66,7 +90,8 @@ class Attributes:
         self._read: list[tuple[_Attribute, Taken]] = []
         #: Buffers that a microbatch changes in more than one segment, by name; others would change them in between.
         self._interleaved: set[str] = set()
-        self._buffers: dict[_Key, tuple[int, int]] = {}
+        self._buffers: dict[_Key, tuple[int, ...]] = {}
+        self._weights: dict[_Key, tuple[int, ...]] = {}
         self._writes: dict[_Key, int] = {}
         self._is_forward = True
         self._present: int | None = None
@@ -103,6 +128,7 @@ class Attributes:
             attribute.base = attribute.slot.take()
         if self._is_alone:
             self._buffers = self._buffer_versions()
+            self._weights = self._weight_versions()
 
     def segment_ended(self) -> None:
         """A task gives the baton back: see what has changed since the step began."""
@@ -216,9 +242,18 @@ class Attributes:
                 self._writes[key] = self._writes.get(key, 0) + 1
                 if self._writes[key] > 1:
                     self._interleaved.add(key[1])
+                # A graph may hold it, as another microbatch's would when this one writes.
+                if now[key][0] == self._buffers[key][0] and key in self._held:
+                    self._interleaved.add(key[1])
         self._buffers = now
+        weights = self._weight_versions()
+        self._interleaved.update(key[1] for key, seen in weights.items() if self._weights.get(key, seen) != seen)
+        self._weights = weights
 
-    def _buffer_versions(self) -> dict[_Key, tuple[int, int]]:
+    def _weight_versions(self) -> dict[_Key, tuple[int, ...]]:
+        return {(id(m), name): seen for m in self._modules for name, seen in weight_versions(m).items()}
+
+    def _buffer_versions(self) -> dict[_Key, tuple[int, ...]]:
         return {
             (id(module), name): (id(buffer), buffer._version)
             for module in self._modules

@@ -17,6 +17,9 @@ from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 
 logger = logging.getLogger("smp")
 
+#: Bytes of parameters of which a copy is kept while the model runs.
+MOST_COPIED = 2**30
+
 
 class Snapshot:
     """A model as it was before it ran; until it is put back, its parameters have no gradients."""
@@ -35,8 +38,12 @@ class Snapshot:
             id(tensor): (tensor, _version(tensor), None if tensor.is_meta else tensor.detach().clone())
             for tensor in (*model.buffers(), *like_buffers)
         }
-        self._parameters = [(parameter, parameter.grad, parameter._version) for parameter in model.parameters()]
-        for parameter, _, _ in self._parameters:
+        parameters = list(model.parameters())
+        self._parameters = [(parameter, parameter.grad, parameter._version, parameter.data) for parameter in parameters]
+        #: Of a large model there is no room for a second one; a warning says if its parameters were written in place.
+        copies = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta) <= MOST_COPIED
+        self._copies = [p.detach().clone() if copies and not p.is_meta else None for p in parameters]
+        for parameter in parameters:
             parameter.grad = None  # nothing can be added to it
 
     def changed(self) -> Iterator[tuple[nn.Module, str, str]]:
@@ -74,7 +81,7 @@ class Snapshot:
         return found
 
     def put_back(self, *, keeps_tree: bool = False) -> None:
-        """The model becomes what it was; a warning says so if parameters have other values.
+        """The model becomes what it was; a warning says so if parameters of a large one have other values.
 
         Args:
             keeps_tree: modules that were put in others' places stay, with the attributes that go with them: all but tensors.
@@ -93,13 +100,26 @@ class Snapshot:
             for tensor, _, former in self._values.values():
                 if former is not None:
                     _put_back(tensor, former)
-        for parameter, gradient, _ in self._parameters:
+        for parameter, gradient, _, _ in self._parameters:
             parameter.grad = gradient
-        if changed := sum(parameter._version != version for parameter, _, version in self._parameters):
+        self._put_parameters_back()
+
+    def _put_parameters_back(self) -> None:
+        lost = 0
+        for (parameter, _, version, data), former in zip(self._parameters, self._copies, strict=True):
+            if parameter.is_meta:
+                continue
+            if parameter.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+                parameter.data = data
+            if former is not None:
+                # Counters do not show what was written through ``.data``.
+                data.copy_(former)
+            lost += former is None and parameter._version != version
+        if lost:
             logger.warning(
                 "the forward pass writes into %d parameters, and the tracing step ran it once; set skip_tracing if "
                 "training must start from the exact initial values",
-                changed,
+                lost,
             )
 
 
@@ -107,8 +127,8 @@ class Snapshot:
 def restored(model: nn.Module, *, keeps_tree: bool = False) -> Iterator[Snapshot]:
     """Put back, at the end: modules, buffers, attributes and flags of all of them, gradients, and all random generators.
 
-    Parameters are expected to stay as they are; if a forward pass writes into them, a warning says so. Yields the
-    model as it was, which tells what has changed since.
+    Parameters are put back, too; in a model of more than :data:`MOST_COPIED` bytes only those that got other data, and a
+    warning says if a forward pass has written into them. Yields the model as it was, which tells what has changed since.
 
     Args:
         keeps_tree: as for :meth:`Snapshot.put_back`.

@@ -124,7 +124,9 @@ class Use:
     """One call of a module that needs a unit, from its forward to its backward.
 
     Attributes:
-        saved: whether autograd keeps a view of the unit's parameters for backward; None if nobody watched.
+        saved: whether autograd keeps a view of the unit's parameters for backward; None if nobody watched, or if backward may
+            read them without that.
+        watched: whether what autograd keeps is noticed.
         inputs: input tensors whose gradients are still to come; 0 once backward has passed.
         began: whether backward has reached the call.
         saves_before: the count of the unit's saves when the call began.
@@ -133,6 +135,7 @@ class Use:
     """
 
     saved: bool | None = None
+    watched: bool = False
     inputs: int = 0
     began: bool = False
     saves_before: int = 0

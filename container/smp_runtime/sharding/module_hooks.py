@@ -61,14 +61,22 @@ class _Calls(threading.local):
         self.pack: Callable[[torch.Tensor], Any] | None = None
 
 
+def _may_run_again(module: nn.Module) -> bool:
+    """Whether backward may run what is in a module's call once more, as checkpointing does inside somebody's ``forward``.
+
+    That reads parameters of which autograd has saved nothing, through modules without hooks where their block is compiled.
+    """
+    return not type(module).__module__.startswith("torch.nn.modules.") or any(True for _ in module.children())
+
+
 class ModuleUses:
     """Gathers units before a module's forward and backward, and lets go of them after.
 
     * Forward: before a module is called, the units of its parameters are gathered; after it, they are let go.
     * Reading a parameter of a module that is not running (``self.child.weight`` in the parent's forward, an
       ``nn.ParameterList``) gathers it too, for the rest of the call that reads it.
-    * Backward: when the gradient of a module's output is there, its units are needed again, unless autograd has
-      saved nothing of them. What backward unpacks is gathered in any case.
+    * Backward: when the gradient of a module's output is there, its units are needed again, unless it is a layer of
+      PyTorch's of whose parameters autograd has saved nothing. What backward unpacks is gathered in any case.
     * A trained unit is let go when all its gradients have come, a frozen one or one that several calls share when
       the gradients of the call's inputs have. Not all ranks use the same parameters of a unit, but all must let go of
       it before it is needed again: at the latest when backward reaches what was called before it, or ends.
@@ -177,7 +185,9 @@ class ModuleUses:
         use = Use(start=call.start)
         # Inside somebody else's saved tensor hooks (checkpointing has some) nobody tells what is saved.
         # Of what only some ranks use, it would not be the same on all.
-        use.saved = False if self._watches() and not unit.by_tokens else None
+        watches = self._watches() and not unit.by_tokens
+        use.saved = False if watches and not _may_run_again(call.module) else None
+        use.watched = watches
         use.saves_before = unit.saves
         return use
 
@@ -194,8 +204,8 @@ class ModuleUses:
         self._clock += 1
         for unit, use in zip(call.units, call.uses, strict=False):
             use.end = self._clock
-            if use.saved is not None:
-                use.saved = unit.saves != use.saves_before
+            if use.watched and unit.saves != use.saves_before:
+                use.saved = True
         if call.units:
             output = _lasting(output, call.units)
         if call.units and torch.is_grad_enabled():

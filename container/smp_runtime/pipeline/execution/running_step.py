@@ -172,7 +172,7 @@ class RunningStep:
             context.conductor.reset(order, records=begin.is_recorded)
             self.microbatches.active = 1 if begin.is_serial else self._active
             context.in_turn = begin.is_serial and self._plans.is_shared
-            self._buffers = context.buffer_versions()
+            self._buffers = context.tensor_versions()
             self._children = {} if begin.replays else context.children()
             context.attributes.begin(looks=begin.is_recorded, alone=begin.is_serial)
             if context.watch is not None:
@@ -208,13 +208,14 @@ class RunningStep:
         """What this rank did in the step."""
         with self._context.lock:
             attributes = self._context.attributes
-            changed = self._context.buffer_versions() != self._buffers or attributes.carries
+            changed = self._context.tensor_versions() != self._buffers or attributes.carries
             if attributes.crosses and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "pipeline stage %d: modules hand on %s from one microbatch to the next and set it after a call of another "
-                    "stage, or several times, so the microbatches run one after the other; keep what such a module calls on its "
-                    "stage (smp.set_partition), or hand values on as arguments",
+                    "stage, or several times, or write into it while graphs of other microbatches may hold it, so the microbatches "
+                    "run one after the other; keep what such a module calls on its stage (smp.set_partition), hand values on as "
+                    "arguments, or write after the step",
                     self._context.stage,
                     ", ".join(attributes.carried),
                 )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.module_state.attributes import weight_versions
 from smp_runtime.module_state.flags import ModuleFlags, TaskState
 from smp_runtime.pipeline.execution.value_store import ValueStore
 from smp_runtime.pipeline.transport.messages import GroupCall, Modes, Reply
@@ -102,10 +103,14 @@ class StageContext:
         seed = task_seed(self.seed, self.replica, microbatch, module, nth)
         return TaskState(seed, self.device, self.switches, module)
 
-    def buffer_versions(self) -> list[tuple[int, int]]:
-        """Another list when a module of this stage has changed a buffer, in place or by putting another in its place."""
-        own = (module for path, module in self.modules.items() if self.stage_of(path) == self.stage)
-        return [(id(buffer), buffer._version) for module in own for buffer in module.buffers(recurse=False)]
+    def tensor_versions(self) -> list[tuple[int, ...]]:
+        """Another list when a module of this stage has changed a buffer or a parameter, in place or by another in its place."""
+        found: list[tuple[int, ...]] = []
+        for path, module in self.modules.items():
+            if self.stage_of(path) == self.stage:
+                found += [(id(buffer), buffer._version) for buffer in module.buffers(recurse=False)]
+                found += weight_versions(module).values()
+        return found
 
     def children(self) -> dict[str, dict[str, nn.Module | None]]:
         """What every module holds, by path."""
