@@ -456,8 +456,8 @@ class DistributedModel(WrappedModule):
         return super().to(dtype=dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModel:
-        """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
-        with self.precision.keeping_rotary(self.module):
+        """What ``to``, ``half`` and the like do to every tensor; in half precision training, running buffers are not cast."""
+        with self.precision.keeping_wide(self.module):
             return super()._apply(fn, recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -17,7 +17,7 @@ from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
-from smp_runtime.optim.known_kinds import check_kind, check_parts
+from smp_runtime.optim.known_kinds import check_kind, check_parts, make_dense
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
 from smp_runtime.parameters.optimizer_shards import store_all
@@ -258,6 +258,7 @@ class DistributedOptimizer(SavedOptimizer):
             if closure is not None:  # gradients come inside
                 result = self.optimizer.step(closure)
             else:
+                make_dense(self.optimizer)
                 with fused_where_open(self.optimizer):
                     result = self.optimizer.step()
             self._session.progress.optimizer_stepped()
@@ -273,6 +274,7 @@ class DistributedOptimizer(SavedOptimizer):
         if not self.overflow:
             if self._model.sharded_state is not None:
                 self._model.sharded_state.settle()
+            make_dense(self.optimizer)
             with fused_where_open(self.optimizer):
                 self.optimizer.step()
             self._store()
