@@ -21,7 +21,7 @@ _NONE, _DENSE = -1, -2
 
 
 def sparse_tables(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters whose gradients come sparse: tables of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``."""
+    """Return the parameters whose gradients come sparse: tables of ``nn.Embedding`` and the like with ``sparse=True``."""
     tables = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     return list(dict.fromkeys(table for table in tables if table.requires_grad))
 
@@ -93,7 +93,7 @@ class SparseReducer:
 
     def _counts(self, gradients: Sequence[torch.Tensor | None]) -> list[list[int]]:
         """By parameter, the number of entries on each rank, or what it has instead."""
-        mine = [_NONE if g is None else g._nnz() if g.is_sparse else _DENSE for g in gradients]
+        mine = [_NONE if g is None else g.indices().shape[1] if g.is_sparse else _DENSE for g in gradients]
         table = torch.zeros(self._size, len(mine), dtype=torch.float64, device="cpu")
         table[self._group.rank()] = torch.tensor(mine, dtype=torch.float64, device="cpu")
         flags = Flags(table.view(-1), self._parameters[0].device, self._collectives, self._group, self._size)
@@ -114,8 +114,9 @@ class SparseReducer:
         indices = torch.zeros(most, dtype=torch.int64, device=parameter.device)
         values = torch.zeros(most, *width, dtype=parameter.dtype, device=parameter.device)
         if gradient is not None:
-            indices[: gradient._nnz()] = gradient.indices()[0]
-            values[: gradient._nnz()] = gradient.values()
+            count = gradient.indices().shape[1]
+            indices[:count] = gradient.indices()[0]
+            values[:count] = gradient.values()
         all_indices = self._gathered(indices, counts)
         all_values = self._gathered(values.view(most, math.prod(width)), counts).view(-1, *width)
         wide = torch.promote_types(parameter.dtype, torch.float32)

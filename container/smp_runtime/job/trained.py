@@ -163,9 +163,7 @@ class TrainedOptimizer(Protocol):
     ) -> torch.Tensor:
         """Return the norm of gradients over all ranks, or over those of this stage."""
 
-    def scale_on_device(
-        self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None
-    ) -> None:
+    def scale_on_device(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None) -> None:
         """Scale gradients of a known norm down to another one."""
 
     def clamp_on_device(self, limit: float, among: Iterable[nn.Parameter] | None = None) -> None:

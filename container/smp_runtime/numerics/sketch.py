@@ -28,7 +28,20 @@ _FEW = 2048
 
 #: Real types that PyTorch converts; the others are storage only, such as two numbers of 4 bits in a byte. Older releases lack some.
 _NAMES = (
-    *("float64", "float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *(
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+    ),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 _COMPUTABLE = frozenset(getattr(torch, name) for name in _NAMES if hasattr(torch, name))

@@ -16,8 +16,8 @@ from smp_runtime.job import session as sessions
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
-from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.known_kinds import check_kind, check_parts, make_dense
+from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
 from smp_runtime.parameters.optimizer_shards import store_all
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 logger = logging.getLogger("smp")
+
 
 def _inner(name: str, meaning: str) -> property:
     """An attribute that is read and set on the inner optimizer."""
@@ -383,9 +384,7 @@ class DistributedOptimizer(SavedOptimizer):
         return self._norms.total([*whole, *parts], split, norm_type, all_stages=all_stages)
 
     @torch.no_grad()
-    def scale_on_device(
-        self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None
-    ) -> None:
+    def scale_on_device(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None) -> None:
         """Scale gradients whose norm is known down to ``max_norm``, all of them or those of some parameters."""
         self.update_master_grads()
         if self.overflow:

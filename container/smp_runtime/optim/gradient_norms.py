@@ -12,7 +12,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.comm.flags import to_device
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.torch_private import norms_of
+from smp_runtime.tensors.torch_private import norms_of, values_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -54,7 +54,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 def elements_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a gradient that may be changed in place: of a sparse one its values, of a complex one both parts."""
-    return as_real(gradient._values() if gradient.is_sparse else gradient)
+    return as_real(values_of(gradient) if gradient.is_sparse else gradient)
 
 
 def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -185,7 +185,8 @@ class WholeNorms:
         vector, numbers = self._vector(tensors, known)
         narrow = vector.float()  # of narrow parameters, as in one process
         return [
-            (vector if _wide(updated.dtype) is torch.float64 else narrow)[numbers[id(updated)]] for updated, _ in tensors
+            (vector if _wide(updated.dtype) is torch.float64 else narrow)[numbers[id(updated)]]
+            for updated, _ in tensors
         ]
 
     @torch.no_grad()
@@ -278,7 +279,9 @@ def _norms(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> l
     for tensor in tensors:
         # The greatest of no elements is nothing that PyTorch would return. Of complex numbers their lengths count.
         if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.abs() if tensor.is_complex() else tensor)
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(
+                tensor.abs() if tensor.is_complex() else tensor
+            )
     return [
         torch.stack(list(norms_of(alike, p, dtype=_wide(dtype)))).to(device, torch.float64)
         for (dtype, _), alike in by_kind.items()

@@ -19,7 +19,18 @@ from torch import nn
 from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 
 #: Methods of tensors that write without a look at the old value, so that rounding does not add up.
-_OVERWRITING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "set_", "resize_", "requires_grad_"}
+_OVERWRITING = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "bernoulli_",
+    "set_",
+    "resize_",
+    "requires_grad_",
+}
 #: Those among them whose argument may hold the old value.
 _FROM_ARGUMENT = {"copy_", "set_"}
 
@@ -44,7 +55,7 @@ def _running_names(kind: type) -> frozenset[str] | None:
     todo, seen = ["forward"], set()
     while todo:
         method = todo.pop()
-        if method in seen or hasattr(nn.Module, method) and method != "forward":
+        if method in seen or (hasattr(nn.Module, method) and method != "forward"):
             continue
         seen.add(method)
         function = _source_of(getattr(kind, method, None))
@@ -132,28 +143,30 @@ class _Method:
                 self._is[name] = self._depends[name] = {_ANY}
 
     def _call(self, call: ast.Call) -> None:
-        values = [*call.args, *(keyword.value for keyword in call.keywords)]
         for keyword in call.keywords:
             if keyword.arg == "out":
                 self.names |= self._memory(keyword.value) & set().union(*map(self._needs, call.args))
         if isinstance(call.func, ast.Attribute):
-            name = call.func.attr
-            if isinstance(call.func.value, ast.Name) and call.func.value.id == self._me and not self._depth:
-                self.called.add(name)
-            changed = self._memory(call.func.value)
-            if name.endswith("_") and not name.endswith("__"):
-                if name not in _OVERWRITING:
-                    self.names |= changed
-                elif name in _FROM_ARGUMENT:
-                    self.names |= changed & set().union(*map(self._needs, values))
-            elif name.startswith("_foreach") and name.endswith("_"):
-                self.names |= set().union(*map(self._memory, call.args[:1]))
+            self._method_call(call, call.func)
         elif isinstance(call.func, ast.Name):
             if call.func.id == "setattr" and len(call.args) == 3 and self._is_me(call.args[0]):
                 self.names |= {_name_of(call.args[1])} & self._needs(call.args[2])
             for at in self._changed_by(call.func.id):
                 if at < len(call.args):
                     self.names |= self._memory(call.args[at])
+
+    def _method_call(self, call: ast.Call, function: ast.Attribute) -> None:
+        """``self.name.mul_(…)``, and ``self.method(…)``, which is looked at then."""
+        name, changed = function.attr, self._memory(function.value)
+        if self._is_me(function.value) and not self._depth:
+            self.called.add(name)
+        if not name.endswith("_") or name.endswith("__"):
+            return
+        if name not in _OVERWRITING:
+            self.names |= changed
+        elif name in _FROM_ARGUMENT:
+            values = [*call.args, *(keyword.value for keyword in call.keywords)]
+            self.names |= changed & set().union(*map(self._needs, values))
 
     def _changed_by(self, name: str) -> list[int]:
         """Positions of the arguments that a function of the module's file changes."""
