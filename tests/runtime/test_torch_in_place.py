@@ -86,7 +86,7 @@ def _(_):
 
 
 @of("torch._foreach_clamp_min_", "torch._foreach_clamp_max_")
-def _():
+def _(_):
     tensors = [torch.tensor([-3.0, 3.0]), torch.tensor([1.0, 0.5])]
     torch._foreach_clamp_min_(tensors, -1.0)
     torch._foreach_clamp_max_(tensors, 0.75)

@@ -158,10 +158,8 @@ class TrainedOptimizer(Protocol):
     ) -> torch.Tensor:
         """The same; the host does not wait for the norm."""
 
-    def norm_on_device(
-        self, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None, *, all_stages: bool = True
-    ) -> torch.Tensor:
-        """Return the norm of gradients over all ranks, or over those of this stage."""
+    def norm_on_device(self, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        """Return the norm of gradients over all ranks."""
 
     def scale_on_device(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None) -> None:
         """Scale gradients of a known norm down to another one."""

@@ -261,8 +261,8 @@ class _Clipping:
                 "other gradients lie in shards, and which of them are meant is not known; give it the gradients of all "
                 "parameters, or use optimizer.clip_master_grads(max_norm, among=parameters), which returns their norm"
             )
-        if optimizer is not None:
-            return optimizer.norm_on_device(norm_type, among=parameters, all_stages=not is_one)
+        if optimizer is not None and not is_one:
+            return optimizer.norm_on_device(norm_type, among=parameters)
         norms = WholeNorms(session.ranks, model, (), lambda: session.records)
         pairs: _Pairs = [(p, p.grad) for p in parameters if p.grad is not None]
         split = norms.split_parameters().intersection(map(id, parameters))
