@@ -180,7 +180,8 @@ class _Clipping:
                 return unchanged
             if error_if_nonfinite:
                 _require_finite(float(norm), norm_type)
-            return norm if any(tensor.dtype is torch.float64 for tensor in tensors) else norm.float()
+            is_narrow = bool(tensors) and all(tensor.dtype is not torch.float64 for tensor in tensors)
+            return norm.float() if is_narrow else norm
 
         return total
 
