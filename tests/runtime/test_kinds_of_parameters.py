@@ -77,8 +77,9 @@ class Net(nn.Module):
 class Words(nn.Module):
     """Tables with sparse gradients, one of which only some batches use."""
 
-    def __init__(self) -> None:
+    def __init__(self, always: bool = False) -> None:
         super().__init__()
+        self.always = always
         self.table = nn.Embedding(11, 8, sparse=True)
         self.bag = nn.EmbeddingBag(11, 8, sparse=True, mode="sum")
         self.rare = nn.Embedding(3, 8, sparse=True)
@@ -88,7 +89,7 @@ class Words(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         ids = y[:, None] + torch.arange(3)
         hidden = self.table(ids) + self.bag(ids)[:, None]
-        if bool((y == 0).any()):
+        if self.always or bool((y == 0).any()):
             hidden = hidden + self.rare(y.clamp(max=2))[:, None]
         return F.cross_entropy(self.head(self.block(hidden)).flatten(0, 1), ids.flatten())
 
@@ -98,6 +99,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "complex": lambda: Net(Spectral),
     "empty": lambda: Net(Empty),
     "sparse": Words,
+    "sparse, all used": lambda: Words(always=True),  # by all ranks, as sharded parameters are
 }
 
 
@@ -240,16 +242,14 @@ def test_pytorchs_norms_are_those_of_one_process(ranks: Callable[..., list[Any]]
     ],
 )
 def test_sparse_gradients_train_as_in_one_process(ranks: Callable[..., list[Any]], layout: str, optimizer: str) -> None:
-    def dense() -> Record:
-        """What an optimizer that takes no sparse gradients does with dense ones."""
-        torch.manual_seed(0)
-        return _alone_dense(optimizer)
-
-    wanted = dense() if optimizer == "adamw" else _alone("sparse", optimizer)
-    _compare(ranks(_trained, 2, "sparse", optimizer, config=_config(layout)), wanted)
+    model = "sparse, all used" if layout == "sharding" else "sparse"
+    wanted = _alone_dense(optimizer) if optimizer == "adamw" else _alone(model, optimizer)
+    _compare(ranks(_trained, 2, model, optimizer, config=_config(layout)), wanted)
 
 
 def _alone_dense(optimizer: str) -> Record:
+    """What an optimizer that takes no sparse gradients does with dense ones."""
+
     def dense() -> nn.Module:
         module = Words()
         for table in (module.table, module.bag, module.rare):
