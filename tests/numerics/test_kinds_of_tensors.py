@@ -55,7 +55,9 @@ def test_every_kind_and_shape_has_numbers_whose_parts_add_up(kind: torch.dtype) 
         assert int(halves[0].bits + halves[1].bits) == int(bits_of(whole))
 
 
-@pytest.mark.parametrize("view", ["transposed", "sliced", "expanded", "conjugate", "sparse", "csr", "nested", "negative"])
+@pytest.mark.parametrize(
+    "view", ["transposed", "sliced", "expanded", "conjugate", "sparse", "csr", "nested", "negative"]
+)
 def test_views_and_layouts_have_the_numbers_of_a_plain_copy(view: str) -> None:
     matrix = _tensor((4, 6), torch.complex64 if view in ("conjugate", "negative") else torch.float32)
     tensor = {

@@ -61,6 +61,29 @@ def test_an_update_is_one_kernel_and_the_same_as_the_loop(solo, name, dtype):
     _train(other, [p for group in other.param_groups for p in group["params"]], 1, other.step)
 
 
+@pytest.mark.parametrize("used", ["later", "by turns", "rarely"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_without_a_gradient_in_some_steps_train_as_in_the_loop(solo, name, used):
+    """Layers that are dropped, experts and tasks in turn: state of one group's parameters begins at different steps."""
+    solo({})
+    mine, theirs = _parameters(torch.float64), _parameters(torch.float64)
+    wrapped, loop = smp.DistributedOptimizer(OPTIMIZERS[name](mine)), OPTIMIZERS[name](theirs, foreach=False)
+    has_one = {
+        "later": lambda step, index: step >= index,
+        "by turns": lambda step, index: step % 2 == index % 2,
+        "rarely": lambda step, index: step % (index + 1) == index,
+    }[used]
+    for parameters, update in ((mine, wrapped.step), (theirs, loop.step)):
+        drawn = torch.Generator().manual_seed(1)
+        for step in range(6):
+            for index, parameter in enumerate(parameters):
+                gradient = torch.randn(parameter.shape, dtype=torch.float64, generator=drawn)
+                parameter.grad = gradient if has_one(step, index) else None
+            update()
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("settings", [{}, {"adam_w_mode": False}, {"bias_correction": False}], ids=str)
 def test_fused_adam_is_one_kernel_too(dtype, settings):

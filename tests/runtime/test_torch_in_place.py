@@ -85,6 +85,14 @@ def _(_):
     assert tensor._version == before + 1
 
 
+@of("torch._foreach_clamp_min_", "torch._foreach_clamp_max_")
+def _(_):
+    tensors = [torch.tensor([-3.0, 3.0]), torch.tensor([1.0, 0.5])]
+    torch._foreach_clamp_min_(tensors, -1.0)
+    torch._foreach_clamp_max_(tensors, 0.75)
+    assert [tensor.tolist() for tensor in tensors] == [[-1.0, 0.75], [0.75, 0.5]]
+
+
 @of("torch._foreach_mul_", "torch._foreach_copy_")
 def _(_):
     tensors = [torch.ones(1), torch.ones(2)]

@@ -172,6 +172,23 @@ def _(_):
     assert door.norms_of(half[:1], float("inf"), dtype=torch.float32)[0].item() == 300
 
 
+@of("values_of")
+def _(_):
+    twice = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (3,))
+    door.values_of(twice).mul_(2.0)
+    assert twice.to_dense().tolist() == [0.0, 10.0, 0.0]
+
+
+@of("has_step_hooks")
+def _(_):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    assert not door.has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert door.has_step_hooks(optimizer)
+    handle.remove()
+    assert not door.has_step_hooks(optimizer)
+
+
 @of("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "TreeSpec")
 def _(_):
     tree = {"a": [1, (2, None)], "b": 3}

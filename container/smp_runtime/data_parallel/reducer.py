@@ -16,7 +16,7 @@ on GPUs: a host that reads them there waits until all is done, so hosts tell the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from smp_runtime.comm.buckets import Bucket, Transport, Travel, make_buckets
 from smp_runtime.comm.flags import Flags, to_device, travel_by_host
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport, Peers
 from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
+from smp_runtime.data_parallel.sparse_gradients import SparseReducer
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives
@@ -284,7 +285,7 @@ class GradientReducer:
 class ReducerSet:
     """Does with each of its reducers what a :class:`GradientReducer` does."""
 
-    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
+    def __init__(self, reducers: Sequence[GradientReducer | SparseReducer]) -> None:
         self._reducers = list(reducers)
 
     @property
@@ -336,19 +337,31 @@ def seeing_own_batch(
 
 
 def make_reducer(
-    registry: ParameterRegistry, trained: Sequence[torch.nn.Parameter], ranks: Ranks, **options: Any
+    registry: ParameterRegistry,
+    trained: Sequence[torch.nn.Parameter],
+    ranks: Ranks,
+    *,
+    sparse: Iterable[torch.nn.Parameter] = (),
+    **options: Any,
 ) -> Reducer:
-    """What averages the gradients of ``trained``, each over its record's group; ``options`` as of a reducer."""
+    """What averages the gradients of ``trained``, each over its record's group.
+
+    Args:
+        sparse: those of them whose gradients come sparse, and stay so.
+        options: as of a :class:`GradientReducer`; with ``buckets`` all gradients are made dense.
+    """
     by_group: dict[Group, list[torch.nn.Parameter]] = {}
+    tables = set(trained).intersection(sparse) if options.get("buckets") is None else set()
     if options.get("buckets") is not None:  # one order for all, and all ranks that have batches agree on what was used
         by_group[sharing_group(ranks) if ranks.cfg.prescaled_batch else Group.DP] = list(trained)
     else:
         for parameter in trained:
-            by_group.setdefault(registry.record_of(parameter).reduction, []).append(parameter)
+            if parameter not in tables:
+                by_group.setdefault(registry.record_of(parameter).reduction, []).append(parameter)
     # With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches.
     divisors = {Group.DP: ranks.size(Group.DP)}
     divisors[Group.RDP] = ranks.size(Group.RDP if ranks.cfg.prescaled_batch else Group.DP)
-    reducers = [
+    reducers: list[GradientReducer | SparseReducer] = [
         GradientReducer(
             by_group.get(group, []),
             ranks.groups.group(group),
@@ -359,7 +372,12 @@ def make_reducer(
         )
         for group in sorted(by_group or {Group.DP: []}, key=lambda group: group.value)
     ]
-    return reducers[0] if len(reducers) == 1 else ReducerSet(reducers)
+    for group in sorted({registry.record_of(table).reduction for table in tables}, key=lambda group: group.value):
+        alike = [p for p in trained if p in tables and registry.record_of(p).reduction is group]
+        size = len(ranks.members(group))
+        reducers.append(SparseReducer(alike, ranks.groups.group(group), ranks.collectives, size, divisors[group]))
+    first = reducers[0]
+    return first if len(reducers) == 1 and isinstance(first, GradientReducer) else ReducerSet(reducers)
 
 
 _Gradients = tuple[torch.Tensor | None, ...]

@@ -177,6 +177,15 @@ class TrainedOptimizer(Protocol):
     ) -> torch.Tensor:
         """The same; the host does not wait for the norm."""
 
+    def norm_on_device(self, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        """Return the norm of gradients over all ranks."""
+
+    def scale_on_device(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None) -> None:
+        """Scale gradients of a known norm down to another one."""
+
+    def clamp_on_device(self, limit: float, among: Iterable[nn.Parameter] | None = None) -> None:
+        """Bring every element of the gradients between ``-limit`` and ``limit``."""
+
     def drop_gradients_of(self, model: TrainedModel) -> None:
         """Forget the gradients of a model's parameters."""
 

@@ -110,6 +110,7 @@ class GradientWindow:
         bucket_bytes: int,
         dtype: torch.dtype | None,
         state: ShardedState | None,
+        sparse: Sequence[nn.Parameter] = (),
     ) -> None:
         """Gradients of ``trained`` get what reduces them, and the first window begins.
 
@@ -118,12 +119,14 @@ class GradientWindow:
             trained: parameters that are whole on this rank.
             dtype: in which gradients are summed; None means in their own type.
             state: shares out optimizer state, so that gradients go to their owners only; or None.
+            sparse: those whose gradients come sparse.
         """
         self._deliver = state.deliver_whole if state else None
         self._reducer = make_reducer(
             registry,
             trained,
             self._ranks,
+            sparse=sparse,
             bucket_bytes=bucket_bytes,
             reduce_dtype=dtype,
             buckets=state.buckets if state else None,

@@ -8,6 +8,7 @@ from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import seeing_own_batch, sharing_group
+from smp_runtime.data_parallel.sparse_gradients import sparse_tables
 from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import materialize
@@ -80,7 +81,7 @@ def place(
     # Gradients: the other ranks hear of backward before anything is sent, so that comes first.
     if replicated:
         window.watch_backward(trained)
-        window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state)
+        window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state, sparse_tables(part.modules()))
     if cfg.fp16 or cfg.microbatches > 1:
         backward.scale_foreign_gradients(trained)
 

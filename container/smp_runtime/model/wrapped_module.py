@@ -221,8 +221,8 @@ class WrappedModule(nn.Module):
         return super().to(dtype=dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> WrappedModule:
-        """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
-        with self.precision.keeping_rotary(self.module):
+        """What ``to``, ``half`` and the like do to every tensor; in half precision training, running buffers are not cast."""
+        with self.precision.keeping_wide(self.module):
             return super()._apply(fn, recurse)
 
     # -- hooks -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""``torch.nn.utils.clip_grad_norm_`` on a wrapped model's parameters clips as in one process, wherever the gradients lie.
+"""PyTorch's functions that clip and measure gradients do so as in one process on a wrapped model, wherever the gradients lie.
 
-PyTorch's function measures what this rank has. Where that is a part of the gradient, every rank would scale by another
+These are ``clip_grad_norm_``, ``clip_grads_with_norm_``, ``get_total_norm`` and ``clip_grad_value_`` of ``torch.nn.utils``.
+PyTorch's functions measure what this rank has. Where that is a part of the gradient, every rank would scale by another
 factor; where gradients lie in shards, it would find none. Scripts and libraries call it all the same.
 """
 
@@ -23,6 +24,7 @@ from smp_config import Group
 from smp_runtime.errors import SMPOperationError, SMPRuntimeError
 from smp_runtime.optim.accumulated import reduce_accumulated
 from smp_runtime.optim.gradient_norms import WholeNorms, scale_down
+from smp_runtime.tensors.parameter_attributes import get_gradient
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 #: What PyTorch's function is made of since 2.6, however a script has imported it; before, it is one function, wrapped once.
+#: Since then scripts call the two as well, under names without the underscore.
 _MEASURE, _SCALE = "_get_total_norm", "_clip_grads_with_norm_"
+
+#: Other parameters, and what a rank has of them.
+_Pairs = list[tuple["nn.Parameter", torch.Tensor]]
 
 
 def needs_other_ranks(session: Session) -> bool:
@@ -59,20 +65,28 @@ def clip_over_ranks(session: Session, *, accumulates: bool = False) -> None:
         return
     clipping = session.ranks.keep(_Clipping, lambda: _Clipping(session))
 
-    def patch(module: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(module, name)
-        setattr(module, name, around(original))
-        session.at_close.append(functools.partial(setattr, module, name, original))
+    def patch(name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace the function that ``clip_grad_norm_`` calls; it has switched gradients off already."""
+        former, original = getattr(clip_grad, name), wrapped_function(getattr(clip_grad, name)).cell_contents
+        setattr(clip_grad, name, around(original))
+        session.at_close.append(functools.partial(setattr, clip_grad, name, former))
 
-    if hasattr(clip_grad, _MEASURE) and hasattr(clip_grad, _SCALE):
-        patch(clip_grad, _MEASURE, clipping.measuring)
-        patch(clip_grad, _SCALE, clipping.scaling)
-    else:
-        # Inside the wrapper: a script that has imported the name holds the wrapper itself.
-        cell = wrapped_function(clip_grad.clip_grad_norm_)
+    def patch_inside(wrapper: Callable[..., Any], around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace the function inside its wrapper: a script that has imported the name holds the wrapper itself."""
+        cell = wrapped_function(wrapper)
         original = cell.cell_contents
-        cell.cell_contents = clipping.clipping(original)
+        cell.cell_contents = around(original)
         session.at_close.append(functools.partial(setattr, cell, "cell_contents", original))
+
+    patch_inside(clip_grad.clip_grad_value_, clipping.clamping)
+    if not hasattr(clip_grad, _MEASURE) or not hasattr(clip_grad, _SCALE):
+        patch_inside(clip_grad.clip_grad_norm_, clipping.clipping)
+        return
+    measure, scale = getattr(clip_grad, _MEASURE), getattr(clip_grad, _SCALE)
+    patch(_MEASURE, clipping.measuring)
+    patch(_SCALE, clipping.scaling)
+    patch_inside(measure, clipping.totalling)
+    patch_inside(scale, clipping.scaling_by)
 
 
 def wrapped_function(wrapper: Callable[..., Any]) -> types.CellType:
@@ -158,25 +172,119 @@ class _Clipping:
 
         return clip
 
-    def _clipped(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """Clip the gradients of a wrapped model; None if PyTorch's own way is right, or nothing better is known."""
+    def totalling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the norm of tensors that are gradients or parameters of a wrapped model over all ranks."""
+
+        @functools.wraps(original)
+        def total(
+            tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+        ) -> torch.Tensor:
+            tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            norm = self._total(tensors, float(norm_type))
+            if norm is None:
+                unchanged: torch.Tensor = original(tensors, norm_type, error_if_nonfinite, foreach)
+                return unchanged
+            if error_if_nonfinite:
+                _require_finite(float(norm), norm_type)
+            is_narrow = bool(tensors) and all(tensor.dtype is not torch.float64 for tensor in tensors)
+            return norm.float() if is_narrow else norm
+
+        return total
+
+    def scaling_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Scale by a norm that the script has, wherever the gradients lie."""
+
+        @functools.wraps(original)
+        def scale(parameters: Any, max_norm: Any, total_norm: Any, foreach: bool | None = None) -> None:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            model, optimizer = self._owner(parameters)
+            session = self._session()
+            if model is None or session is None or optimizer is None:  # then gradients lie on the parameters
+                original(parameters, max_norm, total_norm, foreach)
+                return
+            norm = torch.as_tensor(total_norm, dtype=torch.float64, device=session.ranks.device)
+            optimizer.scale_on_device(float(max_norm), norm, among=parameters)
+
+        return scale
+
+    def clamping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Clamp the gradients that the optimizer will see: without the loss scale, and in shards."""
+
+        @functools.wraps(original)
+        def clamp(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            _, optimizer = self._owner(parameters)
+            if optimizer is None:
+                original(parameters, clip_value, foreach)
+            else:
+                optimizer.clamp_on_device(float(clip_value), among=parameters)
+
+        return clamp
+
+    def _owner(self, parameters: list[nn.Parameter]) -> tuple[TrainedModel | None, TrainedOptimizer | None]:
+        """The wrapped model that parameters belong to, and the wrapped optimizer that updates them; None where it is not one."""
         session = self._session()
         wanted = {id(parameter) for parameter in parameters}
         models = [] if session is None else [m for m in session.models if wanted & _own(m)]
         if session is None or not models:
-            return None
+            return None, None
         reduce_accumulated(session, parameters)
         optimizers = [o for o in session.optimizers if wanted & _updated(o)]
         known = _own(models[0]).union(*map(_updated, optimizers))
         if len(models) > 1 or not wanted <= known:
             self._warn("parameters of several models, or of none, at once")
-        elif len(optimizers) == 1:
-            return optimizers[0].clip_on_device(max_norm, norm_type, among=parameters)
-        elif models[0].optimizer_shards and any(s is not None for s in models[0].optimizer_shards.values()):
+            return None, None
+        if len(optimizers) == 1:
+            return models[0], optimizers[0]
+        if models[0].optimizer_shards and any(s is not None for s in models[0].optimizer_shards.values()):
             self._warn("parameters whose gradients an optimizer has that was not wrapped in smp.DistributedOptimizer")
-        else:
-            return _clip_alone(session, models[0], parameters, max_norm, norm_type)
-        return None
+            return None, None
+        return models[0], None
+
+    def _total(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """The norm over all ranks; None if PyTorch's own way is right, or nothing better is known."""
+        session = self._session()
+        if session is None or not session.models:
+            return None
+        weights = {id(r.parameter): r.parameter for m in session.models for r in m.registry}
+        if tensors and all(id(tensor) in weights for tensor in tensors):
+            model, _ = self._owner([weights[id(tensor)] for tensor in tensors])
+            found = [weights[id(tensor)] for tensor in tensors]
+            return None if model is None else _norm_of_weights(session, model, found, norm_type)
+        trained = [p for p in weights.values() if get_gradient(p) is not None]
+        of = {id(get_gradient(p)): p for p in trained}
+        if not all(id(tensor) in of for tensor in tensors):
+            return None
+        parameters = [of[id(tensor)] for tensor in tensors]
+        is_all = len({id(parameter) for parameter in parameters}) == len(trained)
+        if is_all and len(session.models) == 1:  # with those whose gradients lie in shards, or on other stages
+            parameters = list(weights.values())
+        model, optimizer = self._owner(parameters)
+        if model is None:
+            return None
+        is_one = not is_all and len(parameters) == 1  # as scripts log them, each on the ranks that have it
+        if not is_all and not is_one and model.sharded_state is not None:
+            raise SMPOperationError(
+                f"torch.nn.utils.get_total_norm got {len(parameters)} of the {len(trained)} gradients that lie on parameters, but "
+                "other gradients lie in shards, and which of them are meant is not known; give it the gradients of all "
+                "parameters, or use optimizer.clip_master_grads(max_norm, among=parameters), which returns their norm"
+            )
+        if optimizer is not None and not is_one:
+            return optimizer.norm_on_device(norm_type, among=parameters)
+        norms = WholeNorms(session.ranks, model, (), lambda: session.records)
+        pairs: _Pairs = [(p, p.grad) for p in parameters if p.grad is not None]
+        split = norms.split_parameters().intersection(map(id, parameters))
+        return norms.total(pairs, split, norm_type, all_stages=not is_one)
+
+    def _clipped(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        """Clip the gradients of a wrapped model; None if PyTorch's own way is right, or nothing better is known."""
+        session = self._session()
+        model, optimizer = self._owner(parameters)
+        if session is None or model is None:
+            return None
+        if optimizer is not None:
+            return optimizer.clip_on_device(max_norm, norm_type, among=parameters)
+        return _clip_alone(session, model, parameters, max_norm, norm_type)
 
     def _warn(self, what: str) -> None:
         if not self._said:
@@ -214,3 +322,22 @@ def _clip_alone(
     norm = norms.total(found, norms.split_parameters().intersection(map(id, parameters)), norm_type)
     scale_down([gradient for _, gradient in found], max_norm, norm)
     return norm
+
+
+@torch.no_grad()
+def _norm_of_weights(
+    session: Session, model: TrainedModel, parameters: list[nn.Parameter], norm_type: float
+) -> torch.Tensor:
+    """Measure parameters themselves, each element once."""
+    shards = [shard for shard in (model.optimizer_shards or {}).values() if shard is not None]
+    norms = WholeNorms(session.ranks, model, shards, lambda: session.records)
+    pairs: _Pairs = []
+    for parameter in dict.fromkeys(parameters):
+        known = model.optimizer_shards or {}
+        shard = known.get(parameter)
+        if parameter not in known or (shard is not None and model.sharded_state is None):
+            pairs.append((parameter, parameter.detach()))
+        elif shard is not None and (model.sharded_state is None or model.sharded_state.counts(shard)):
+            pairs.append((parameter, shard.stored))
+    split = norms.split_parameters().intersection(map(id, parameters))
+    return norms.total(pairs, split, norm_type)

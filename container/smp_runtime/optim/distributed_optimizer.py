@@ -20,7 +20,7 @@ from smp_runtime.optim.early_state import complete_state, is_without_values
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
-from smp_runtime.optim.known_kinds import check_kind, check_parts
+from smp_runtime.optim.known_kinds import check_kind, check_parts, make_dense
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.master_writes import MasterWrites
@@ -293,6 +293,7 @@ class DistributedOptimizer(SavedOptimizer):
             if closure is not None:  # gradients come inside
                 result = self.optimizer.step(self._reducing_after(closure))
             else:
+                make_dense(self.optimizer)
                 with fused_where_open(self.optimizer):
                     result = self.optimizer.step()
             self._session.progress.optimizer_stepped()
@@ -309,6 +310,7 @@ class DistributedOptimizer(SavedOptimizer):
             if self._model.sharded_state is not None:
                 self._model.sharded_state.settle()
             with self._writes.ignored(), fused_where_open(self.optimizer):
+                make_dense(self.optimizer)
                 self.optimizer.step()
             self._store()
         self.loss_scaler.update(self.overflow)
@@ -428,19 +430,15 @@ class DistributedOptimizer(SavedOptimizer):
     ) -> torch.Tensor:
         """:meth:`clip_master_grads`, whose norm stays on the device: the host does not wait for it."""
         among = None if among is None else list(among)
-        norm = self._norm = self.norm_on_device(norm_type, among)
-        self.scale_on_device(max_norm, norm, among)
+        norm = self.norm_on_device(norm_type, among)
+        if not self.overflow:
+            self._norm = norm
+            self._scale_down(max_norm, norm, among)
         return norm
 
     @torch.no_grad()
-    def norm_on_device(
-        self, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None, *, all_stages: bool = True
-    ) -> torch.Tensor:
-        """Return the norm of the whole gradient, or of that of some parameters, in float64.
-
-        Args:
-            all_stages: False for parameters of this stage only, whose ranks alone call it.
-        """
+    def norm_on_device(self, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        """Return the norm of the whole gradient, or of that of some parameters, in float64."""
         self.update_master_grads()
         if self.overflow:
             return torch.full((), float("inf"), dtype=torch.float64, device=self._ranks.device)
@@ -453,14 +451,16 @@ class DistributedOptimizer(SavedOptimizer):
         ]
         wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
         split = self._norms.split_parameters().intersection(map(id, self._parameters())) & wanted
-        return self._norms.total([*whole, *parts], split, norm_type, all_stages=all_stages)
+        return self._norms.total([*whole, *parts], split, norm_type)
 
     @torch.no_grad()
     def scale_on_device(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None) -> None:
         """Scale gradients whose norm is known down to ``max_norm``, all of them or those of some parameters."""
         self.update_master_grads()
-        if self.overflow:
-            return
+        if not self.overflow:
+            self._scale_down(max_norm, norm, among)
+
+    def _scale_down(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None) -> None:
         whole, shards = self._gradients_of(among)
         factor = scale_down([gradient for _, gradient in whole], max_norm, norm)
         if factor is not None:

@@ -1,8 +1,8 @@
 """PyTorch's fused kernels for optimizers that a script has made without asking for any.
 
 On the CPU PyTorch goes through the parameters one by one, with some ten passes over the memory of each; on a GPU it takes its
-``foreach`` form, which makes a copy of the parameters on the way. Only an optimizer that was made with ``fused=True`` updates all by
-few kernels in one pass: several times as fast on the CPU, almost twice on a GPU.
+``foreach`` form, which makes a copy of the parameters on the way. Only an optimizer that was made with ``fused=True`` updates all
+by few kernels in one pass: several times as fast on the CPU, almost twice on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from smp_runtime.comm.flags import to_device
+from smp_runtime.tensors.torch_private import has_step_hooks
 
 #: Those whose update has a fused form for CPU and CUDA since PyTorch 2.4, and is the class's own.
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -61,11 +62,11 @@ def _is_open(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     if not trained:
         return False
     states = [optimizer.state.get(parameter) or {} for parameter in trained]
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-        # The kernel is told once for all parameters whether they have a sum of gradients. One that gets its first gradient
-        # later than others has none.
-        if len({state.get("momentum_buffer") is None for state in states}) > 1:
-            return False
+    # The kernel of SGD is told once for all parameters whether they have a sum of gradients. One that gets its first gradient
+    # later than others has none.
+    has_sum = {state.get("momentum_buffer") is None for state in states}
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and len(has_sum) > 1:
+        return False
     for parameter, state in zip(trained, states, strict=True):
         step = state.get("step")
         if step is not None and not _is_counter(step):
@@ -75,7 +76,7 @@ def _is_open(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
             return False
     # A hook may take gradients away, and nobody but the device would know which counters went on.
     is_counted = not isinstance(optimizer, torch.optim.SGD) and any(p.device.type != "cpu" for p in trained)
-    return not (is_counted and optimizer._optimizer_step_pre_hooks)
+    return not (is_counted and has_step_hooks(optimizer))
 
 
 def _is_counter(step: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.comm.flags import to_device
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.torch_private import norms_of
+from smp_runtime.tensors.torch_private import norms_of, values_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -54,7 +54,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 def elements_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a gradient that may be changed in place: of a sparse one its values, of a complex one both parts."""
-    return as_real(gradient._values() if gradient.is_sparse else gradient)
+    return as_real(values_of(gradient) if gradient.is_sparse else gradient)
 
 
 def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -22,6 +22,8 @@ logger = logging.getLogger("smp")
 
 #: In names of optimizers whose update of one element depends on others of its tensor, which may lie on another rank.
 _NEED_WHOLE_TENSORS = ("adafactor", "came", "lamb", "lars", "muon", "novograd", "shampoo", "soap")
+#: Those of PyTorch that update the rows of sparse gradients only.
+_TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 #: In names of optimizers whose update of one element depends on all parameters together.
 _NEED_ALL_PARAMETERS = ("lbfgs", "prodigy", "dadapt")
 
@@ -99,6 +101,17 @@ def check_parts(
             parts,
             instead,
         )
+
+
+def make_dense(optimizer: torch.optim.Optimizer) -> None:
+    """Make sparse gradients dense for an optimizer of PyTorch or of this library that would refuse them."""
+    home = (getattr(type(optimizer).step, "__module__", None) or "").partition(".")[0]
+    if isinstance(optimizer, _TAKE_SPARSE) or home not in ("torch", "smp_runtime"):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
 
 def _is_named(kind: type, words: Iterable[str]) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_runtime.parameters.running_buffers import is_running, keeps_statistics
 from smp_runtime.tensors.nested import mapped
 from smp_runtime.tensors.parameter_attributes import get_data
 
@@ -29,12 +30,17 @@ def is_rotary(name: str) -> bool:
     return name.endswith(_ROTARY)
 
 
+def stays_wide(owner: nn.Module, name: str) -> bool:
+    """Whether a buffer stays in float32: rotary frequencies, and what a module adds to again and again."""
+    return is_rotary(name) or is_running(owner, name)
+
+
 @dataclass(frozen=True)
 class Precision:
     """The types of a training run.
 
     Attributes:
-        compute: of parameters, activations, and buffers other than rotary frequencies; None leaves the model as it is.
+        compute: of parameters, activations, and buffers that forward only reads; None leaves the model as it is.
         reduce: in which gradients are summed over ranks; None means in their own type. bfloat16 has eight bits of
             mantissa, too few to add many gradients, so they are summed in float32.
     """
@@ -62,7 +68,7 @@ class Precision:
     ) -> dict[nn.Parameter, torch.Tensor]:
         """Cast the floating point parameters and buffers that the modules hold directly, in place; not those of ``skip``.
 
-        Rotary frequencies are left alone.
+        Rotary frequencies and running buffers are left alone, and norms that keep statistics as a whole.
 
         Returns:
             The float32 weights that were cast, from which training continues; by parameter, tied ones once.
@@ -70,23 +76,27 @@ class Precision:
         masters: dict[nn.Parameter, torch.Tensor] = {}
         if self.compute is None:
             return masters
-        owners = list(modules)
+        modules = list(modules)
+        owners = [module for module in modules if not keeps_statistics(module)]
         for parameter in dict.fromkeys(p for owner in owners for p in owner.parameters(recurse=False)):
             if parameter.is_floating_point() and parameter not in skip:
                 if parameter.requires_grad:
                     masters[parameter] = get_data(parameter).float()  # with a version counter of its own
                 parameter.data = parameter.data.to(self.compute)
         self.convert_buffers(owners)
+        if any(stays_wide(owner, name) and not is_rotary(name) for owner in owners for name in _floating(owner)):
+            for owner in owners:
+                _narrow_inputs(owner, self.compute)
         return masters
 
     def convert_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Cast the floating point buffers that the modules hold directly, but for rotary frequencies."""
+        """Cast the floating point buffers that the modules hold directly, but for those that stay wide."""
         if self.compute is None:
             return
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one with several names stays one
         for owner in modules:
             for name, buffer in owner.named_buffers(recurse=False):
-                if buffer.is_floating_point() and not is_rotary(name):
+                if buffer.is_floating_point() and not stays_wide(owner, name):
                     _, cast = made.setdefault(id(buffer), (buffer, buffer.to(self.compute)))
                     setattr(owner, name, cast)
 
@@ -94,14 +104,19 @@ class Precision:
         """Return the type that a parameter has where it is, once it was converted."""
         return self.compute or parameter.dtype if parameter.is_floating_point() else parameter.dtype
 
+    def wide_parameters(self, modules: Iterable[nn.Module]) -> set[int]:
+        """Return the parameters, by ``id``, that stay in float32 in half precision training."""
+        norms = [module for module in modules if keeps_statistics(module)] if self.is_half else []
+        return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+
     @contextlib.contextmanager
-    def keeping_rotary(self, module: nn.Module) -> Iterator[None]:
-        """In half precision training, rotary frequencies in ``module`` are not cast by what runs inside."""
+    def keeping_wide(self, module: nn.Module) -> Iterator[None]:
+        """In half precision training, rotary frequencies and running buffers in ``module`` are not cast by what runs inside."""
         kept = [
             (owner, name, buffer)
             for owner in (module.modules() if self.is_half else ())
             for name, buffer in owner.named_buffers(recurse=False)
-            if is_rotary(name)
+            if stays_wide(owner, name)
         ]
         yield
         for owner, name, buffer in kept:
@@ -121,3 +136,18 @@ def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
         return leaf.to(target) if isinstance(leaf, torch.Tensor) and leaf.dtype is source else leaf
 
     return mapped(cast, value)
+
+
+def _floating(owner: nn.Module) -> list[str]:
+    return [name for name, buffer in owner.named_buffers(recurse=False) if buffer.is_floating_point()]
+
+
+def _narrow_inputs(module: nn.Module, compute: torch.dtype) -> None:
+    """Let a module with half precision weights take float32 inputs, which a running buffer of another module makes of them."""
+    if not any(parameter.dtype is compute for parameter in module.parameters(recurse=False)):
+        return
+
+    def narrow(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _cast((args, kwargs), torch.float32, compute)
+
+    module.register_forward_pre_hook(narrow, with_kwargs=True)

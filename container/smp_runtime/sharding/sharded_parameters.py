@@ -20,6 +20,7 @@ from smp_runtime.comm.collectives import TorchCollectives, broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import StandIn, materialize, stand_ins
+from smp_runtime.parameters.precision import Precision
 from smp_runtime.parameters.script_writes import check_shape
 from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.detached_parameters import ShardOwner
@@ -36,7 +37,6 @@ from smp_runtime.tensors.torch_private import before_loading
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
-    from smp_runtime.parameters.precision import Precision
 
 
 class ShardedParameters(FlatShards[ShardedUnit]):
@@ -67,7 +67,8 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         self.options = ShardingOptions.of(ranks.cfg)
         gathering = make_gathering(ranks, hierarchical=self.options.hierarchical)
         degree = ranks.size(Group.SHARD)
-        chosen = [p for p in parameters if is_sharded(p, self.options)]
+        wide = precision.wide_parameters(module.modules())  # units have one type
+        chosen = [p for p in parameters if is_sharded(p, self.options) and id(p) not in wide]
         units = [
             ShardedUnit(
                 plan.name,
@@ -387,9 +388,10 @@ class ShardedParameters(FlatShards[ShardedUnit]):
 def make_stand_ins(ranks: Ranks, module: nn.Module) -> list[StandIn]:
     """Parameters without values, in place of those whose creation was deferred; small ones have memory already."""
     options = ShardingOptions.of(ranks.cfg)
+    wide = Precision.of(ranks.cfg).wide_parameters(module.modules())
 
     def make(meta: nn.Parameter) -> torch.Tensor:
-        if is_sharded(meta, options):
+        if is_sharded(meta, options) and id(meta) not in wide:
             return torch.zeros((), dtype=meta.dtype, device=ranks.device).expand(meta.shape)
         return torch.empty(meta.shape, dtype=meta.dtype, device=ranks.device)
 

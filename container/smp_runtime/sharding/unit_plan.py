@@ -69,7 +69,7 @@ class UnitPlan:
 
 
 def is_sharded(parameter: torch.Tensor, options: ShardingOptions) -> bool:
-    """Whether a parameter is divided over ranks, rather than small enough to stay whole."""
+    """Whether a parameter is divided over ranks, rather than small enough to stay whole; complex ones stay whole, too."""
     return parameter.is_floating_point() and parameter.numel() >= max(1, options.persistence_threshold)
 
 

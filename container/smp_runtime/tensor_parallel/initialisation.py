@@ -158,5 +158,5 @@ def constant(value: float) -> Fill:
 
 def uniform_for(fan_in: int) -> Fill:
     """What ``nn.Linear`` draws for weight and bias: uniform within 1/√fan_in."""
-    bound = 1 / math.sqrt(fan_in)
+    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0  # as PyTorch does without inputs
     return lambda whole, generator: whole.uniform_(-bound, bound, generator=generator)

@@ -51,7 +51,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     # How often a tensor was changed in place, and what hangs on it.
     "torch.Tensor": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
     # One kernel for many tensors; torch.optim is written with these.
-    "torch": ("_foreach_mul_", "_foreach_copy_"),
+    "torch": ("_foreach_mul_", "_foreach_copy_", "_foreach_clamp_min_", "_foreach_clamp_max_"),
     # Operators, whose names are part of the format of exported programs.
     "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag"),
     # Overridden, and asked whether it has begun.
@@ -205,6 +205,17 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 #: ``(tensors, p, dtype=…)``: the p-norms of tensors of one type and device, computed in ``dtype``.
 norms_of: Callable[..., Sequence[torch.Tensor]] = _private("measures gradients", "_foreach_norm")
+
+
+def values_of(sparse: torch.Tensor) -> torch.Tensor:
+    """Return the entries of a sparse tensor as they lie there, to be changed in place; several may be of one element."""
+    return sparse._values()
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether something runs before each update of an optimizer, and may change gradients."""
+    hooks: Mapping[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return bool(hooks)
 
 
 def unscale(gradients: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:

@@ -1,0 +1,136 @@
+"""Averages sparse gradients over data parallel ranks as sparse ones: rows of tables of which a batch uses few."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_runtime.comm.flags import Flags
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Collectives
+
+#: What a rank reports of a gradient instead of its number of entries.
+_NONE, _DENSE = -1, -2
+
+
+def sparse_tables(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters whose gradients come sparse: tables of ``nn.Embedding`` and the like with ``sparse=True``."""
+    tables = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    return list(dict.fromkeys(table for table in tables if table.requires_grad))
+
+
+class SparseReducer:
+    """Averages the sparse gradients of tables over a group, at the end of a window.
+
+    Every rank gathers the entries of all others, as many as the rank with most has. Where any rank has a dense gradient of a
+    table, which is used outside its module too, all make theirs dense.
+
+    Args:
+        parameters: the same, in the same order, on every rank of the group.
+        size: number of ranks of the group.
+        divisor: what sums over the group are divided by.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        collectives: Collectives,
+        size: int,
+        divisor: int,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._group, self._collectives = group, collectives
+        self._size, self._divisor = size, divisor
+        self._reduces = True
+        self.touched = False
+        weak = weakref.ref(self)  # the parameter keeps its hook where the garbage collector does not look
+
+        def gradient_added(_: torch.Tensor) -> None:
+            if (reducer := weak()) is not None:
+                reducer.touched = True
+
+        self._handles = [p.register_post_accumulate_grad_hook(gradient_added) for p in self._parameters]
+
+    @property
+    def bucket_order(self) -> list[list[int]]:
+        """No buckets."""
+        return []
+
+    def use_transport(self, make: Callable[..., Any]) -> None:
+        """Go on as before: communication hooks see dense gradients only."""
+
+    def begin_window(self, *, reduces: bool) -> None:
+        """Expect gradients."""
+        self._reduces = reduces
+        self.touched = False
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def finish_window(self) -> None:
+        """Exchange the gradients; a parameter that no rank used keeps none."""
+        if not self._reduces or not self._parameters:
+            return
+        own = [_coalesced(parameter.grad) for parameter in self._parameters]
+        for parameter, counts, gradient in zip(self._parameters, self._counts(own), own, strict=True):
+            if all(count == _NONE for count in counts):
+                parameter.grad = None
+            elif _DENSE in counts:
+                parameter.grad = self._dense(parameter, gradient)
+            else:
+                parameter.grad = self._sparse(parameter, gradient, [max(count, 0) for count in counts])
+
+    def _counts(self, gradients: Sequence[torch.Tensor | None]) -> list[list[int]]:
+        """By parameter, the number of entries on each rank, or what it has instead."""
+        mine = [_NONE if g is None else g.indices().shape[1] if g.is_sparse else _DENSE for g in gradients]
+        table = torch.zeros(self._size, len(mine), dtype=torch.float64, device="cpu")
+        table[self._group.rank()] = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        flags = Flags(table.view(-1), self._parameters[0].device, self._collectives, self._group, self._size)
+        return [list(map(int, column)) for column in flags.land().view_as(table).t().tolist()]
+
+    def _dense(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is None:
+            total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        else:
+            total = gradient.to_dense().contiguous().clone()
+        total.div_(self._divisor)
+        self._collectives.all_reduce(total.view(-1), self._group).wait()
+        return total
+
+    def _sparse(self, parameter: nn.Parameter, gradient: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor:
+        """The average over the group; the sums are made in float32 at least, in the same order on every rank."""
+        width, most = parameter.shape[1:], max(counts)
+        indices = torch.zeros(most, dtype=torch.int64, device=parameter.device)
+        values = torch.zeros(most, *width, dtype=parameter.dtype, device=parameter.device)
+        if gradient is not None:
+            count = gradient.indices().shape[1]
+            indices[:count] = gradient.indices()[0]
+            values[:count] = gradient.values()
+        all_indices = self._gathered(indices, counts)
+        all_values = self._gathered(values.view(most, math.prod(width)), counts).view(-1, *width)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        total = torch.sparse_coo_tensor(
+            all_indices[None], all_values.to(wide).div_(self._divisor), parameter.shape, check_invariants=False
+        )
+        return total.coalesce().to(parameter.dtype).coalesce()
+
+    def _gathered(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The rows of all ranks that count, one rank after the other."""
+        whole = rows.new_empty(self._size, *rows.shape)
+        self._collectives.all_gather(whole.view(-1), rows.view(-1), self._group).wait()
+        return torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])
+
+
+def _coalesced(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient

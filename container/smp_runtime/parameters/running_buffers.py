@@ -1,0 +1,223 @@
+"""Buffers whose new value depends on their old one: running averages, sums and counters, by the source of a module's class.
+
+Such a buffer must not be in half precision: with a decay of 0.999 a change is smaller than the rounding, and it never moves. Which
+buffers these are follows from what ``forward`` and the methods that it calls do to ``self.NAME``. It is the same on every rank and
+before the first step.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
+
+#: Methods of tensors that write without a look at the old value, so that rounding does not add up.
+_OVERWRITING = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "random_",
+    "bernoulli_",
+    "set_",
+    "resize_",
+    "requires_grad_",
+}
+#: Those among them whose argument may hold the old value.
+_FROM_ARGUMENT = {"copy_", "set_"}
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm with running statistics: PyTorch's kernels want it in float32 as a whole, or not at all."""
+    return isinstance(module, NORMS_WITH_STATISTICS) and getattr(module, "running_mean", None) is not None
+
+
+def is_running(module: nn.Module, name: str) -> bool:
+    """Whether a buffer that a module holds under this name is a running one."""
+    if keeps_statistics(module):
+        return True
+    found = _running_names(type(module))
+    return found is None or name in found
+
+
+@functools.lru_cache(maxsize=4096)
+def _running_names(kind: type) -> frozenset[str] | None:
+    """Names of the running buffers of a class; None for all of them, where it reaches them by names of its own making."""
+    found: set[str] = set()
+    todo, seen = ["forward"], set()
+    while todo:
+        method = todo.pop()
+        if method in seen or (hasattr(nn.Module, method) and method != "forward"):
+            continue
+        seen.add(method)
+        function = _source_of(getattr(kind, method, None))
+        if function is None:
+            continue
+        body = _Method(function, getattr(kind, method))
+        if body.writes_any:
+            return None
+        found |= body.names
+        todo += sorted(body.called)
+    return frozenset(found)
+
+
+def _source_of(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The syntax of a function; None where there is no source, as of C++ or of what was typed in."""
+    function = inspect.unwrap(function) if callable(function) else function
+    if not inspect.isfunction(function):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError, ValueError, RecursionError):
+        return None
+    first = tree.body[0] if tree.body else None
+    return first if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+
+class _Method:
+    """What a function does to the attributes of its first argument, or to other arguments.
+
+    Attributes:
+        names: of attributes whose new value depends on the old one.
+        called: methods that it calls.
+        writes_any: whether it changes attributes whose names only the running program knows.
+        arguments: positions of the arguments that it changes in such a way.
+    """
+
+    def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef, live: Any, depth: int = 0) -> None:
+        self._globals: dict[str, Any] = getattr(inspect.unwrap(live), "__globals__", {})
+        self._depth = depth
+        self._parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        self._me = self._parameters[0] if self._parameters else ""
+        #: By local variable, the attributes and arguments that its value depends on, and those whose memory it is.
+        self._depends: dict[str, set[str]] = {}
+        self._is: dict[str, set[str]] = {}
+        if depth:  # a function beside the class: its arguments are what may change
+            self._is = {name: {name} for name in self._parameters}
+        self.names: set[str] = set()
+        self.called: set[str] = set()
+        self.writes_any = False
+        for _ in range(2):  # a loop may use below what it has set above
+            for statement in function.body:
+                self._visit(statement)
+        self.writes_any = _ANY in self.names
+        self.arguments = [at for at, name in enumerate(self._parameters) if name in self.names] if depth else []
+
+    def _visit(self, node: ast.AST) -> None:
+        for child in _in_order(node):
+            if isinstance(child, ast.Assign):
+                for target in child.targets:
+                    self._assigned(target, child.value)
+            elif isinstance(child, ast.AnnAssign | ast.NamedExpr) and child.value is not None:
+                self._assigned(child.target, child.value)
+            elif isinstance(child, ast.AugAssign):
+                self.names |= self._memory(child.target)
+            elif isinstance(child, ast.For):
+                self._looped(child)
+            elif isinstance(child, ast.Call):
+                self._call(child)
+
+    def _assigned(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            for each in target.elts:
+                self._assigned(each, value)
+        elif isinstance(target, ast.Name):
+            self._depends[target.id] = self._depends.get(target.id, set()) | self._needs(value)
+            self._is[target.id] = self._is.get(target.id, set()) | self._memory(value)
+        else:  # self.name = …, self.name[…] = …, self.name.data = …
+            self.names |= self._memory(target) & self._needs(value)
+
+    def _looped(self, loop: ast.For) -> None:
+        """``for name, buffer in self.named_buffers()``."""
+        call = loop.iter
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and "buffers" in call.func.attr:
+            for name in (each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)):
+                self._is[name] = self._depends[name] = {_ANY}
+
+    def _call(self, call: ast.Call) -> None:
+        for keyword in call.keywords:
+            if keyword.arg == "out":
+                self.names |= self._memory(keyword.value) & set().union(*map(self._needs, call.args))
+        if isinstance(call.func, ast.Attribute):
+            self._method_call(call, call.func)
+        elif isinstance(call.func, ast.Name):
+            if call.func.id == "setattr" and len(call.args) == 3 and self._is_me(call.args[0]):
+                self.names |= {_name_of(call.args[1])} & self._needs(call.args[2])
+            for at in self._changed_by(call.func.id):
+                if at < len(call.args):
+                    self.names |= self._memory(call.args[at])
+
+    def _method_call(self, call: ast.Call, function: ast.Attribute) -> None:
+        """``self.name.mul_(…)``, and ``self.method(…)``, which is looked at then."""
+        name, changed = function.attr, self._memory(function.value)
+        if self._is_me(function.value) and not self._depth:
+            self.called.add(name)
+        if not name.endswith("_") or name.endswith("__"):
+            return
+        if name not in _OVERWRITING:
+            self.names |= changed
+        elif name in _FROM_ARGUMENT:
+            values = [*call.args, *(keyword.value for keyword in call.keywords)]
+            self.names |= changed & set().union(*map(self._needs, values))
+
+    def _changed_by(self, name: str) -> list[int]:
+        """Positions of the arguments that a function of the module's file changes."""
+        function: Callable[..., Any] | None = self._globals.get(name)
+        source = _source_of(function) if self._depth < _DEPTH else None
+        return [] if source is None else _Method(source, function, self._depth + 1).arguments
+
+    def _memory(self, value: ast.AST) -> set[str]:
+        """The attributes whose memory an expression is, perhaps a part of it or another view."""
+        while True:
+            if isinstance(value, ast.Attribute):
+                if self._is_me(value.value) and not self._depth:
+                    return {value.attr} if value.attr != "_buffers" else {_ANY}
+                value = value.value
+            elif isinstance(value, ast.Subscript | ast.Starred):
+                value = value.value
+            elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+                value = value.func.value
+            elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "getattr":
+                return {_name_of(value.args[1])} if len(value.args) > 1 and self._is_me(value.args[0]) else set()
+            elif isinstance(value, ast.Name):
+                return set(self._is.get(value.id, ()))
+            else:
+                return set()
+
+    def _needs(self, value: ast.AST) -> set[str]:
+        """The attributes that the value of an expression depends on."""
+        found: set[str] = set()
+        for node in ast.walk(value):
+            if isinstance(node, ast.Attribute | ast.Call):
+                found |= self._memory(node)
+            elif isinstance(node, ast.Name):
+                found |= self._depends.get(node.id, set()) | self._is.get(node.id, set())
+        return found
+
+    def _is_me(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == self._me
+
+
+#: Stands for every attribute.
+_ANY = "*"
+#: Functions that are followed from a method into its file.
+_DEPTH = 2
+
+
+def _name_of(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else _ANY
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """A statement and what is in it, in the order of the text."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
