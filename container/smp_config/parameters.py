@@ -18,6 +18,7 @@ from smp_config.errors import ConfigError, shown, suggest
 from smp_config.in_flight import Schedule, default_active
 from smp_config.numerics import MOST_EVERY
 from smp_config.topology import Topology
+from smp_config.values import why_no_path
 
 #: The largest whole number of a setting: what a rank counts with, in 64 bits.
 _LARGEST = 2**63 - 1
@@ -314,6 +315,8 @@ class ModelParallelParameters(BaseModel):
             )
         if self.load_partition and not self.partition_file:
             raise ValueError("load_partition is true but partition_file is missing; name the file to read")
+        if self.partition_file and (why := why_no_path(self.partition_file)) is not None:
+            raise ValueError(f"partition_file {why}")
         if self.tracing_rank is not None and self.tracing_rank >= stages:
             raise ValueError(
                 f"tracing_rank is {self.tracing_rank}, but pipeline_parallel_degree is {stages}; "

@@ -45,6 +45,7 @@ from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.comm.control import host_name
 from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.optim.expected_state import refuse_state_of_others
 from smp_runtime.optim.whole_state import HALF_KEY
 from smp_runtime.tensors.nested import unshared
 
@@ -341,7 +342,7 @@ def read_full_state(file: Path, optimizer: DistributedOptimizer) -> dict[str, An
     """A file of an optimizer's full state, its tensors still on the disk, after comparing it with ``optimizer``.
 
     Raises:
-        CheckpointError: it is damaged, or of other parameter groups.
+        CheckpointError: it is damaged, of other parameter groups, or of another kind of optimizer.
     """
     state = map_file(file)
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
@@ -357,6 +358,7 @@ def read_full_state(file: Path, optimizer: DistributedOptimizer) -> dict[str, An
             f"the optimizer state in {file} has {len(there)} groups with {there} parameters, but the optimizer has {here}; "
             "build it from the same parameter groups as when it was saved, or pass load_optimizer=False"
         )
+    refuse_state_of_others(optimizer.optimizer, groups, state["state"].values(), f"the file {file}")
     return dict(state)
 
 

@@ -125,8 +125,7 @@ class DistributedModel(WrappedModule):
         """
         session, ranks, options = self._session, self._ranks, self._options
         clip_over_ranks(session)
-        self.module = recipe.replaced(module, ranks)
-        self.blueprint.note_wrapped(self.module)
+        self.module = recipe.replaced(module, self.blueprint, ranks)
         if ranks.cfg.checkpoint_attentions and not any(
             isinstance(p, DistributedAttentionLayer) for p in self.module.modules()
         ):
@@ -186,7 +185,7 @@ class DistributedModel(WrappedModule):
         self._window.install_hook()
         self._part.compile(self._ranks, self._placed)
         self._placed.follow_calls(self._part)
-        self.blueprint.note_settings()
+        self.blueprint.note_settings(self._ranks.device, self.precision.compute)
 
     # -- what it is made of ----------------------------------------------------------------------------------------
 

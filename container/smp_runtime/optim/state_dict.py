@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.optim.expected_state import refuse_state_of_others
 from smp_runtime.optim.whole_state import (
     HALF_KEY,
     copied,
@@ -126,8 +127,13 @@ class SavedOptimizer(torch.optim.Optimizer):
         Args:
             state_dict: from :meth:`state_dict` or :meth:`local_state_dict`.
             gather_if_shard: as scripts give it to the calls that save; a state says itself which of them it is from.
+
+        Raises:
+            CheckpointError: it is the state of another kind of optimizer.
         """
         state = {key: value for key, value in state_dict.items() if key not in (PARTIAL_KEY, SHARD_KEY, HALF_KEY)}
+        found: Mapping[Any, Any] = state.get("state", {})
+        refuse_state_of_others(self.optimizer, state.get("param_groups", ()), found.values(), "the state_dict")
         if HALF_KEY in state_dict:
             self.load_fp16_states(state_dict[HALF_KEY])
         if self._ranks.size(Group.TP) > 1 and SHARD_KEY not in state_dict:
