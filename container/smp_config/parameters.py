@@ -17,6 +17,7 @@ from smp_config.in_flight import Schedule, default_active
 from smp_config.numbers_given import Real, Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.numerics import MOST_EVERY
 from smp_config.topology import Topology
+from smp_config.values import why_no_path
 
 #: Arguments of ``smp.DistributedModel``, which are no settings of the job, and a value to show.
 _MODEL_ARGUMENTS = {
@@ -294,6 +295,8 @@ class ModelParallelParameters(BaseModel):
             )
         if self.load_partition and not self.partition_file:
             raise ValueError("load_partition is true but partition_file is missing; name the file to read")
+        if self.partition_file and (why := why_no_path(self.partition_file)) is not None:
+            raise ValueError(f"partition_file {why}")
         if self.tracing_rank is not None and self.tracing_rank >= stages:
             raise ValueError(
                 f"tracing_rank is {self.tracing_rank}, but pipeline_parallel_degree is {stages}; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,34 @@ def literal(text: str, what: str) -> Any:
                 f"{what} is neither JSON ({as_json}) nor a Python literal ({as_python}); write a dictionary such as "
                 '{"ddp": true} or {"ddp": True}, without names or calls'
             ) from None
+
+
+#: The begin of ``s3://bucket/x``, also where ``pathlib`` has made one slash of two.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def why_no_path(path: Any) -> str | None:
+    """Return what is wrong with a path on this machine, such as ``s3://bucket/x``, and what to give instead; None if nothing."""
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        return f"is {path!r}, a {type(path).__name__}; give the path of a folder or file on this machine as text"
+    if not isinstance(text, str):
+        return f"is {text!r}, which is bytes; give the path as text"
+    if not text.strip():
+        return f"is {text!r}, which names nothing; give the path of a folder or file, or '.' for the working directory"
+    if "\0" in text:
+        return f"is {text!r}, which has a null character; no file can have such a name"
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return None
+    if scheme[1].lower() == "file":
+        return f"is the address {text!r}; give the path alone, without {scheme[1]}://"
+    return (
+        f"is the address {text!r}, but files are written to and read from this machine's disk, where it would become a folder "
+        f"called '{scheme[1]}:'; give a path: a job's SMP_CHECKPOINT_DIR (/opt/ml/checkpoints) is copied to checkpoint_s3_uri "
+        "while it trains, and other files the script copies itself"
+    )
 
 
 def is_count(text: str) -> bool:

@@ -124,6 +124,7 @@ def _train_and_more(
         found["prediction"] = (output.predictions, output.metrics["test_loss"])
     if "save" in do:
         trainer.save_model(f"{folder}/final")
+        found["model"] = (trainer.model.num_parameters(), trainer.model.dtype, trainer.model.device.type)
     if "push" in do:
         with _hub(f"{folder}/hub"):
             trainer.push_to_hub()
@@ -191,17 +192,18 @@ def _reloaded(folder):
         return model(torch.stack([sample["input_ids"] for sample in _data(14, 7)])).logits
 
 
-def _both(folder, factor, options, more):
+def _both(folder, factor, options, more, resume=None):
     """Under this library, and then alone, in the same process; that on rank 0, as elsewhere Transformers 5 writes no files."""
     import smdistributed.modelparallel.torch as smp
 
-    here = _train_and_more(f"{folder}/here", options, **more)
+    here = _train_and_more(f"{folder}/here", options, resume and f"{folder}/here/{resume}", **more)
     smp.barrier()
     if smp.rank() > 0:
         return here, None
-    alone = _alone(f"{folder}/alone", factor, options, **more)
+    alone = _alone(f"{folder}/alone", factor, options, resume=resume and f"{folder}/alone/{resume}", **more)
     if "save" in more.get("do", ()):
         here["saved"], alone["saved"] = _reloaded(f"{folder}/here/final"), _reloaded(f"{folder}/alone/final")
+        assert here["model"] == alone["model"]
     return here, alone
 
 
@@ -313,6 +315,28 @@ def test_the_best_model_is_loaded_at_the_end(ranks, tmp_path, strategy):
     for here, _ in results:
         assert here["best"] == pytest.approx(results[0][1]["best"], abs=1e-4)
         assert here["evaluation"]["eval_loss"] == pytest.approx(here["best"], abs=1e-6)
+
+
+def _whole_and_resumed(folder, options, more):
+    import smdistributed.modelparallel.torch as smp
+
+    whole = _both(folder, 1, options, more)
+    smp.barrier()
+    return whole, _both(folder, 1, options, more, resume="checkpoint-2")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["tp 2"])
+def test_a_life_of_a_model_is_that_of_one_process(ranks, tmp_path, strategy):
+    """Trains, evaluates, saves, ends with the best model, and goes on from a checkpoint, at every point as alone."""
+    options = {**BEST_OF_EACH_STEP, "learning_rate": 0.1}
+    more = {"do": ("train", "evaluate", "save"), "samples": 16}
+    results = _run(ranks, _whole_and_resumed, strategy, str(tmp_path), options, more)
+    for runs in zip(*results, strict=True):
+        _check(runs, tolerance=1e-4)
+        for here, _ in runs:
+            assert here["best"] == pytest.approx(runs[0][1]["best"], abs=1e-4)
+    assert len(results[0][1][0]["losses"]) == 2
 
 
 @pytest.mark.full

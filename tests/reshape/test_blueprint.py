@@ -46,9 +46,12 @@ def test_what_was_replaced_and_added_goes_and_what_the_script_has_set_stays():
     module.inner = nn.Identity()  # as strategies do
     module.own_mark = 3
     module.dropout.p = 0.1
+    freed = weakref.ref(inner.bias)
     blueprint.note_wrapped(module)
-    assert not list(inner.parameters())
-    blueprint.note_settings()
+    assert freed() is None
+    assert inner.bias.shape == (4,)
+    assert inner.weight is module.tied.weight  # it is in the model still
+    blueprint.note_settings(torch.device("cpu"), None)
     module.dropout.p = 0.3
     module.dropout.register_forward_hook(lambda *_: calls.append(1))
     module.tied.weight.requires_grad_(False)

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -117,6 +118,28 @@ def _(_):
         assert made.data_ptr() == plain.data_ptr()
     with pytest.raises(AssertionError, match="is seen"):
         made + 1
+
+
+class Asked(torch.Tensor):
+    """Notes the functions that take it."""
+
+    seen: ClassVar[list] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@of("can_take_contents")
+def _(_):
+    assert door.can_take_contents(torch.ones(2), torch.ones(2, dtype=torch.float16))
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Asked))
+    Asked.seen.clear()
+    module.to(torch.float64)
+    asked = Asked.seen.index(door.can_take_contents)
+    assert torch.Tensor.grad.__get__ in Asked.seen[asked:]
 
 
 @of("make_without_elements")

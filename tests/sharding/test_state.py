@@ -85,8 +85,11 @@ def test_attributes_that_scripts_read(ranks):
             assert parameter.ds_shape == parameter.shape, name
             assert parameter.ds_numel == parameter.numel()
             assert parameter.ds_tensor.numel() <= parameter.numel()
+            assert parameter.ds_tensor.ds_numel == parameter.ds_tensor.numel()
         assert [len(group) for group in optimizer.fp16_groups] == [len(list(model.parameters()))]
         assert optimizer.fp32_partitioned_groups_flat[0].dtype is torch.float32
+        of_groups = [sum(p.ds_tensor.ds_numel for p in group) for group in optimizer.fp16_groups]
+        assert of_groups == [flat.numel() for flat in optimizer.fp32_partitioned_groups_flat]
         assert optimizer.ds_param_shard_group.size() == 2
         return optimizer.fp32_partitioned_groups_flat[0].numel()
 

@@ -12,6 +12,7 @@ import torch
 from smp_runtime.checkpoint.export import PretrainedSaver, has_adapters, is_split, refuse_unpartitioned
 from smp_runtime.checkpoint.files.manifest import TensorRecord
 from smp_runtime.checkpoint.files.name_translation import Traced
+from smp_runtime.checkpoint.files.opened_files import local_path
 from smp_runtime.checkpoint.folder_transaction import refuse_if_any_failed
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.model import distributed_model
@@ -65,6 +66,7 @@ def save_adapters(
         CheckpointError: the first rank could not write; raised on all.
     """
     module: Any = model.module
+    folder = local_path(save_directory, "save_directory of save_pretrained")
     settings = {
         "safe_serialization": safe_serialization,
         "selected_adapters": selected_adapters,
@@ -76,7 +78,7 @@ def save_adapters(
         state_given = {} if state is None else {"state_dict": state}
         with _reading(model):
             type(module).save_pretrained(
-                module, str(save_directory), is_main_process=is_main_process, **settings, **state_given, **more
+                module, str(folder), is_main_process=is_main_process, **settings, **state_given, **more
             )
 
     if state_dict is not None or not is_split(model):
@@ -93,7 +95,7 @@ def save_adapters(
             write(state)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             failure = f"{type(error).__name__}: {error}"
-    refuse_if_any_failed(session, failure, Path(save_directory))
+    refuse_if_any_failed(session, failure, folder)
 
 
 def adapter_state(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import TensorRecord
 from smp_runtime.checkpoint.files.name_translation import Traced, Translate, each_once
+from smp_runtime.checkpoint.files.opened_files import local_path
 from smp_runtime.checkpoint.files.transformers_format import (
     LARGEST_FILE,
     PICKLED,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smp_runtime.job.session import Session
+    from smp_runtime.job.trained import TrainedModel
     from smp_runtime.model.state_dict import TensorShape
 
 #: Whole tensors by name, without values; and what gives one its values.
@@ -101,7 +102,7 @@ class PretrainedSaver:
     def __call__(self, save_directory: Any, **options: Any) -> None:
         """See :func:`save_pretrained`, or whatever saves such a module."""
         models = sessions.current().models if sessions.is_initialized() else []
-        model = next((model for model in models if model.module is self.module), None)
+        model = next((model for model in models if self.module in _before_and_after(model)), None)
         if isinstance(model, DistributedModel):
             self.save(sessions.current(), model, save_directory, **options)
         else:
@@ -109,12 +110,20 @@ class PretrainedSaver:
 
 
 def give_save_pretrained(model: DistributedModel) -> None:
-    """Let a wrapped module of Transformers save what all ranks have of it."""
-    module = model.module
-    differs = is_split(model) or any(True for _ in model.distributed_modules())
-    # Those with adapters have a form of their own.
-    if differs and config_of(module) is not None and not has_adapters(module):
-        module.__dict__["save_pretrained"] = PretrainedSaver(module, save_pretrained)
+    """Let a wrapped module of Transformers save what all ranks have of it; the one that was replaced by it, too."""
+    if not is_split(model) and not any(True for _ in model.distributed_modules()):
+        return
+    for module in _before_and_after(model):
+        # Those with adapters have a form of their own.
+        if config_of(module) is not None and not has_adapters(module):
+            module.__dict__["save_pretrained"] = PretrainedSaver(module, save_pretrained)
+
+
+def _before_and_after(model: TrainedModel) -> tuple[nn.Module, ...]:
+    """Return the module inside a wrapped model, and the script's, which tensor parallelism may have replaced by it."""
+    if not isinstance(model, DistributedModel) or model.blueprint.module is model.module:
+        return (model.module,)
+    return (model.module, model.blueprint.module)
 
 
 def is_split(model: DistributedModel) -> bool:
@@ -172,7 +181,7 @@ def save_pretrained(
             "save_pretrained got push_to_hub=True, which a wrapped model cannot do; push the folder afterwards"
         )
     refuse_unpartitioned(model)
-    folder = Path(save_directory)
+    folder = local_path(save_directory, "save_directory of save_pretrained")
     name = SAFETENSORS if safe_serialization else PICKLED
     file = folder / (name if variant is None else f"{name.rsplit('.', 1)[0]}.{variant}.{name.rsplit('.', 1)[1]}")
 

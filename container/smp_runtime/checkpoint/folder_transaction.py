@@ -17,7 +17,7 @@ from smp_runtime.checkpoint.files.manifest import (
     MANIFEST,
     NEWEST,
     PARTIAL,
-    checkpoints_in,
+    folders_in,
     inspect_folder,
     name_of_former,
     newest_name,
@@ -65,6 +65,7 @@ class FolderTransaction:
         self._rank = session.ranks.rank
         self.final = final
         self._locks = SavingLocks.of(session)
+        self._seen = session.ranks.keep(SeenFolders, SeenFolders)
         self.keeps_order = session.ranks.rank == 0
         #: What :meth:`_publish` has done so far, the last first, as what takes it back.
         self._done: list[Callable[[], object]] = []
@@ -166,7 +167,7 @@ class FolderTransaction:
         try:
             problems = remove_leftovers(self.final, self.hosts is not None)
             if keep is not None:
-                problems += prune(self.final.parent, keep, self.final.name)
+                problems += prune(self.final.parent, keep, self.final.name, self._seen)
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
         if problems:
@@ -238,19 +239,69 @@ def refuse_if_any_failed(
         raise not_saved(final, broken, former)
 
 
-def prune(parent: Path, keep: int, newest: str) -> list[str]:
+@dataclass(frozen=True)
+class _Seen:
+    """What a folder was when it was looked into, as long as nothing has come into it or gone.
+
+    Attributes:
+        stamp: device, number and time of the folder.
+        saved: when its checkpoint was saved; None without a readable manifest.
+        is_whole: whether all its files were there.
+    """
+
+    stamp: tuple[int, ...]
+    saved: float | None
+    is_whole: bool
+
+
+class SeenFolders:
+    """Folders that this job has looked into: a folder of thousands is not read anew at each save."""
+
+    outlives_regrouping = True
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, _Seen] = {}
+
+    def look(self, folders: Iterable[Path]) -> dict[Path, _Seen]:
+        """Return what each folder is, of those that are still there."""
+        found = {folder: seen for folder in folders if (seen := self._look(folder)) is not None}
+        self._seen = found
+        return found
+
+    def _look(self, folder: Path) -> _Seen | None:
+        try:
+            about = folder.stat()
+        except OSError:
+            return None
+        stamp = (about.st_dev, about.st_ino, about.st_mtime_ns, about.st_ctime_ns)
+        known = self._seen.get(folder)
+        if known is not None and known.stamp == stamp:
+            return known
+        found = inspect_folder(folder)
+        return _Seen(stamp, None if found.manifest is None else found.manifest.saved, found.is_whole)
+
+
+def prune(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None) -> list[str]:
     """Remove the oldest partial checkpoints until ``keep`` are left; the newest always stays, incomplete ones go first.
 
     Folders without a readable manifest are somebody else's, and stay: a checkpoint gets its name with its manifest.
 
+    Args:
+        seen: what is known of folders by earlier calls.
+
     Returns:
         What could not be removed, in words.
     """
-    found = [c for c in checkpoints_in(parent, formers=True) if c.manifest is not None]
-    order = sorted(found, key=lambda c: (c.name == newest, c.is_whole, c.manifest.saved if c.manifest else 0.0))
-    names = list(dict.fromkeys(c.name for c in order))
-    doomed = names[: max(0, len(names) - max(1, keep))]
-    return _remove(c.folder for c in found if c.name in doomed)
+    keep = max(1, keep)
+    names = folders_in(parent)
+    if len({*names.values()}) <= keep:  # whatever they hold
+        return []
+    looked = (seen or SeenFolders()).look(names)
+    known = [(names[folder], each.is_whole, each.saved) for folder, each in looked.items() if each.saved is not None]
+    order = sorted(known, key=lambda each: (each[0] == newest, *each[1:]))
+    oldest = list(dict.fromkeys(name for name, *_ in order))
+    doomed = {*oldest[: max(0, len(oldest) - keep)]}
+    return _remove(folder for folder, each in looked.items() if each.saved is not None and names[folder] in doomed)
 
 
 def remove_leftovers(final: Path, separate: bool) -> list[str]:

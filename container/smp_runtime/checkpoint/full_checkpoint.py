@@ -52,6 +52,7 @@ from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.comm.control import host_name
 from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.optim.expected_state import refuse_state_of_others
 from smp_runtime.optim.whole_state import HALF_KEY
 
 if TYPE_CHECKING:
@@ -254,6 +255,8 @@ def _open(
     if optimizer is not None and optimizer_file.is_file():
         optimizer_state = read_full_state(optimizer_file)
         ids[str(optimizer_file)] = optimizer_state.pop(SAVE_ID, None)
+        values = optimizer_state["state"].values()
+        refuse_state_of_others(optimizer.optimizer, optimizer_state["param_groups"], values, f"the file {optimizer_file}")
         found = fitted(session, model, optimizer, optimizer_state, str(optimizer_file))
         if isinstance(found, NamedState):
             with_states = WithStates(optimizer, found, str(optimizer_file))

@@ -25,6 +25,7 @@ from smp_runtime.checkpoint.live_state import (
     weights,
 )
 from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_runtime.optim.expected_state import refuse_state_of_others
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import unshared
 
@@ -134,7 +135,7 @@ class Loading:
         return ()
 
     def _check_groups(self, entries: Sequence[Updated], count: int) -> None:
-        """Make sure that the optimizer has the parameter groups that were saved.
+        """Make sure that the optimizer has the parameter groups that were saved, and keeps the same values.
 
         Args:
             count: of its groups, of which some may be empty.
@@ -161,7 +162,10 @@ class Loading:
                 f"the optimizer state in {self._title} has {len(there)} groups with {there} parameters, but the optimizer has "
                 f"{here}, or others; build it from the same parameter groups as when it was saved, or pass load_optimizer=False"
             )
-        kind = type(self._optimizer.optimizer).__name__ if self._optimizer is not None else ""
+        if self._optimizer is None:
+            return
+        inner, kind = self._optimizer.optimizer, type(self._optimizer.optimizer).__name__
+        refuse_state_of_others(inner, saved.groups, self._state_keys.values(), self._title, saved.type)
         if saved.type != kind and self._session.ranks.rank == 0:
             logger.warning("%s has the state of %s, which is loaded into %s", self._title, saved.type, kind)
 

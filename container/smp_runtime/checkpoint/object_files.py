@@ -12,6 +12,7 @@ import torch
 from torch.serialization import default_restore_location
 
 from smp_config import Group, whereabouts
+from smp_runtime.checkpoint.files.opened_files import local_path
 from smp_runtime.checkpoint.files.whole_file import read_tensors, write_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
@@ -55,7 +56,7 @@ def save(
     Example:
         >>> smp.save(model.state_dict(), "model.pt", partial=False)  # one file, whole
     """
-    path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
+    path = _path(session, f, "f of smp.save", partial=partial, v3=v3)
     with whereabouts.here().within(whereabouts.SAVE):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(obj, path, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
@@ -110,7 +111,7 @@ def load(
     keywords = {**(pickle_load_args or {}), **more}
     if map_location is None:
         map_location = here(session.ranks.device)
-    path = Path(_name(f) + (f"_{partial_suffix(session, v3=v3)}" if partial else ""))
+    path = _path(session, f, "f of smp.load", partial=partial, v3=v3)
     if pickle_module is None and not keywords:
         return read_tensors(path, map_location)
     return torch.load(path, map_location=map_location, pickle_module=pickle_module, weights_only=False, **keywords)
@@ -126,7 +127,9 @@ def here(device: torch.device) -> Callable[[Any, str], Any]:
     return locate
 
 
-def _name(f: Any) -> str:
+def _path(session: Session, f: Any, what: str, *, partial: bool, v3: bool) -> Path:
+    """Return the path of this rank's file."""
     if not isinstance(f, str):
         raise SMPUserError(f"the file is given as a {type(f).__name__}; pass its name as a string")
-    return f
+    local_path(f, what)
+    return Path(f"{f}_{partial_suffix(session, v3=v3)}" if partial else f)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
@@ -21,7 +20,7 @@ from smp_runtime.checkpoint.files.manifest import (
     FoundCheckpoint,
     checkpoints_in,
 )
-from smp_runtime.checkpoint.files.opened_files import is_plain_name
+from smp_runtime.checkpoint.files.opened_files import is_plain_name, local_path
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, INDEX
 from smp_runtime.checkpoint.files.whole_file import read_user_content, user_content_bytes, wrapped
 from smp_runtime.checkpoint.find_checkpoint import Needed, find_checkpoint
@@ -39,6 +38,8 @@ from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from smp_runtime.checkpoint.files.reader import CheckpointReader
     from smp_runtime.job.session import Session
 
@@ -92,7 +93,8 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         trust_user_content: let ``user_content`` hold any object that can be pickled; it must be trusted when resumed.
 
     Raises:
-        SMPUserError: content that could not be loaded back, a tag with a slash, or one that means another file.
+        SMPUserError: content that could not be loaded back, a tag with a slash, or one that means another file, or a path
+            that is none of this machine, such as ``s3://bucket/x``.
         CheckpointError: some rank could not write, now or in the last asynchronous save, or another job saves there; the
             former checkpoint stays the newest.
 
@@ -101,6 +103,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
     """
     tag = str(tag)
     check_tag(tag, partial=partial)
+    folder = local_path(path, "path of smp.save_checkpoint")
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise SMPUserError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}; keep at least 1, or None")
     if async_save and not partial:
@@ -117,7 +120,6 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
     if optimizer is None and (partial or model is None):  # a full model that is asked for by itself is one file
         optimizer = _optimizer(session)
     _check_optimizer(optimizer)
-    folder = Path(path)
 
     def content(save_id: str | None = None) -> bytes:
         found = user_content if save_id is None else wrapped(user_content, save_id, Positions.of(session.ranks).state())
@@ -264,6 +266,7 @@ def resume_from_checkpoint(
         100
     """
     load_optimizer = load_optimizer if load_optimizer_states is None else load_optimizer_states
+    folder = local_path(path, "path of smp.resume_from_checkpoint")
     models = _models(session)
     if len(models) != 1:
         raise SMPUserError(
@@ -271,7 +274,6 @@ def resume_from_checkpoint(
             "the one that smp.DistributedModel returned"
         )
     model, optimizer = models[0], _optimizer(session) if load_optimizer else None
-    folder = Path(path)
     if not partial and (adapters := find_adapters(model, folder, tag)):
         with _raised_on_all(session):
             load_adapters(model, adapters, strict=strict)

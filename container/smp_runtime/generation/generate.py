@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Generate:
-    """``generate`` of a module that is wrapped, or inside one that is, in place of its class's.
+    """``generate`` of a module that is wrapped, inside one that is, or was replaced there, in place of its class's.
 
     Copies of the module have their class's again.
     """
@@ -35,6 +35,9 @@ class Generate:
         model = _model_around(self.module)
         if model is None:
             return own(*args, **kwargs)
+        if self.module is model.blueprint.module is not model.module:
+            inside: Any = model.module
+            return inside.generate(*args, **kwargs)
         # Ranks wait for each other by themselves; among all processes, those of other stages would never answer.
         if kwargs.get("synced_gpus") is not None:
             kwargs["synced_gpus"] = False
@@ -53,7 +56,7 @@ def _model_around(module: nn.Module) -> DistributedModel | None:
             for model in models
             if isinstance(model, DistributedModel)
             and not model.is_whole_copy
-            and any(part is module for part in model.module.modules())
+            and (module is model.blueprint.module or any(part is module for part in model.module.modules()))
         ),
         None,
     )
@@ -61,7 +64,9 @@ def _model_around(module: nn.Module) -> DistributedModel | None:
 
 def give_generate(model: DistributedModel) -> None:
     """Let all modules of a wrapped model that can generate do so on all ranks together."""
-    for part in model.module.modules():
+    former = model.blueprint.module
+    is_replaced = former is not model.module and callable(getattr(model.module, "generate", None))
+    for part in (*model.module.modules(), *((former,) if is_replaced else ())):
         if callable(getattr(type(part), "generate", None)):
             part.__dict__["generate"] = Generate(part)
 

@@ -127,8 +127,7 @@ class DistributedModel(WrappedModule):
         if options.backward_passes_per_step > 1:
             reduce_before_updates(session)
         own_attributes(session)
-        self.module = recipe.replaced(module, ranks)
-        self.blueprint.note_wrapped(self.module)
+        self.module = recipe.replaced(module, self.blueprint, ranks)
         if ranks.cfg.checkpoint_attentions and not any(
             isinstance(p, DistributedAttentionLayer) for p in self.module.modules()
         ):
@@ -192,7 +191,7 @@ class DistributedModel(WrappedModule):
         is_divided = self._ranks.size(Group.PP) > 1 or self._ranks.size(Group.TP) > 1
         if is_divided or self._window.reduces or self.optimizer_shards is not None:
             self._placed.known = KnownParameters(self._part.module, self)
-        self.blueprint.note_settings()
+        self.blueprint.note_settings(self._ranks.device, self.precision.compute)
 
     # -- what it is made of ----------------------------------------------------------------------------------------
 

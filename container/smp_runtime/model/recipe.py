@@ -13,6 +13,7 @@ from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import materialize
 from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
+from smp_runtime.parameters.registry import Successors
 from smp_runtime.replacement.replacing import distribute
 from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
 from smp_runtime.sharding.sharded_state import ShardedState
@@ -30,15 +31,21 @@ if TYPE_CHECKING:
     from smp_runtime.model.local_part import Placed
     from smp_runtime.model.replicas import Replicas
     from smp_runtime.model.stages import Stages
+    from smp_runtime.module_state.blueprint import Blueprint
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
-def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was."""
+def replaced(module: nn.Module, blueprint: Blueprint, ranks: Ranks) -> nn.Module:
+    """Return the model with distributed modules in place of others, whose weights are freed.
+
+    Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was.
+    """
     checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
-    return compiled_blocks.carry_over(compiled, module)
+    module = compiled_blocks.carry_over(compiled, module)
+    blueprint.note_wrapped(module, ranks.keep(Successors, Successors).note_freed)
+    return module
 
 
 def place(

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_runtime.module_state.replaced_parameters import ReplacedParameter, settle, stand_in
+
 #: Entries of a module that are dictionaries of hooks; the script may add to them at any time.
 _HOOKS = "_hooks"
 #: Values that scripts set on modules while they train, such as the probability of a dropout.
@@ -54,6 +56,7 @@ class Blueprint:
         self._shapes: list[ParameterShape] = []
         self._kept: list[tuple[nn.Module, type, dict[str, Any]]] = []
         self._settings: dict[int, dict[str, Any]] = {}
+        self._stand_ins: list[ReplacedParameter] = []
         numbers: dict[int, int] = {}
         for part in module.modules():
             if isinstance(part, torch.jit.ScriptModule):
@@ -91,16 +94,41 @@ class Blueprint:
         """Those that the script has given."""
         return (part for part, _, _ in self._kept)
 
-    def note_wrapped(self, module: nn.Module) -> None:
-        """Strategies have put their modules in place of some, which hold no weights any more; ``module`` is what came of it."""
-        there = {id(part) for part in module.modules()}
-        for part, _, _ in self._kept:
-            if id(part) not in there:
-                vars(part).update(_parameters={}, _buffers={})
+    def note_wrapped(
+        self, module: nn.Module, replaced: Callable[[nn.Parameter, nn.Parameter], None] = lambda former, now: None
+    ) -> None:
+        """Free the weights of modules that strategies have replaced; the script may still hold these and ask for shapes.
 
-    def note_settings(self) -> None:
-        """The model is in its place: what changes from now on of plain attributes, the script has changed."""
+        Args:
+            module: the model that strategies have made of the script's.
+            replaced: is called with each freed parameter, and what the replaced module has in its place.
+        """
+        there = {id(part) for part in module.modules()}
+        used = {id(parameter) for parameter in module.parameters()}
+        made: dict[int, ReplacedParameter] = {}
+        for part, _, _ in self._kept:
+            registry = vars(part).get("_parameters")
+            if id(part) in there or not isinstance(registry, dict):
+                continue
+            for name, parameter in registry.items():
+                if parameter is None or id(parameter) in used:
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = stand_in(parameter, type(part).__name__)
+                    replaced(parameter, made[id(parameter)])
+                registry[name] = made[id(parameter)]
+        self._stand_ins = list(made.values())
+
+    def note_settings(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        """The model is in its place: what changes from now on of plain attributes, the script has changed.
+
+        Args:
+            device: where the weights are.
+            dtype: of the weights in half precision training; None if they have the types that the script has chosen.
+        """
         self._settings = {id(part): _plain(part) for part, _, _ in self._kept}
+        for parameter in self._stand_ins:
+            settle(parameter, device, dtype)
 
     def build(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.optim.expected_state import refuse_state_of_others
 from smp_runtime.optim.whole_state import (
     HALF_KEY,
     NAMES_KEY,
@@ -138,12 +139,14 @@ class SavedOptimizer(torch.optim.Optimizer):
             gather_if_shard: as scripts give it to the calls that save; a state says itself which of them it is from.
 
         Raises:
-            CheckpointError: it is of other parameters.
+            CheckpointError: it is of other parameters, or of another kind of optimizer.
         """
         besides = (PARTIAL_KEY, SHARD_KEY, HALF_KEY, NAMES_KEY)
         state = {key: value for key, value in state_dict.items() if key not in besides}
         if SHARD_KEY not in state_dict:
             refuse_other_parameters(self._session.records, self._parameters(), state_dict)
+        found: Mapping[Any, Any] = state.get("state", {})
+        refuse_state_of_others(self.optimizer, state.get("param_groups", ()), found.values(), "the state_dict")
         if HALF_KEY in state_dict:
             self.load_fp16_states(state_dict[HALF_KEY])
         if self._ranks.size(Group.TP) > 1 and SHARD_KEY not in state_dict:

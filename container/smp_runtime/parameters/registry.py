@@ -128,6 +128,11 @@ class Successors:
         """A parameter was replaced; ``made`` is empty if it cannot be told by which."""
         self._made[replaced] = tuple(weakref.ref(parameter) for parameter in made)
 
+    def note_freed(self, replaced: nn.Parameter, stand_in: nn.Parameter) -> None:
+        """The replaced module has ``stand_in`` now, which optimizers may be made of too."""
+        if (made := self._made.get(replaced, None)) is not None:
+            self._made[stand_in] = made
+
     def follow(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """``parameters`` with successors in place of replaced ones.
 

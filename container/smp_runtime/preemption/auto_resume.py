@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from smp_config.recovery import wants_memory
 from smp_config.whereabouts import SAVE, here
 from smp_runtime.checkpoint.files.manifest import PARTIAL, checkpoints_in, newest_name
+from smp_runtime.checkpoint.files.opened_files import local_path
 from smp_runtime.checkpoint.files.whole_file import user_content_bytes
 from smp_runtime.checkpoint.live_state import Moment
 from smp_runtime.checkpoint.memory.copying import Copier
@@ -309,7 +310,7 @@ def auto_resume(
     state = JobState(
         model,
         optimizer,
-        Path(folder) if folder else default_folder(),
+        local_path(default_folder() if folder is None else folder, "folder of smp.auto_resume"),
         states,
         user_content,
         every,

@@ -295,7 +295,8 @@ class ShardedUnit(FlatUnit):
 
 
 def mark_parameter(parameter: nn.Parameter, shape: torch.Size, part: torch.Tensor) -> None:
-    """Set what scripts for DeepSpeed read: ``ds_shape``, ``ds_numel`` and ``ds_tensor`` (this rank's part, flat)."""
+    """Set what scripts for DeepSpeed read: ``ds_shape``, ``ds_numel`` and ``ds_tensor``, this rank's part, flat, with its own."""
+    part.ds_numel = part.numel()  # type: ignore[attr-defined]
     parameter.ds_shape = shape  # type: ignore[attr-defined]
     parameter.ds_numel = shape.numel()  # type: ignore[attr-defined]
     parameter.ds_tensor = part  # type: ignore[attr-defined]

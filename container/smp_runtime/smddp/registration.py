@@ -7,8 +7,6 @@ import functools
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from smp_config.smddp import BACKEND
 
 if TYPE_CHECKING:
@@ -18,9 +16,11 @@ if TYPE_CHECKING:
 def register() -> None:
     """Make ``init_process_group("smddp")`` and ``new_group(backend="smddp")`` work; a second call changes nothing.
 
-    Also the entry point that PyTorch calls by itself in jobs of the data parallel library, so nothing heavy is
-    imported before a group is made.
+    Also the entry point that PyTorch calls while it is imported, in jobs of the data parallel library. So nothing heavy is
+    imported before a group is made, and PyTorch only here: a script may import the backend before PyTorch.
     """
+    import torch.distributed as dist
+
     if dist.is_available() and BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 

@@ -165,6 +165,11 @@ def compiling_whole_entries() -> contextlib.AbstractContextManager[Any]:
 #: ``(class, tensor, requires_grad)``: a tensor of a subclass that shares the elements of another.
 make_subclass: Callable[..., Any] = _private("makes stand-ins for tensors of other stages", "Tensor._make_subclass")
 
+#: ``(one, other)``: whether ``one.data = other`` can be set; what ``nn.Module.to`` asks of each parameter.
+can_take_contents: Callable[[torch.Tensor, torch.Tensor], bool] = _private(
+    "moves modules whose parameters were replaced", "_has_compatible_shallow_copy_type"
+)
+
 #: ``(class, shape, dtype=…, device=…)``: a tensor of a subclass without elements.
 make_without_elements: Callable[..., Any] = _private("makes handles of remote tensors", "Tensor._make_wrapper_subclass")
 

@@ -312,6 +312,15 @@ def inspect_folder(folder: Path, name: str | None = None) -> FoundCheckpoint:
     return FoundCheckpoint(name, folder, manifest, problems, files.identity())
 
 
+def folders_in(path: Path) -> dict[Path, str]:
+    """Return the folders of partial checkpoints under a path, formers too, with the checkpoint's name; none is opened."""
+    if not path.is_dir():
+        return {}
+    folders = {p: p.name for p in path.iterdir() if p.is_dir() and p.name.endswith(PARTIAL) and p.name[0] != "."}
+    formers = {p: name_of_former(p) for p in path.glob(".*.old") if p.is_dir()}
+    return {**folders, **{p: name for p, name in formers.items() if name is not None}}
+
+
 def checkpoints_in(path: Path, formers: bool = False) -> list[FoundCheckpoint]:
     """All partial checkpoints under a path, whole or not, the newest first.
 
@@ -321,11 +330,7 @@ def checkpoints_in(path: Path, formers: bool = False) -> list[FoundCheckpoint]:
     Args:
         formers: whether those count, too, whose name another one has by now.
     """
-    if not path.is_dir():
-        return []
-    folders = {p: p.name for p in path.iterdir() if p.is_dir() and p.name.endswith(PARTIAL) and p.name[0] != "."}
-    folders |= {p: name for p in path.glob(".*.old") if p.is_dir() and (name := name_of_former(p)) is not None}
-    found = [inspect_folder(folder, name) for folder, name in folders.items()]
+    found = [inspect_folder(folder, name) for folder, name in folders_in(path).items()]
     found.sort(key=lambda c: (c.manifest.saved if c.manifest else 0.0, c.name), reverse=True)
     if formers:
         return found

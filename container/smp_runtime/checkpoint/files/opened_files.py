@@ -12,10 +12,11 @@ import stat
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from smp_config.values import why_no_path
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
-from smp_runtime.errors import CheckpointError
+from smp_runtime.errors import CheckpointError, SMPUserError
 
 #: What says which files a folder has; written last.
 MANIFEST = "manifest.json"
@@ -46,6 +47,20 @@ def is_plain_name(name: object) -> bool:
         and name not in (".", "..")
         and not any(c in "/\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name)
     )
+
+
+def local_path(path: Any, what: str) -> Path:
+    """Return what a script has given as a path of this machine.
+
+    Args:
+        what: the argument, such as ``path of smp.save_checkpoint``.
+
+    Raises:
+        SMPUserError: it is an address such as ``s3://bucket/x``, empty, or no path at all.
+    """
+    if (why := why_no_path(path)) is not None:
+        raise SMPUserError(f"{what} {why}")
+    return Path(path)
 
 
 def open_regular(path: Path, *, folder: int | None = None) -> int:
