@@ -150,3 +150,22 @@ def test_where_it_is_impossible_it_is_refused_if_asked_for_and_else_left(ranks):
     refused = ranks(_chosen, 2, SHARED, 1, init=False)
     assert all("host_collectives is true, but rank 1 cannot share memory" in said for said in refused)
     assert ranks(_chosen, 2, {"ddp": True}, 1, init=False, process_mode=True) == ["TorchCollectives"] * 2
+
+
+def _waited_for_twice():
+    """What is left of a shard that the rank changes after it has waited for it, when something else waits once more."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_config import Group
+
+    ranks = smp.init().ranks
+    group, shard = ranks.process_group(Group.DP), torch.empty(4)
+    work = ranks.collectives.reduce_scatter(shard, torch.ones(8), group)
+    work.wait()
+    shard.div_(2)
+    work.wait()
+    return shard.tolist()
+
+
+@pytest.mark.both_transports
+def test_a_second_wait_does_nothing(ranks):
+    assert ranks(_waited_for_twice, 2, config={"ddp": True}) == [[1.0] * 4] * 2

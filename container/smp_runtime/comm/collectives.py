@@ -145,12 +145,16 @@ class _AddParts:
 
     def __init__(self, exchange: Work, parts: torch.Tensor, shard: torch.Tensor) -> None:
         self._exchange = exchange
-        self._parts = parts
+        self._parts: torch.Tensor | None = parts
         self._shard = shard
 
     def wait(self) -> None:
+        parts = self._parts
+        if parts is None:  # waited for before: the shard may hold something else by now
+            return
         self._exchange.wait()
-        torch.sum(self._parts.view(-1, self._shard.numel()), 0, out=self._shard)
+        torch.sum(parts.view(-1, self._shard.numel()), 0, out=self._shard)
+        self._parts = None
 
 
 def _started(work: Work | None) -> Work:
