@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPAttributeError, SMPUserError
-from smp_runtime.model.whole_copy import whole_copy
+from smp_runtime.model.whole_copy import plain_copy, whole_copy
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
@@ -152,6 +153,49 @@ class WrappedModule(nn.Module):
         for module in self.module.modules():
             if isinstance(module, DistributedModule):
                 yield from ((module, name) for name, own in module._buffers.items() if own is buf)
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """An unwrapped copy, which no rank shares and nothing reduces: what ``AveragedModel`` keeps, or a teacher.
+
+        Raises:
+            SMPUserError: this rank has parts of the parameters only, or their half precision copies.
+        """
+        made = memo[id(self)] = self._copied("copied (copy.deepcopy, AveragedModel)")
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The same for ``pickle`` and ``torch.save``: what is loaded is the unwrapped module."""
+        made = self._copied("pickled (pickle, torch.save)")
+        return operator.itemgetter(0), ([made],)  # the module itself, also where this library is not installed
+
+    def __copy__(self) -> WrappedModule:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(vars(self))
+        return made
+
+    def _copied(self, how: str) -> nn.Module:
+        cfg, module = self._ranks.cfg, self.module
+        degrees = (
+            ("sharded_data_parallel_degree", cfg.sharded_data_parallel_degree),
+            ("tensor_parallel_degree", self._ranks.size(Group.TP)),
+            ("pipeline_parallel_degree", self._ranks.size(Group.PP)),
+        )
+        divided = [f"{name} is {degree}" for name, degree in degrees if degree > 1]
+        if divided and not self.is_whole_copy:
+            raise SMPUserError(
+                f"a wrapped model cannot be {how}: {' and '.join(divided)}, so this rank has only parts of the "
+                f"{type(module).__name__}; call model.state_dict() on every rank and save it, or load it into an unwrapped "
+                f"{type(module).__name__}; for an average of weights, keep one of each value of model.state_dict()"
+            )
+        if self.precision.is_half:
+            raise SMPUserError(
+                f"a wrapped model cannot be {how} while it trains in {self.precision.compute}: the copy would have rounded "
+                "weights, whose averages hardly move, and would not cast its inputs; load model.state_dict() into an unwrapped "
+                f"{type(module).__name__} in float32, and average there"
+            )
+        return plain_copy(module)
 
     # -- where it lies ---------------------------------------------------------------------------------------------
 

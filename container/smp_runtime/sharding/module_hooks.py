@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import threading
 import weakref
@@ -115,6 +116,9 @@ class ModuleUses:
         for unit in units:
             if unit.trained:
                 self._watch_gradients(unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleUses:
+        raise _not_copied("copied")  # the hooks of a module ask for it
 
     def reset(self) -> None:
         """Forget calls that an error has ended."""
@@ -404,8 +408,18 @@ class _WatchedParameters(dict):
             uses.read(parameter)
         return parameter
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return dict, (dict(self.items()),)
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self.items()), memo)  # for a whole copy, whose values come from elsewhere
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied("pickled")
+
+
+def _not_copied(how: str) -> SMPUserError:
+    return SMPUserError(
+        f"a module inside smp.DistributedModel cannot be {how} with sharded data parallelism, since this rank has only its shard "
+        "of the parameters; call model.state_dict() on every rank and save it, or load it into an unwrapped model"
+    )
 
 
 def _lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
