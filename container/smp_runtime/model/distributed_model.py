@@ -22,7 +22,7 @@ from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_window import GradientWindow
 from smp_runtime.model.local_part import LocalPart, Placed
-from smp_runtime.model.options import WrapperOptions, check_arguments, registered
+from smp_runtime.model.options import WrapperOptions, check_arguments, check_shared, registered
 from smp_runtime.model.placement_report import describe_placement
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
@@ -100,6 +100,7 @@ class DistributedModel(WrappedModule):
                 "a second model was wrapped in smp.DistributedModel, but with pipeline parallelism a script has one; make both "
                 "parts of one nn.Module and wrap that"
             )
+        check_shared(module, session.models, ranks)
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.precision = Precision.of(ranks.cfg)

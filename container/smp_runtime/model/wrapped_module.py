@@ -247,15 +247,24 @@ class WrappedModule(nn.Module):
             self.cuda()
         if dtype is None:
             return self
-        changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
-        if changes and (self._window.reduces or self._placed.optimizer_shards is not None):
-            raise SMPUserError(
-                f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
-                'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
-            )
         return super().to(dtype=dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> WrappedModule:
-        """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast."""
+        """What ``to``, ``half`` and the like do to every tensor; in half precision training rotary frequencies are not cast.
+
+        Raises:
+            SMPUserError: parameters would get another type, which their gradients' reduction and the optimizer do not know.
+        """
+        if self._window.reduces or self._placed.optimizer_shards is not None:
+            self._refuse_cast(fn)
         with self.precision.keeping_rotary(self.module):
             return super()._apply(fn, recurse)
+
+    def _refuse_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for dtype in {p.dtype for p in self.module.parameters() if p.is_floating_point()}:
+            made = fn(torch.empty(0, dtype=dtype)).dtype
+            if made is not dtype:
+                raise SMPUserError(
+                    f"the model's {dtype} parameters cannot become {made} after it was wrapped: gradient reduction and the "
+                    'optimizer already know them; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
+                )
