@@ -48,7 +48,6 @@ def _two(settings):
     from smp_runtime.errors import SMPUserError
 
     trunk = nn.Linear(4, 4)
-    smp.DistributedModel(nn.Sequential(trunk, nn.Linear(4, 3)))  # the script lets go of it
     actor = smp.DistributedModel(nn.Sequential(trunk, nn.Linear(4, 2)))
     with pytest.raises(SMPUserError, match=rf"0.weight, 0.bias of the Sequential belong to another.*{settings}"):
         smp.DistributedModel(nn.Sequential(trunk, nn.Linear(4, 1)))

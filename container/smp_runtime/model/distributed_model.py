@@ -190,6 +190,7 @@ class DistributedModel(WrappedModule):
         self._window.install_hook()
         self._part.compile(self._ranks, self._placed)
         self._placed.follow_calls(self._part)
+        self._backward.follow_calls(self._part.module)
         is_divided = self._ranks.size(Group.PP) > 1 or self._ranks.size(Group.TP) > 1
         if is_divided or self._window.reduces or self.optimizer_shards is not None:
             self._placed.known = KnownParameters(self._part.module, self)
