@@ -7,6 +7,7 @@ import torch
 from support.reference import Alone, train_alone
 from support.sharded_training import settings
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, LAYERS, STEPS, WORLD = 8, 3, 4, 2
 #: By step, whether a rank's batch has images.
@@ -116,16 +117,93 @@ class TwoHeads(nn.Module):
         return [torch.tanh(self.a(x)), torch.tanh(self.b(x))]
 
 
-def test_a_loss_that_reaches_other_modules_on_other_ranks_is_refused_on_all(ranks):
+class Exits(nn.Module):
+    """Blocks with two results each, and a head behind every block: a loss takes some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(TwoHeads() for _ in range(LAYERS))
+        self.exits = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor, how: str, chosen: int) -> torch.Tensor:
+        x = self.embedding(x)
+        exits, extra = [], torch.zeros_like(x)
+        for number, block in enumerate(self.blocks):
+            x, other = checkpoint(block, x, use_reentrant=False) if how == "checkpointed" else block(x)
+            exits.append(self.exits[number](x))
+            if chosen >> number & 1:
+                extra = extra + other
+        if how == "results":  # blocks' second results only
+            return self.exits[-1](x + extra)
+        if how == "nothing":  # the blocks not at all
+            return exits[0].sum() * 0 if chosen == 0 else exits[-1]
+        return exits[chosen % LAYERS]
+
+
+#: By kind, what a rank's loss takes: by step, microbatch and rank.
+CHOICES = {
+    "results": lambda *where: [5, 5, 0, 4, 4, 5, 0, 5, 1, 4, 5, 0][(4 * where[0] + 2 * where[2] + where[1]) % 12],
+    "exits": lambda step, number, rank: step + number + 2 * rank,
+    "same exits": lambda step, number, rank: rank,
+    "checkpointed": lambda step, number, rank: step + number + rank,
+    "nothing": lambda step, number, rank: rank,
+}
+
+
+def _exit(kind, index, number, rank):
+    return kind.split()[-1], CHOICES[kind](index, number, rank)
+
+
+#: Bucket sizes and most live elements; small ones give every unit collectives of its own, and few units room.
+LIMITS = [(5e8, 1e9), (1, 1e9), (5e8, 300), (1, 300)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        pytest.param(kind, limits, marks=[] if number % 3 == index else pytest.mark.full)
+        for number, kind in enumerate(CHOICES)
+        for index, limits in enumerate(LIMITS[:2] if kind == "checkpointed" else LIMITS)
+    ],
+)
+def test_losses_that_take_other_results_on_other_ranks(ranks, kind, limits):
+    """Early exits: backward leaves out other modules on each rank."""
+
     def run():
         import smdistributed.modelparallel.torch as smp
-        from smp_runtime.errors import SMPUserError
 
-        model = smp.DistributedModel(TwoHeads())
-        with pytest.raises(SMPUserError, match=r"ranks \[1\] have gathered other.*add 0 \* other.sum"):
-            model(torch.ones(2, WIDTH))[smp.rank()].sum().backward()
+        torch.manual_seed(0)
+        model = smp.DistributedModel(Exits().double())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
-    ranks(run, WORLD, config=settings(TwoHeads(), WORLD))
+        def backward(index, number):
+            x = _inputs(index, number, smp.rank(), 1).double()
+            model(x, *_exit(kind, index, number, smp.rank())).sum().backward()
+
+        for index in range(STEPS):
+            optimizer.zero_grad()
+            with model.no_sync():
+                backward(index, 0)
+            backward(index, 1)
+            optimizer.step()
+        return model.state_dict()
+
+    torch.manual_seed(0)
+    alone = Exits().double()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for index in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(2):
+            for rank in range(WORLD):
+                x = _inputs(index, number, rank, 1).double()
+                (alone(x, *_exit(kind, index, number, rank)).sum() / WORLD).backward()
+        optimizer.step()
+    bucket, live = map(int, limits)
+    config = settings(Exits(), WORLD, sdp_reduce_bucket_size=bucket, sdp_max_live_parameters=live)
+    for found in ranks(run, WORLD, config=config):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(found[name], value, msg=name)
 
 
 def test_a_loss_that_depends_on_all_outputs_is_accepted(ranks):

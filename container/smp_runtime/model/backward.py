@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_config import Group
 from smp_config.whereabouts import BACKWARD, here
 from smp_runtime.data_parallel.reducer import AccumulationScale
 from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.reached_calls import ReachedCalls
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -39,6 +41,7 @@ class Backward:
         self._averages_microbatches = averages_microbatches
         self._runs = False
         self._accumulation: AccumulationScale | None = None
+        self._calls: ReachedCalls | None = None
 
     def run(self, tensors: Any, grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any) -> None:
         """See :meth:`.DistributedModel.backward`."""
@@ -63,7 +66,10 @@ class Backward:
         self._runs, step.seed_scale = True, scale
         try:
             with _advising(splits=False), contextlib.nullcontext() if step.watch is None else step.watch.backward():
-                torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=inputs)
+                if self._calls is None or inputs is not None or step.microbatch is None:
+                    torch.autograd.backward(outputs, gradients, retain_graph, create_graph, inputs=inputs)
+                else:
+                    self._calls.backward(outputs, gradients, retain_graph=retain_graph, create_graph=create_graph)
         finally:
             self._runs, step.seed_scale = False, 1.0
 
@@ -72,8 +78,16 @@ class Backward:
         weak = weakref.ref(self)
         self._accumulation = AccumulationScale(trained, lambda: 1.0 if (me := weak()) is None else me.scale_left())
 
+    def follow_calls(self, module: nn.Module) -> None:
+        """From now on losses of tensor parallel ranks with a batch each may depend on different results of modules."""
+        ranks = self._ranks
+        if ranks.size(Group.TP) > 1 and ranks.size(Group.PP) == 1 and not ranks.cfg.prescaled_batch:
+            self._calls = ReachedCalls(module, ranks)
+
     def begin_step(self) -> None:
         """A step begins."""
+        if self._calls is not None:
+            self._calls.begin()
         if self._accumulation is not None:
             self._accumulation.refresh()
 

@@ -22,7 +22,7 @@ from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_window import GradientWindow
 from smp_runtime.model.local_part import LocalPart, Placed, own_attributes
-from smp_runtime.model.options import WrapperOptions, check_arguments
+from smp_runtime.model.options import WrapperOptions, check_arguments, check_shared
 from smp_runtime.model.placement_report import describe_placement
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions
@@ -98,6 +98,7 @@ class DistributedModel(WrappedModule):
                 "a second model was wrapped in smp.DistributedModel, but with pipeline parallelism a script has one; make both "
                 "parts of one nn.Module and wrap that"
             )
+        check_shared(module, session.models, ranks)
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.precision = Precision.of(ranks.cfg)
@@ -188,6 +189,7 @@ class DistributedModel(WrappedModule):
         self._placed.watch_writes(self._part)
         self._part.compile(self._ranks, self._placed)
         self._placed.follow_calls(self._part)
+        self._backward.follow_calls(self._part.module)
         is_divided = self._ranks.size(Group.PP) > 1 or self._ranks.size(Group.TP) > 1
         if is_divided or self._window.reduces or self.optimizer_shards is not None:
             self._placed.known = KnownParameters(self._part.module, self)

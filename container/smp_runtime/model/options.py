@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+    from smp_runtime.job.trained import TrainedModel
     from smp_runtime.model.stages import TracingOptions
 
 
@@ -61,3 +63,28 @@ def registered(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., 
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def check_shared(module: nn.Module, others: Sequence[TrainedModel], ranks: Ranks) -> None:
+    """Refuse a module that shares parameters with a wrapped one, if wrapping gives parameters other memory or masters.
+
+    Raises:
+        SMPUserError: names the shared parameters.
+    """
+    cfg = ranks.cfg
+    settings = {
+        "sharded_data_parallel_degree": cfg.sharded_data_parallel_degree > 1,
+        "shard_optimizer_state": cfg.shard_optimizer_state,
+        "bf16": cfg.bf16,
+        "fp16": cfg.fp16,
+    }
+    active = [name for name, is_set in settings.items() if is_set]
+    known = {id(record.parameter) for model in others for record in model.registry}
+    shared = [name for name, parameter in module.named_parameters() if id(parameter) in known]
+    if active and shared:
+        more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
+        raise SMPUserError(
+            f"{', '.join(shared[:3])}{more} of the {type(module).__name__} belong to another wrapped model, too, but with "
+            f"{' and '.join(active)} a parameter has one place, one shard and one optimizer; make both models parts of one "
+            "nn.Module, and wrap that"
+        )

@@ -109,15 +109,10 @@ class Replicas:
 
     def follow_loads(self) -> None:
         """Any ``load_state_dict`` inside the model, also of a submodule, reaches master weights and replicas."""
-        weak = weakref.ref(self)
-
-        def loaded(*_: Any) -> None:
-            if (replicas := weak()) is not None:
-                replicas.note_load()
-
+        noted = _NotedLoads(self)
         for part in self._part.module.modules():
             # Past a ScriptModule, which refuses its own method but calls the hooks.
-            nn.Module.register_load_state_dict_post_hook(part, loaded)
+            nn.Module.register_load_state_dict_post_hook(part, noted)
 
     def note_load(self) -> None:
         """A state was loaded on this rank."""
@@ -194,3 +189,17 @@ class Replicas:
         done_last = self._ranks.control.allgather(is_last, members)
         self._copy_all(members[done_last.index(True)])
         self._placed.refresh()
+
+
+class _NotedLoads:
+    """A hook that notes loads; what a script copies or saves of the module gets one that notes nothing."""
+
+    def __init__(self, replicas: Replicas | None = None) -> None:
+        self._replicas = None if replicas is None else weakref.ref(replicas)
+
+    def __call__(self, *_: Any) -> None:
+        if self._replicas is not None and (replicas := self._replicas()) is not None:
+            replicas.note_load()
+
+    def __reduce__(self) -> tuple[type[_NotedLoads], tuple[()]]:
+        return _NotedLoads, ()

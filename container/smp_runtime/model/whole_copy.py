@@ -1,4 +1,4 @@
-"""A whole copy of a wrapped model in CPU memory, which computes by itself: what ``model.cpu()`` gathers."""
+"""Copies of a wrapped model that compute by themselves: ``model.cpu()`` gathers a whole one, ``copy.deepcopy(model)`` is local."""
 
 from __future__ import annotations
 
@@ -48,6 +48,27 @@ def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> 
         become_whole(part)
         if isinstance(part, DistributedModule):
             part.become_whole(alone)
+    return made
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """A copy of a ``module`` that this rank has whole, where it lies, without what the library has hooked in.
+
+    Raises:
+        SMPUserError: the module holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        memo |= {id(value): replacement for value, replacement in _left_out(part)}
+    try:
+        made: nn.Module = copy.deepcopy(module, memo)
+        for part in made.modules():
+            _settle(part, memo)
+    except Exception as error:
+        raise SMPUserError(
+            f"the {type(module).__name__} inside smp.DistributedModel cannot be copied ({type(error).__name__}: {error}); load "
+            "model.state_dict() into an unwrapped model instead"
+        ) from error
     return made
 
 

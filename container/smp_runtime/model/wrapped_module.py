@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPAttributeError, SMPUserError
 from smp_runtime.model.options import registered
-from smp_runtime.model.whole_copy import whole_copy
+from smp_runtime.model.whole_copy import plain_copy, whole_copy
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
@@ -162,6 +163,49 @@ class WrappedModule(nn.Module):
             if isinstance(module, DistributedModule):
                 yield from ((module, name) for name, own in module._buffers.items() if own is buf)
 
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """An unwrapped copy, which no rank shares and nothing reduces: what ``AveragedModel`` keeps, or a teacher.
+
+        Raises:
+            SMPUserError: this rank has parts of the parameters only, or their half precision copies.
+        """
+        made = memo[id(self)] = self._copied("copied (copy.deepcopy, AveragedModel)")
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The same for ``pickle`` and ``torch.save``: what is loaded is the unwrapped module."""
+        made = self._copied("pickled (pickle, torch.save)")
+        return operator.itemgetter(0), ([made],)  # the module itself, also where this library is not installed
+
+    def __copy__(self) -> WrappedModule:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(vars(self))
+        return made
+
+    def _copied(self, how: str) -> nn.Module:
+        cfg, module = self._ranks.cfg, self.module
+        degrees = (
+            ("sharded_data_parallel_degree", cfg.sharded_data_parallel_degree),
+            ("tensor_parallel_degree", self._ranks.size(Group.TP)),
+            ("pipeline_parallel_degree", self._ranks.size(Group.PP)),
+        )
+        divided = [f"{name} is {degree}" for name, degree in degrees if degree > 1]
+        if divided and not self.is_whole_copy:
+            raise SMPUserError(
+                f"a wrapped model cannot be {how}: {' and '.join(divided)}, so this rank has only parts of the "
+                f"{type(module).__name__}; call model.state_dict() on every rank and save it, or load it into an unwrapped "
+                f"{type(module).__name__}; for an average of weights, keep one of each value of model.state_dict()"
+            )
+        if self.precision.is_half:
+            raise SMPUserError(
+                f"a wrapped model cannot be {how} while it trains in {self.precision.compute}: the copy would have rounded "
+                "weights, whose averages hardly move, and would not cast its inputs; load model.state_dict() into an unwrapped "
+                f"{type(module).__name__} in float32, and average there"
+            )
+        return plain_copy(module)
+
     # -- where it lies ---------------------------------------------------------------------------------------------
 
     def cpu(self) -> WrappedModule:
@@ -212,18 +256,28 @@ class WrappedModule(nn.Module):
             self.cuda()
         if dtype is None:
             return self
-        changes = any(p.is_floating_point() and p.dtype is not dtype for p in self.module.parameters())
-        if changes and (self._window.reduces or self._placed.optimizer_shards is not None):
-            raise SMPUserError(
-                f"the model cannot become {dtype} after it was wrapped: gradient reduction and the optimizer already know its "
-                'parameters; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
-            )
         return super().to(dtype=dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> WrappedModule:
-        """What ``to``, ``half`` and the like do to every tensor; in half precision training, running buffers are not cast."""
+        """What ``to``, ``half`` and the like do to every tensor; in half precision training, running buffers are not cast.
+
+        Raises:
+            SMPUserError: parameters would get another type, which their gradients' reduction and the optimizer do not know.
+        """
+        if self._window.reduces or self._placed.optimizer_shards is not None:
+            self._refuse_cast(fn)
         with self.precision.keeping_wide(self.module):
             return super()._apply(fn, recurse)
+
+    def _refuse_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for dtype in {p.dtype for p in self.module.parameters() if p.is_floating_point()}:
+            made = fn(torch.empty(0, dtype=dtype)).dtype
+            if made is not dtype:
+                raise SMPUserError(
+                    f"the model's {dtype} parameters cannot become {made} after it was wrapped: gradient reduction and the "
+                    'optimizer already know them; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
+                )
+
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

@@ -520,6 +520,18 @@ class DistributedOptimizer(SavedOptimizer):
         if self._model is None or self._model.shards is None:
             raise SMPAttributeError(f"{name} exists under sharded data parallelism only")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy.deepcopy``, ``pickle`` and ``torch.save``.
+
+        Raises:
+            SMPUserError: always.
+        """
+        raise SMPUserError(
+            f"smp.DistributedOptimizer around {type(self.optimizer).__name__} cannot be copied or pickled, since it updates "
+            "parameters that lie on several ranks; use optimizer.state_dict(), called on every rank, and load_state_dict of "
+            "another optimizer, or smp.save_checkpoint"
+        )
+
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 

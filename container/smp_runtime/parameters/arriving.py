@@ -141,13 +141,22 @@ def wait_before_calls(
     """
     whole = is_one(module)
     held = [parameter for parameter in module.parameters(recurse=whole) if parameter in parameters]
+    if held:
+        module.register_forward_pre_hook(_Waiting(held))
+    for child in () if whole else module.children():
+        wait_before_calls(child, parameters, is_one)
 
-    def before(*_: Any) -> None:
-        for parameter in held:
+
+class _Waiting:
+    """A hook that waits for parameters; what a script copies or saves of the module gets one that waits for none."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
+        self._parameters = parameters
+
+    def __call__(self, *_: Any) -> None:
+        for parameter in self._parameters:
             if type(parameter) is Arriving:
                 wait_for(parameter)
 
-    if held:
-        module.register_forward_pre_hook(before)
-    for child in () if whole else module.children():
-        wait_before_calls(child, parameters, is_one)
+    def __reduce__(self) -> tuple[type[_Waiting], tuple[()]]:
+        return _Waiting, ()

@@ -132,6 +132,7 @@ class Use:
         saves_before: the count of the unit's saves when the call began.
         start: when the call began, in ticks.
         end: when it ended.
+        is_inner: whether it ran inside another call that needs the unit.
     """
 
     saved: bool | None = None
@@ -141,6 +142,7 @@ class Use:
     saves_before: int = 0
     start: int = 0
     end: int = 0
+    is_inner: bool = False
 
 
 class ShardedUnit(FlatUnit):

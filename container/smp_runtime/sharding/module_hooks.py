@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import threading
 import weakref
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
+from smp_runtime.sharding.call_results import lasting, tensors_in
 from smp_runtime.sharding.flat_unit import ShardedUnit, Use
-from smp_runtime.tensors.nested import mapped, storage_of
 from smp_runtime.tensors.torch_private import (
     at_end_of_backward,
     backward_pass,
@@ -45,12 +46,19 @@ class _Call:
 
 @dataclasses.dataclass
 class _Pass:
-    """A backward pass that is running: uses that it has reached and not passed, and how many more of each unit it will."""
+    """A backward pass that is running: uses that it has reached and not passed, and how many more of each unit it will.
 
+    Attributes:
+        ahead: uses that it has not come to, in the order in which their calls ended: the same on all ranks.
+        left_out: uses that it has not reached, but passed.
+    """
+
+    ahead: list[tuple[ShardedUnit, Use]] = dataclasses.field(default_factory=list)
     open: list[tuple[ShardedUnit, Use]] = dataclasses.field(default_factory=list)
     reached: dict[int, ShardedUnit] = dataclasses.field(default_factory=dict)
     counts: dict[int, int] = dataclasses.field(default_factory=dict)
     left: dict[int, int] = dataclasses.field(default_factory=dict)
+    left_out: set[Use] = dataclasses.field(default_factory=set)
 
 
 class _Calls(threading.local):
@@ -80,16 +88,29 @@ class ModuleUses:
     * A trained unit is let go when all its gradients have come, a frozen one or one that several calls share when
       the gradients of the call's inputs have. Not all ranks use the same parameters of a unit, but all must let go of
       it before it is needed again: at the latest when backward reaches what was called before it, or ends.
+    * The losses of ranks may depend on the results of other calls. Forward makes the same calls on all ranks, and backward
+      runs in the reverse order. So a rank whose backward pass leaves out a call takes part for it all the same, with
+      gradients of zero: when it reaches an earlier call, or ends. A pipeline, whose microbatches overlap, has no such order.
 
     Args:
         gradients: sends the gradients of what backward has passed.
+        in_order: whether backward passes run in the reverse order of forward's calls, one after the other.
     """
 
     def __init__(
-        self, module: nn.Module, units: Sequence[ShardedUnit], live: LiveParameters, gradients: ShardedGradients
+        self,
+        module: nn.Module,
+        units: Sequence[ShardedUnit],
+        live: LiveParameters,
+        gradients: ShardedGradients,
+        *,
+        in_order: bool = True,
     ) -> None:
         self.live = live
         self.gradients = gradients
+        self._in_order = in_order
+        #: Uses since the last backward pass began, in the order in which their calls ended.
+        self._made: list[tuple[ShardedUnit, Use]] = []
         self._clock = 0
         self._passes: dict[int, _Pass] = {}
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
@@ -129,10 +150,14 @@ class ModuleUses:
         """Whether a module call runs in this thread."""
         return bool(self._calls.running)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleUses:
+        raise _not_copied("copied")  # the hooks of a module ask for it
+
     def reset(self) -> None:
         """Forget calls that an error has ended."""
         self._calls.running.clear()
         self._passes.clear()
+        self._made.clear()
 
     def leave_inside(self, block: nn.Module) -> str | None:
         """From now on the call of a block counts and no call inside it, so that nothing interrupts it.
@@ -178,11 +203,14 @@ class ModuleUses:
             uses.append(self._enter(unit, call))
 
     def _enter(self, unit: ShardedUnit, call: _Call) -> Use:
-        if unit.calls == 0:
+        # Recomputation finds a unit gathered, and ranks whose losses leave it out do not recompute.
+        if unit.calls == 0 and not (unit.ready and unit.open_uses and backward_pass() != -1):
             self.live.need(unit)
+        # Of this thread: in a pipeline others may be inside calls of the same unit.
+        is_inner = any(unit in outer.units for outer in self._calls.running if outer is not call)
+        use = Use(start=call.start, is_inner=is_inner)
         unit.calls += 1
         unit.called = unit.called or call.start
-        use = Use(start=call.start)
         # Inside somebody else's saved tensor hooks (checkpointing has some) nobody tells what is saved.
         # Of what only some ranks use, it would not be the same on all.
         watches = self._watches() and not unit.by_tokens
@@ -207,10 +235,13 @@ class ModuleUses:
             if use.watched and unit.saves != use.saves_before:
                 use.saved = True
         if call.units:
-            output = _lasting(output, call.units)
+            output = lasting(output, call.units)
         if call.units and torch.is_grad_enabled():
-            self._watch_inputs(call.units, call.uses, call.inputs)
-            self._watch_outputs(call.units, call.uses, output)
+            # A call inside one that needs the same unit, which is gathered and let go for the outer one.
+            outer = [(unit, use) for unit, use in zip(call.units, call.uses, strict=False) if not use.is_inner]
+            if outer:
+                self._watch_inputs(outer, call.inputs)
+                self._watch_outputs(outer, output)
         # An error in between leaves units that were not entered yet.
         for unit in call.units[: len(call.uses)]:
             unit.calls -= 1
@@ -247,37 +278,39 @@ class ModuleUses:
         for index, parameter in enumerate(unit.parameters):
             parameter.register_post_accumulate_grad_hook(hook(index))
 
-    def _watch_outputs(self, units: list[ShardedUnit], uses: list[Use], output: Any) -> None:
-        tensors = [t for t in _tensors(output) if t.grad_fn is not None]
+    def _watch_outputs(self, uses: list[tuple[ShardedUnit, Use]], output: Any) -> None:
+        tensors = [t for t in tensors_in(output) if t.grad_fn is not None]
         if not tensors:
             return
         weak = weakref.ref(self)
         if backward_pass() == -1:  # a recomputation is part of a use that was counted
-            for unit in units:
+            for unit, _ in uses:
                 unit.forward_uses += 1
+            if self._in_order:
+                self._made += uses
 
         def backward_begins(_: torch.Tensor) -> None:
             if (me := weak()) is not None:
-                for unit, use in zip(units, uses, strict=False):
+                for unit, use in uses:
                     me.backward_reaches(unit, use)
 
         for tensor in tensors:
             tensor.register_hook(backward_begins)
 
-    def _watch_inputs(self, units: list[ShardedUnit], uses: list[Use], inputs: Any) -> None:
-        tensors = {id(t): t for t in _tensors(inputs) if t.grad_fn is not None}
+    def _watch_inputs(self, uses: list[tuple[ShardedUnit, Use]], inputs: Any) -> None:
+        tensors = {id(t): t for t in tensors_in(inputs) if t.grad_fn is not None}
         weak = weakref.ref(self)
 
         def gradient_came(_: torch.Tensor) -> None:
             if (me := weak()) is not None:
-                for unit, use in zip(units, uses, strict=False):
+                for unit, use in uses:
                     use.inputs -= 1
                     if use.inputs <= 0:
                         me.backward_passed(unit, use)
                     else:
                         me.backward_passes(unit, use)
 
-        for use in uses:
+        for _, use in uses:
             use.inputs = len(tensors)
         for tensor in tensors.values():
             tensor.register_hook(gradient_came)
@@ -287,7 +320,23 @@ class ModuleUses:
         if use.began:
             return
         use.began = True
-        self._reach(unit, use)
+        now = self._running_pass()
+        if use in now.left_out:  # a result that was there before the call, and that needs nothing of it
+            return
+        if any(other is use for _, other in now.ahead):
+            while now.ahead[-1][1] is not use:
+                self._leave_out(now)
+            now.ahead.pop()
+        self._begin(now, unit, use)
+
+    def _leave_out(self, now: _Pass) -> None:
+        """This rank's backward pass has left out a call, for which other ranks may gather and send gradients."""
+        unit, use = now.ahead.pop()
+        now.left_out.add(use)
+        self._begin(now, unit, use)
+
+    def _begin(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
+        self._reach(now, unit, use)
         unit.open_uses.add(use)
         unit.quiet = False
         if use.saved is not False:
@@ -311,8 +360,8 @@ class ModuleUses:
         unit.quiet = unit.quiet and bool(unit.open_uses)
         self.live.done(unit)
 
-    def _reach(self, unit: ShardedUnit, use: Use) -> None:
-        """Backward has reached a use, so it has passed all that were called after the use had ended."""
+    def _running_pass(self) -> _Pass:
+        """The backward pass that runs; it begins if this is the first use that it reaches."""
         task = backward_pass()
         if task not in self._passes:
             weak = weakref.ref(self)
@@ -322,9 +371,13 @@ class ModuleUses:
                     me.end_pass(task)
 
             self.backward_begins()
-            self._passes[task] = _Pass()
+            ahead, self._made = self._made, []
+            self._passes[task] = _Pass(ahead)
             at_end_of_backward(backward_ends)
-        now = self._passes[task]
+        return self._passes[task]
+
+    def _reach(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
+        """Backward has reached a use, so it has passed all that were called after the use had ended."""
         for other in [other for other in now.open if other[1].start > use.end]:
             self._leave(now, *other)
         if id(unit) not in now.reached:
@@ -349,6 +402,8 @@ class ModuleUses:
         now = self._passes.pop(task, None)
         if now is None:  # abandoned
             return
+        while now.ahead:
+            self._leave_out(now)
         for unit, use in now.open:
             if use in unit.open_uses:
                 unit.open_uses.discard(use)
@@ -419,52 +474,18 @@ class _WatchedParameters(dict):
             uses.read(parameter)
         return parameter
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return dict, (dict(self.items()),)
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self.items()), memo)  # for a whole copy, whose values come from elsewhere
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied("pickled")
 
 
-def _lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
-    """What a call returns, with copies of what is a view of its parameters: their memory goes when the call has ended.
-
-    Raises:
-        SMPUserError: an object that cannot be copied has such a view.
-    """
-    keys = {unit.storage_key for unit in units}
-
-    def is_view(leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and storage_of(leaf) in keys
-
-    if not any(map(is_view, _tensors(output))):
-        return output
-    output = mapped(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
-    if any(is_view(left) and not isinstance(left, nn.Parameter) for left in _tensors(output)):
-        raise SMPUserError(
-            f"{units[0].name or 'the model'} returns a {type(output).__name__} with a view of its parameter, whose memory is freed "
-            "when the call has ended: return view.clone()"
-        )
-    return output
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors in nested containers, dataclasses and other plain objects."""
-    found: list[torch.Tensor] = []
-    waiting, seen = [value], set()
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, str | bytes | int | float | bool | type(None) | nn.Module) or id(item) in seen:
-            continue
-        elif isinstance(item, Mapping):
-            seen.add(id(item))
-            waiting.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            seen.add(id(item))
-            waiting.extend(item)
-        elif hasattr(item, "__dict__"):
-            seen.add(id(item))
-            waiting.extend(vars(item).values())
-    return found
+def _not_copied(how: str) -> SMPUserError:
+    return SMPUserError(
+        f"a module inside smp.DistributedModel cannot be {how} with sharded data parallelism, since this rank has only its shard "
+        "of the parameters; call model.state_dict() on every rank and save it, or load it into an unwrapped model"
+    )
 
 
 def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -101,7 +101,8 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 own(parameter, owner)
             unit.detach()
             unit.mark_parameters()
-        self.uses = ModuleUses(module, self.units, self.live, self.gradients)
+        in_order = ranks.size(Group.PP) == 1
+        self.uses = ModuleUses(module, self.units, self.live, self.gradients, in_order=in_order)
         self._follow_writes(module)
         self._reads = StateReads(module, self.uses, degree)
         self._autocast = AutocastWarning(self.units, ranks.device, speaks=ranks.rank == 0)
