@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,9 @@ from smp_launch.watch.watch import Watch
 if TYPE_CHECKING:
     from smp_launch.job import Job
     from smp_launch.signals import StopRequests
+
+#: A limit of open files below which it is likely the reason why nothing starts: mpirun has some 30, and some for each rank.
+_FEW_FILES = 128
 
 #: Seconds within which a rank's failure may be the consequence of a host's end that was noticed later.
 _SAME_MOMENT = 2.0
@@ -194,6 +198,14 @@ def cause_of(collector: FailureCollector, outcome: Outcome, program: str) -> Cau
         return Cause(
             f"all ranks have ended, but {program} had not ended after them, and was killed: it could not tell whether they ended "
             "well; look for a rank's error in the log, and start the job again"
+        )
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    is_silent = not (outcome.stopped_by or outcome.first_failed or collector.failing or collector.started)
+    if is_silent and outcome.returncode and 0 <= most < _FEW_FILES:
+        return Cause(
+            f"{program} ended with code {outcome.returncode} before any script began, and may have only {most:,} files open: "
+            "raise the limit with 'ulimit -n 4096' before the job starts",
+            "\n".join(collector.messages),
         )
     return collector.first_cause(
         outcome.returncode,
