@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
     if optimizer is None and (partial or model is None):  # a full model that is asked for by itself is one file
         optimizer = _optimizer(session)
     _check_optimizer(optimizer)
-    folder = Path(path)
+    folder = _folder(path)
 
     def content(save_id: str | None = None) -> bytes:
         found = user_content if save_id is None else wrapped(user_content, save_id, Positions.of(session.ranks).state())
@@ -137,6 +138,14 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
             in_background=async_save,
             has_content=user_content is not None,
         )
+
+
+def _folder(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise SMPUserError(
+            f"the path of a checkpoint is given as {type(path).__name__}, which names no folder; pass the folder as a string"
+        )
+    return Path(path)
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -271,7 +280,7 @@ def resume_from_checkpoint(
             "the one that smp.DistributedModel returned"
         )
     model, optimizer = models[0], _optimizer(session) if load_optimizer else None
-    folder = Path(path)
+    folder = _folder(path)
     if not partial and (adapters := find_adapters(model, folder, tag)):
         with _raised_on_all(session):
             load_adapters(model, adapters, strict=strict)
