@@ -35,6 +35,15 @@ def note_room(error: BaseException, folder: Path) -> None:
         error.room = free_space(folder)  # type: ignore[attr-defined]
 
 
+def has_room(folder: Path, needed: int) -> bool:
+    """Whether a folder's disk has so many bytes for this user, as far as it can be told."""
+    try:
+        about = os.statvfs(folder)
+    except OSError:
+        return True
+    return about.f_bavail * about.f_frsize >= needed and (about.f_favail > 0 or not about.f_files)
+
+
 def free_space(folder: Path) -> str:
     """``"1,024 of 4,194,304 bytes are free"`` on the disk of a folder, which need not be there yet."""
     while not folder.exists() and folder != folder.parent:

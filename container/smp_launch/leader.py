@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_config.disk_space import has_room
 from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, SHARED_MEMORY, restart_count
 from smp_config.recovery import FOLDER_VARIABLE as MEMORY_FOLDER_VARIABLE
 from smp_config.whereabouts import FOLDER_VARIABLE
@@ -42,6 +43,9 @@ from smp_launch.watch.watch import Watch
 if TYPE_CHECKING:
     from smp_launch.job import Job
     from smp_launch.signals import StopRequests
+
+#: Of shared memory, what Open MPI takes for each rank, or a little more.
+_MPI_BYTES = 20 << 20
 
 #: A limit of open files below which it is likely the reason why nothing starts: mpirun has some 30, and some for each rank.
 _FEW_FILES = 128
@@ -230,5 +234,7 @@ def _private_dirs(job: Job, others: OtherHosts | None) -> Iterator[PrivateDirs]:
         session = stack.enter_context(private_dir(Path(tempfile.gettempdir())))
         memory = None
         if job.mpi is not None and os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-            memory = stack.enter_context(private_dir(SHARED_MEMORY))
+            # In a full one MPI would end every rank.
+            is_full = not has_room(SHARED_MEMORY, _MPI_BYTES * job.layout.world_size)
+            memory = stack.enter_context(private_dir(Path(tempfile.gettempdir()) if is_full else SHARED_MEMORY))
         yield PrivateDirs(session, memory)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_config.disk_space import full_disk, no_more_files, note_room
+from smp_config.disk_space import full_disk, has_room, no_more_files, note_room
 from smp_config.records import FailureRecord, format_failure, parse_failure
 from smp_launch import early_ends, output, supervise
 from smp_launch.command import as_root
@@ -225,3 +225,9 @@ def test_room_is_told_as_it_was(tmp_path, monkeypatch):
     assert "(0 bytes are free" in full_disk(error, tmp_path / "x")
     assert "ulimit -n" in no_more_files(OSError(24, "Too many open files"))
     assert no_more_files(OSError(2, "No such file")) is None
+
+
+def test_room_of_shared_memory(tmp_path):
+    assert has_room(tmp_path, 0)
+    assert not has_room(tmp_path, 1 << 62)
+    assert has_room(tmp_path / "missing", 1 << 62)
