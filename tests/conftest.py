@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test needs a name server; PyTorch asks one for the name of 127.0.0.1 whenever a rank connects.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("SAGEMAKER_SUPPRESS_V2_WARNING", "1")
+# A shell that ignores SIGINT, as for a job in the background, hands that on to the notebooks to which tests send Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 #: What a write says where there is no room: the disk's, the user's share of it, or the largest file of this process.
@@ -28,6 +29,21 @@ def why_full(error: BaseException) -> str | None:
     return next((said for number, said in _FULL.items() if os.strerror(number) in text), None)
 
 
+def note_room(error: BaseException, folder: Path) -> None:
+    """Keep with an error of a full disk how much was free, before what was written in vain is removed."""
+    if why_full(error):
+        error.room = free_space(folder)  # type: ignore[attr-defined]
+
+
+def has_room(folder: Path, needed: int) -> bool:
+    """Whether a folder's disk has so many bytes for this user, as far as it can be told."""
+    try:
+        about = os.statvfs(folder)
+    except OSError:
+        return True
+    return about.f_bavail * about.f_frsize >= needed and (about.f_favail > 0 or not about.f_files)
+
+
 def free_space(folder: Path) -> str:
     """``"1,024 of 4,194,304 bytes are free"`` on the disk of a folder, which need not be there yet."""
     while not folder.exists() and folder != folder.parent:
@@ -47,4 +63,22 @@ def full_disk(error: BaseException, path: Path) -> str | None:
     if (why := why_full(error)) is None:
         return None
     folder = path if path.is_dir() else path.parent
-    return f"{path} cannot be written: {why} ({free_space(folder)} on the disk of {folder})"
+    room = getattr(error, "room", None) or free_space(folder)
+    return f"{path} cannot be written: {why} ({room} on the disk of {folder})"
+
+
+#: What opening a file says where no more may be open: of this process, and of the system.
+_OPEN_FILES = {
+    errno.EMFILE: "this process may have no more files open",
+    errno.ENFILE: "the system has too many files open",
+}
+
+
+def no_more_files(error: BaseException) -> str | None:
+    """What to do where a file cannot be opened because too many are; None for an error that means something else."""
+    if not isinstance(error, OSError) or error.errno not in _OPEN_FILES:
+        return None
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"{_OPEN_FILES[error.errno]}, and the limit is {most:,}: raise it with 'ulimit -n 4096' before the job starts"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from smp_config.disk_space import full_disk
+from smp_config.disk_space import full_disk, no_more_files
 from smp_config.error_codes import marked
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
@@ -64,9 +64,12 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
         code, cause = stop_code(error.by), Cause(marked(str(error), error))
     except OSError as error:
         said = full_disk(error, Path(error.filename if isinstance(error.filename, str) else tempfile.gettempdir()))
-        code, cause = (
-            _itself(error) if said is None else (CANNOT_START, Cause(f"the job cannot go on: {said}; make room there"))
-        )
+        if said is not None:
+            code, cause = CANNOT_START, Cause(f"the job cannot go on: {said}; make room there")
+        elif (why := no_more_files(error)) is not None:
+            code, cause = CANNOT_START, Cause(f"the job cannot go on: {why}")
+        else:
+            code, cause = _itself(error)
     except Exception as error:
         code, cause = _itself(error)
     if cause is not None:

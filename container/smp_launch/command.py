@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,6 +265,9 @@ def check_size(command: Sequence[str], environ: Mapping[str, str]) -> None:
 def as_root(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for mpirun: allowed to run as root where we are root, and free of an outer mpirun's marks."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_MPI)}
+    if not kept.get("HOME"):  # mpirun does not start without one, as in a service or a container with its own user
+        home = os.path.expanduser(f"~{os.geteuid()}" if "HOME" in kept else "~")
+        kept["HOME"] = home if os.path.isabs(home) else tempfile.gettempdir()
     if os.geteuid() == 0:
         for prefix in ("OMPI", "PRTE"):
             kept[f"{prefix}_ALLOW_RUN_AS_ROOT"] = "1"

@@ -27,7 +27,7 @@ def leave_working_folder(package: str) -> None:
     Args:
         package: the folder of the package that is run; where it lies in the working folder, the folder stays.
     """
-    of_module = sys.argv[:1] == ["-m"] and "smp_launch" in sys.orig_argv
+    of_module = sys.argv[:1] == ["-m"] and any(word.split(".")[0] == "smp_launch" for word in sys.orig_argv)
     if of_module and not getattr(sys.flags, "safe_path", False) and sys.path[:1] != [os.path.dirname(package)]:
         del sys.path[0]
 

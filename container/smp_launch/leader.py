@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_config.disk_space import has_room
 from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, SHARED_MEMORY, restart_count
 from smp_config.recovery import FOLDER_VARIABLE as MEMORY_FOLDER_VARIABLE
 from smp_config.whereabouts import FOLDER_VARIABLE
@@ -41,6 +43,12 @@ from smp_launch.watch.watch import Watch
 if TYPE_CHECKING:
     from smp_launch.job import Job
     from smp_launch.signals import StopRequests
+
+#: Of shared memory, what Open MPI takes for each rank, or a little more.
+_MPI_BYTES = 20 << 20
+
+#: A limit of open files below which it is likely the reason why nothing starts: mpirun has some 30, and some for each rank.
+_FEW_FILES = 128
 
 #: Seconds within which a rank's failure may be the consequence of a host's end that was noticed later.
 _SAME_MOMENT = 2.0
@@ -195,6 +203,14 @@ def cause_of(collector: FailureCollector, outcome: Outcome, program: str) -> Cau
             f"all ranks have ended, but {program} had not ended after them, and was killed: it could not tell whether they ended "
             "well; look for a rank's error in the log, and start the job again"
         )
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    is_silent = not (outcome.stopped_by or outcome.first_failed or collector.failing or collector.started)
+    if is_silent and outcome.returncode and 0 <= most < _FEW_FILES:
+        return Cause(
+            f"{program} ended with code {outcome.returncode} before any script began, and may have only {most:,} files open: "
+            "raise the limit with 'ulimit -n 4096' before the job starts",
+            "\n".join(collector.messages),
+        )
     return collector.first_cause(
         outcome.returncode,
         outcome.stopped_by,
@@ -218,5 +234,7 @@ def _private_dirs(job: Job, others: OtherHosts | None) -> Iterator[PrivateDirs]:
         session = stack.enter_context(private_dir(Path(tempfile.gettempdir())))
         memory = None
         if job.mpi is not None and os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-            memory = stack.enter_context(private_dir(SHARED_MEMORY))
+            # In a full one MPI would end every rank.
+            is_full = not has_room(SHARED_MEMORY, _MPI_BYTES * job.layout.world_size)
+            memory = stack.enter_context(private_dir(Path(tempfile.gettempdir()) if is_full else SHARED_MEMORY))
         yield PrivateDirs(session, memory)

@@ -50,6 +50,7 @@ def enter(place: Place, arguments: Sequence[str]) -> Program:
     place.is_alone = layout.kind is Kind.SCRIPT
     place.rank = _rank_of(layout, os.environ)
     place.host = layout.host_of(place.rank)
+    place.has_input = False
     if not place.is_alone and REPORT_VARIABLE in os.environ:
         place.pipes = Path(os.environ[REPORT_VARIABLE])
     tree = _prepare(layout, place.rank, os.environ)

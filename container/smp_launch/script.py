@@ -40,6 +40,7 @@ class Place:
     is_alone: bool = False  # without other ranks: its failure ends by the interpreter's own exit
     is_supervised: bool = True  # a launcher of this package reads its lines, and forwards a stop as SIGUSR2
     pipes: Path | None = None  # the folder of pipes to the launcher that this process has not opened yet
+    has_input: bool = True  # its standard input ends at some time, which that of mpirun does not always
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,7 @@ def run_to_end(place: Place, enter: Callable[[], Program], wrapper: Wrapper) -> 
     environ, standby = dict(os.environ), os.environ.pop(SOCKET_VARIABLE, "")
     try:
         program = enter()
-        if place.is_supervised:
-            _settle(place)
+        _settle(place)
         if program.script.suffix == ".sh":
             _run_shell(place, program)
         else:
@@ -126,15 +126,13 @@ def _end_failed(place: Place, error: BaseException, folders: Iterable[str]) -> i
 
 
 def _settle(place: Place) -> None:
-    """Write to the launcher itself, read nothing, and let signals mean what they mean in a program of its own.
-
-    Without a terminal, mpirun holds the input of the first rank open without an end.
-    """
+    """Write to the launcher itself, and let signals mean what they mean in a program of its own."""
     if place.pipes is not None:
         take_pipes(place.pipes, place.rank)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    if not place.has_input:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         if signal.getsignal(number) is signal.SIG_IGN:  # by the shell that has started the job
             signal.signal(number, signal.SIG_DFL)

@@ -36,6 +36,8 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         for number in (*_STOPPING, signal.SIGCHLD):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # started by nohup: the job lives on when its terminal is closed
             self._before[number] = signal.signal(number, self._noted)
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _give_up)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

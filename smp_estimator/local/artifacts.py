@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from smp_config.disk_space import note_room
 from smp_estimator.local.tree import copy_folder, is_left_out
 from smp_estimator.local.uris import bucket_and_key, is_s3_uri, path_of
 
@@ -54,6 +55,7 @@ def pack(directories: Sequence[Path], name: str, destination: str) -> str:
         os.chmod(partial, 0o644)
         os.replace(partial, folder / name)
     except BaseException as error:
+        note_room(error, folder)
         Path(partial).unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = str(folder / name)  # a write says why it failed, not where
@@ -160,6 +162,9 @@ def _copy_plain(directories: Sequence[Path], target: Path) -> None:
             shutil.copytree(partial, target, dirs_exist_ok=True)
         else:
             os.replace(partial, target)
+    except OSError as error:
+        note_room(error, target.parent)
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import re
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import ConfigError, JobSettings
-from smp_config.disk_space import full_disk
+from smp_config.disk_space import full_disk, no_more_files, note_room
 from smp_estimator.local.channels import read_channels
 from smp_estimator.local.job import JobSession, ProcessJob
 from smp_estimator.local.tree import CHECKPOINTS_IN_CONTAINER, JobTree
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 STARTED: dict[str, ProcessJob] = {}
 
 _JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
+
+#: What making a folder says where this user may not, on a disk for reading only, or below a file.
+_NOT_WRITABLE = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP))
 
 #: Parts of a request that only the service can honour.
 _IGNORED = {
@@ -93,7 +97,8 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
             job = ProcessJob(
                 name, tree, request, session=session, destination=output_path or f"file://{tree.artifacts}"
             )
-        except BaseException:
+        except BaseException as error:
+            note_room(error, tree.root)
             shutil.rmtree(tree.root, ignore_errors=True)
             raise
         try:
@@ -111,7 +116,8 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
                 session=session,
             )
             job.start()
-        except BaseException:
+        except BaseException as error:
+            note_room(error, tree.root)
             job.discard()
             raise
     STARTED[name] = job
@@ -125,6 +131,13 @@ def _naming_full_disk(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         path = Path(error.filename) if isinstance(error.filename, str) else root
+        if (why := no_more_files(error)) is not None:
+            raise LaunchError(f"the job cannot start: {why}") from error
+        if error.errno in _NOT_WRITABLE and path.is_relative_to(root.parent):
+            raise LaunchError(
+                f"{path} cannot be made ({error.strerror}); every job gets folders with a copy of its code, in {root}: give a "
+                "folder that can be written to with ProcessSession(root=…) or ModelTrainer(local_container_root=…)"
+            ) from error
         if (said := full_disk(error, path)) is None:
             raise
         raise LaunchError(

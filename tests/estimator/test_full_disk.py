@@ -113,12 +113,19 @@ def test_a_disk_without_room_for_the_code(make: Make, disk: Path, script: Path) 
     assert list((disk / "jobs").iterdir()) == []
 
 
+def test_a_root_that_cannot_be_made(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    session = ProcessSession(root=tmp_path / "file" / "jobs", launcher=FAKE_BOOTSTRAP)
+    with pytest.raises(LaunchError, match=r"file/jobs cannot be made \(Not a directory\).*ProcessSession\(root=…\)"):
+        make(sagemaker_session=session).fit()
+
+
 def test_a_disk_without_room_for_the_model(make: Make, disk: Path) -> None:
     (disk / "filling").write_bytes(bytes(1 << 20))
     estimator = make(output_path=f"file://{disk}")
     with pytest.raises(UnexpectedStatusException) as caught:
         estimator.fit(logs=False)
-    assert f"{disk / 'model.tar.gz'} cannot be written: the disk is full (" in str(caught.value)
+    assert f"{disk / 'model.tar.gz'} cannot be written: the disk is full (0 of 1,048,576 bytes" in str(caught.value)
     assert sorted(path.name for path in disk.iterdir()) == ["filling"]
     job = estimator.sagemaker_session.job(estimator.latest_training_job.name)
     assert (job.tree.hosts[0].model_dir / "shared.txt").exists(), "the model is not lost"

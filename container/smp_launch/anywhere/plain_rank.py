@@ -56,10 +56,19 @@ def enter(place: Place, arguments: Sequence[str]) -> Program:
     place.is_alone = surroundings.size == 1
     place.host = surroundings.host
     place.rank = rank_of(surroundings, int(local))
+    place.has_input = not (surroundings.uses_mpi and _reads_null(os.getppid()))
     prepare(surroundings, int(local), os.environ)
     path = Path(script).absolute()
     make_findable(os.environ, None, smddp=False, libraries=PARAMETERS_VARIABLE in os.environ)
     return Program(path, words, path.parent)
+
+
+def _reads_null(pid: int) -> bool:
+    """Return whether a process has no input: Open MPI 5 holds that of its first rank open without an end then."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/0") == os.devnull
+    except OSError:
+        return False
 
 
 def rank_of(surroundings: Surroundings, local: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import click
 
 from smp_config import strict_json
+from smp_config.disk_space import full_disk, no_more_files
 from smp_config.error_codes import marked
 from smp_config.errors import ConfigError
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
@@ -83,6 +85,12 @@ def _run(job: LocalJob, failure_file: str | None, environ: Mapping[str, str]) ->
             return code
     except (ConfigError, LaunchError) as error:
         return _end(CANNOT_START, Cause(marked(f"the job cannot start: {error}", error)), failure_file)
+    except OSError as error:
+        path = Path(error.filename if isinstance(error.filename, str) else tempfile.gettempdir())
+        why = full_disk(error, path) or no_more_files(error)
+        if why is None:
+            raise
+        return _end(CANNOT_START, Cause(f"the job cannot go on: {why}"), failure_file)
     except Stopped as error:
         return _end(stop_code(error.by), Cause(marked(str(error), error)), failure_file)
 

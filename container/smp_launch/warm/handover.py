@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from smp_launch.isolated import program
 from smp_launch.warm import messages
 from smp_launch.warm.conditions import conditions
 from smp_launch.warm.imports import SOCKET_VARIABLE
@@ -62,13 +61,14 @@ def main(arguments: Sequence[str]) -> int:
         connection.close()
         return _run(module, words, refused)
     spec = importlib.util.find_spec(module)
+    own = sys.orig_argv.index("smp_launch.warm.handover")  # with its first two words: the rest is the wrapper's
     place = {
         "module": module,
         "arguments": words,
         "environ": environ,
         "path": sys.path,
         "argv": [spec.origin if spec else module, *words],
-        "orig_argv": program(module, *words),
+        "orig_argv": [*sys.orig_argv[:own], *sys.orig_argv[own + 3 :]],
         "with_group": whose == "group",
     }
     _follow(connection, place)

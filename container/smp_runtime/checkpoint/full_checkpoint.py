@@ -256,7 +256,9 @@ def _open(
         optimizer_state = read_full_state(optimizer_file)
         ids[str(optimizer_file)] = optimizer_state.pop(SAVE_ID, None)
         values = optimizer_state["state"].values()
-        refuse_state_of_others(optimizer.optimizer, optimizer_state["param_groups"], values, f"the file {optimizer_file}")
+        refuse_state_of_others(
+            optimizer.optimizer, optimizer_state["param_groups"], values, f"the file {optimizer_file}"
+        )
         found = fitted(session, model, optimizer, optimizer_state, str(optimizer_file))
         if isinstance(found, NamedState):
             with_states = WithStates(optimizer, found, str(optimizer_file))

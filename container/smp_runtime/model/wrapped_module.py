@@ -278,7 +278,6 @@ class WrappedModule(nn.Module):
                     'optimizer already know them; cast it before smp.DistributedModel, or train with "fp16" or "bf16"'
                 )
 
-
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ import socket
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -333,14 +333,15 @@ def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
         SMPUserError: something else inside, or something that cannot be pickled at all.
     """
     buffer = io.BytesIO()
+    is_plain = _is_plain(content)
     try:
-        torch.save(content, buffer)
+        torch.save(content, buffer, pickle_module=_WithoutTensors if is_plain else pickle)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise SMPUserError(
             f"user_content holds something that cannot be saved ({str(error).splitlines()[0]}: pickle refuses it); keep to "
             "dictionaries, lists, numbers, strings, tensors and arrays"
         ) from None
-    if trusted:
+    if trusted or is_plain:
         return buffer.getvalue()
     buffer.seek(0)
     try:
@@ -353,6 +354,54 @@ def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
             "pass trust_user_content=True to save_checkpoint and to resume_from_checkpoint"
         ) from None
     return buffer.getvalue()
+
+
+#: What PyTorch's safe loader reads whatever its value; of an integer, if it has at most so many bits.
+_PLAIN = frozenset((bool, float, str, type(None)))
+_MOST_BITS = 2000
+
+
+class _WithoutTensors:
+    """What ``torch.save`` takes for the ``pickle`` module; it asks nothing about each element, as none is a tensor."""
+
+    class Pickler:
+        """Writes with Python's own pickler, whatever ``torch.save`` adds in its subclass."""
+
+        def __init__(self, file: IO[bytes], protocol: int) -> None:
+            self._pickler = pickle.Pickler(file, protocol)
+
+        def dump(self, content: Any) -> None:
+            """Write ``content``."""
+            self._pickler.dump(content)
+
+
+def _is_plain(content: Any) -> bool:
+    """Return whether content has nothing but lists, tuples, dictionaries, short integers, numbers and strings.
+
+    Its types are looked at by collections, since loading it back takes microseconds for each element.
+    """
+    waiting, seen = [content], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if type(found) is dict:
+            waiting += [list(found), list(found.values())]
+            continue
+        elements = found if type(found) in (list, tuple) else [found]
+        kinds = set(map(type, elements)) - _PLAIN
+        if int in kinds and not all(-(1 << _MOST_BITS) < each < 1 << _MOST_BITS for each in _of(elements, int)):
+            return False
+        if not kinds <= {int, list, tuple, dict}:
+            return False
+        if kinds - {int}:
+            waiting += _of(elements, list, tuple, dict)
+    return True
+
+
+def _of(elements: Iterable[Any], *kinds: type) -> list[Any]:
+    return [each for each in elements if type(each) in kinds]
 
 
 def read_user_content(path: Path, *, trusted: bool = False, files: CheckpointFiles | None = None) -> Any:
