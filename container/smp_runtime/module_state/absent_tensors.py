@@ -200,8 +200,10 @@ class AbsentAttributes:
         self._former.clear()
 
 
-def absent_parameter(parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype) -> AbsentParameter:
-    """The stand-in for a parameter, with its shape and ``requires_grad``, and the type that it has on its stage."""
+def absent_parameter(
+    parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype | None = None
+) -> AbsentParameter:
+    """The stand-in for a parameter, with its shape and ``requires_grad``, and the type that it has on its stage, if another."""
     made: AbsentParameter = _stand_in(AbsentParameter, parameter, f"parameter {name}", stage, dtype)
     return made
 
