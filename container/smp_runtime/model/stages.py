@@ -232,7 +232,7 @@ class Stages:
                 if id(record.parameter) in scripted:
                     make_absent_in_place(record.parameter, record.name, record.placement.stage)
                 else:
-                    _make_absent(record)
+                    _make_absent(record, self.precision.compute)
 
     def created(self) -> Callable[[nn.Parameter, torch.Tensor], None] | None:
         """What gives parameters that are created late their values: on a stage, only its own; None where all get them."""
@@ -295,10 +295,15 @@ def _wholly_on(module: nn.Module, device: torch.device) -> Iterator[None]:
             owner._buffers[name] = buffer
 
 
-def _make_absent(record: ParameterRecord) -> None:
+def _make_absent(record: ParameterRecord, compute: torch.dtype | None) -> None:
     """Free a parameter of another stage; what is left tells its name and stage where it is used."""
     record.parameter.grad = None
-    absent = absent_parameter(record.parameter, record.name, record.placement.stage)
+    like = record.parameter
+    if (
+        compute is not None and like.is_floating_point()
+    ):  # models ask parameters for the type that their inputs must have
+        like = nn.Parameter(torch.empty_like(like, dtype=compute, device="meta"), like.requires_grad)
+    absent = absent_parameter(like, record.name, record.placement.stage)
     vars(absent).update({**vars(record.parameter), **vars(absent)})  # what the script has set on it
     try:
         swap_contents(record.parameter, absent)

@@ -175,7 +175,9 @@ class ModelState:
                 if isinstance(loaded, torch.Tensor):
                     where = slices.get(name.removeprefix(prefix))
                     fits = where is None or tuple(loaded.shape) == tuple(value.shape)
-                    computed = (loaded if fits or where is None else where.cut(loaded)).to("cpu", value.dtype, copy=True)
+                    computed = (loaded if fits or where is None else where.cut(loaded)).to(
+                        "cpu", value.dtype, copy=True
+                    )
             if computed is None:
                 raise SMPUserError(
                     f"{name} has no values before the first step of a pipeline: it is on the meta device, and was not recorded by "

@@ -252,7 +252,9 @@ class DistributedOptimizer(SavedOptimizer):
             if former is not None and not is_without_values(former):
                 updated = shard.optimized
                 self.optimizer.state[updated] = {
-                    key: shard.part_of(v).to(updated.device, updated.dtype, copy=True) if _is_shaped(v, parameter) else v
+                    key: shard.part_of(v).to(updated.device, updated.dtype, copy=True)
+                    if _is_shaped(v, parameter)
+                    else v
                     for key, v in former.items()
                 }
 

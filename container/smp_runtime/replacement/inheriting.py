@@ -133,7 +133,10 @@ def inherit(original: nn.Module, made: nn.Module, to_ours: Translate | None, tit
 
 
 def inherit_parameter_attributes(
-    original: nn.Module, made: nn.Module, successors: Mapping[int, list[nn.Parameter]], slices: Mapping[str, TensorSlice]
+    original: nn.Module,
+    made: nn.Module,
+    successors: Mapping[int, list[nn.Parameter]],
+    slices: Mapping[str, TensorSlice],
 ) -> list[str]:
     """Set what a script has set on parameters of ``original`` on those that take their places.
 
