@@ -166,3 +166,15 @@ def test_accelerate_takes_the_optimizer_as_prepared(solo):
     scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1))
     scheduler.step()
     assert scheduler.get_last_lr() == [pytest.approx(0.05)]
+
+
+def test_state_that_a_constructor_made_of_parameters_without_values_is_made_again(solo):
+    solo({})
+    with smp.delay_param_initialization():
+        module = nn.Linear(4, 2)
+    inner = torch.optim.Adagrad(module.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(inner)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    assert torch.equal(inner.state[module.bias]["sum"], torch.full((2,), 9.5))

@@ -69,6 +69,7 @@ class StepState:
 
     Attributes:
         seed_scale: what the backward pass that runs has multiplied its losses with.
+        is_in_forward: whether a forward pass runs outside of a step.
         is_tracing: whether the step that runs only traces the model, to partition it.
         count: steps that have ended.
         watch: hears of microbatches where there is no pipeline; None: nobody does.
@@ -76,6 +77,7 @@ class StepState:
 
     def __init__(self, *, has_threads: bool) -> None:
         self.seed_scale = 1.0
+        self.is_in_forward = False
         self.is_tracing = False
         self.count = 0
         self.watch: StepWatch | None = None

@@ -248,12 +248,17 @@ class GradientWindow:
     @contextlib.contextmanager
     def forward(self, *, evaluates: bool) -> Iterator[None]:
         """Around a forward pass, with ``evaluates`` a window of its own: sharded parameters are gathered as they are used."""
-        shards = self.shards
+        step, shards = self._ranks.step, self.shards
         if shards is None:
-            yield
+            before, step.is_in_forward = step.is_in_forward, True
+            try:
+                yield
+            finally:
+                step.is_in_forward = before
             return
         if evaluates:
             self.open()
+        before, step.is_in_forward = step.is_in_forward, True
         try:
             with shards.forward():
                 yield
@@ -262,6 +267,8 @@ class GradientWindow:
                 shards.abandon_window()
                 self.open()
             raise
+        finally:
+            step.is_in_forward = before
         if evaluates:
             shards.finish_window(reduces=False)
             self.open()

@@ -20,6 +20,7 @@ from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
+from smp_runtime.tensor_parallel.whole_weights import is_read_in_forward, whole_weight
 
 
 def current_group() -> TensorGroup:
@@ -163,6 +164,10 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         self.tensor_group = alone
         self.tensor_slices = {name: TensorSlice.of(w.shape, w.dim, 0, 1) for name, w in self.tensor_slices.items()}
 
+    def own(self, name: str) -> Any:
+        """This rank's part of a parameter, for the module's own ``forward``."""
+        return self._parameters[name]
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Whole weights load too: each rank takes its part of them."""
         for name, where in self.tensor_slices.items():
@@ -170,3 +175,23 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
             if isinstance(value, torch.Tensor) and tuple(value.shape) == where.shape != where.local_shape:
                 state_dict[prefix + name] = where.cut(value)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class ReadByOthers(DistributedModule):
+    """A module that may stand in the place of one of the script's, whose weights code around it may read.
+
+    While a forward pass runs they are whole for others than itself; it reads its part by :meth:`own`.
+    """
+
+    #: Set where it stands for a module of the script's.
+    replaced_class: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a submodule, buffer or parameter; of a split parameter the whole, where a forward pass reads it."""
+        value = super().__getattr__(name)
+        where = self.__dict__.get("tensor_slices", {}).get(name)
+        if where is None or not self.replaced_class or value is None or self.tensor_group.size == 1:
+            return value
+        if tuple(value.shape) != where.local_shape or not is_read_in_forward(self.tensor_group):
+            return value
+        return whole_weight(f"{name} of a {self.replaced_class}", value, where, self.tensor_group)

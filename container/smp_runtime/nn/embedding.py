@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_runtime.job import session as sessions
-from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
+from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, ReadByOthers
 from smp_runtime.tensor_parallel.collectives import (
     agreeing_on_shape,
     exchanged,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.initialisation import Fill
 
 
-class DistributedEmbedding(DistributedModule):
+class DistributedEmbedding(ReadByOthers):
     """``nn.Embedding`` with a weight of ``[num_embeddings, embedding_dim / tp]`` on each rank.
 
     Args:
@@ -91,7 +91,7 @@ class DistributedEmbedding(DistributedModule):
         group = self.tensor_group
         own = group.size > 1 and not group.prescaled
         ids = whole_batch(agreeing_on_shape(input, group), group) if own else input
-        mine = F.embedding(ids, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        mine = F.embedding(ids, self.own("weight"), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         if group.size == 1 or self._skip_allgather:
             return mine
         if own and not self._skip_scatter_and_merge:

@@ -10,12 +10,12 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
 from smp_runtime.tensor_parallel.collectives import agreeing_on_shape, exchanged, scatter_summed, sliced, summed
 from smp_runtime.tensor_parallel.initialisation import constant, normal, uniform_for
 
 
-class DistributedLinear(DistributedModule):
+class DistributedLinear(ReadByOthers):
     """``nn.Linear`` with a weight of ``[out, in / tp]`` on each rank.
 
     With a batch per rank, the ranks exchange their features of the input and reduce-scatter the output to its owners;
@@ -60,7 +60,7 @@ class DistributedLinear(DistributedModule):
 
     def _map(self) -> torch.Tensor:
         """The weight, ``[out, in / tp]``."""
-        return self.weight
+        return self.own("weight")  # type: ignore[no-any-return]
 
     def _lie_on(self, device: torch.device) -> None:
         if device.type == "meta":
@@ -101,7 +101,7 @@ class DistributedConv1D(DistributedLinear):
         self.add_whole("bias", (self.out_features,), constant(0.0), reduction, exists=bias)
 
     def _map(self) -> torch.Tensor:
-        return self.weight.t()
+        return self.own("weight").t()  # type: ignore[no-any-return]
 
 
 class _Projection(DistributedModule):

@@ -56,7 +56,7 @@ class Appearances(TorchFunctionMode):
         if func == _DEVICE:
             return device
         if func == _IS_META:
-            return self._is_skipped(sys._getframe(2))  # of the code that asks
+            return self._is_skipped(sys._getframe(2))  # noqa: SLF001 - the code that asks
         if func == _GET_DEVICE:
             return -1 if device.type == "cpu" else device.index or 0
         return device.type == ("cpu" if func == _IS_CPU else "cuda")

@@ -75,7 +75,7 @@ def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor], agree: Agre
     waiting = _Waiting()
     for tensor in tensors:
         if tensor.is_meta:
-            waiting.add(tensor, lambda value, key=id(tensor): found.update({key: value.clone()}))
+            waiting.add(tensor, lambda value, of=tensor: found.update({id(of): value.clone()}))
     _replay(deferrals, waiting, agree)
     return found
 

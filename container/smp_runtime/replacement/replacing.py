@@ -23,6 +23,7 @@ from smp_runtime.parameters.registry import Successors
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
 from smp_runtime.replacement import builtin
 from smp_runtime.replacement.candidates import Candidate, is_taken, outermost, wanted
+from smp_runtime.replacement.fast_paths import leave_fast_paths
 from smp_runtime.replacement.in_place.blocks import parameter_uses
 from smp_runtime.replacement.in_place.capture import used_by_others
 from smp_runtime.replacement.in_place.planning import splits
@@ -99,6 +100,8 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     module = _put_in_place(module, made)
     for block, split in blocks:
         adapt(block, split, group)
+    if group.size > 1:
+        leave_fast_paths(module)
     _warn_if_useless(module, group)
     return module
 

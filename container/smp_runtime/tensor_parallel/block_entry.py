@@ -213,6 +213,11 @@ class BlockEntry:
         return self
 
 
+def is_in_block() -> bool:
+    """Whether the calling thread runs a block that is split in place, in which all ranks have the rows of all batches."""
+    return bool(_calls.open)
+
+
 def entry_of(module: nn.Module) -> BlockEntry | None:
     """What is around the calls of a module that is split in place; None for others."""
     return module.__dict__.get(_MARK)

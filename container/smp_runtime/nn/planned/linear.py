@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.nn.distributed_module import ReadByOthers
 from smp_runtime.parameters.registry import TensorSlice, cut
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.initialisation import uniform_for
@@ -82,7 +82,7 @@ class LinearSplit:
         return F.linear(x, matrix, None if bias is None else bias / group.size)
 
 
-class PlannedLinear(DistributedModule):
+class PlannedLinear(ReadByOthers):
     """A linear map inside a module that is split in place.
 
     Args:
@@ -124,7 +124,7 @@ class PlannedLinear(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Features of replicated rows."""
-        return self.split.apply(input, self.weight, self.bias, self.tensor_group, self.shared)
+        return self.split.apply(input, self.own("weight"), self.own("bias"), self.tensor_group, self.shared)
 
     def extra_repr(self) -> str:
         """The sizes over all ranks, as PyTorch prints them."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError
+from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, ReadByOthers
 from smp_runtime.nn.embedding import rows_of_all
 from smp_runtime.nn.planned.tables import inherit_attributes
 from smp_runtime.parameters.registry import TensorSlice
@@ -56,7 +56,7 @@ class _WithoutWeight(nn.Embedding):
         nn.Module.__init__(self)
 
 
-class PlannedEmbedding(DistributedModule, _WithoutWeight):
+class PlannedEmbedding(ReadByOthers, _WithoutWeight):
     """An ``nn.Embedding`` with some rows of the vocabulary on each rank.
 
     A subclass of ``nn.Embedding`` keeps its ``forward``, which this class's stands behind: see :func:`embedding_like`.
@@ -78,13 +78,13 @@ class PlannedEmbedding(DistributedModule, _WithoutWeight):
         """Rows of the ids ``[batch, …]``, ``[batch, …, embedding_dim]``."""
         group, where = self.tensor_group, self.tensor_slices["weight"]
         if group.size == 1:
-            return F.embedding(input, self.weight, self.padding_idx)
+            return F.embedding(input, self.own("weight"), self.padding_idx)
         if not group.prescaled:
             agree_on_shape(group, input)
-        return rows_of_all(input, self.weight, range(where.start, where.stop), self.padding_idx, group)
+        return rows_of_all(input, self.own("weight"), range(where.start, where.stop), self.padding_idx, group)
 
 
-class PlannedHead(DistributedModule):
+class PlannedHead(ReadByOthers):
     """A linear map to the vocabulary, with some of its outputs on each rank, which gets all of them.
 
     Args:
@@ -106,15 +106,15 @@ class PlannedHead(DistributedModule):
         """``[batch, …, in]`` to ``[batch, …, vocabulary]``."""
         group = self.tensor_group
         if group.size == 1:
-            return F.linear(input, self.weight, self.bias)
-        missing = self.tensor_slices["weight"].size - self.weight.shape[0]
+            return F.linear(input, self.own("weight"), self.bias)
+        missing = self.tensor_slices["weight"].size - self.own("weight").shape[0]
         if group.prescaled:
-            mine = F.linear(replicated(input, group), self.weight)
+            mine = F.linear(replicated(input, group), self.own("weight"))
             logits = gathered(F.pad(mine, (0, missing)), group, -1, partial=False)
         else:
             agree_on_shape(group, input)
             rows = gathered(input, group, 0, partial=True)
-            logits = exchanged(F.pad(F.linear(rows, self.weight), (0, missing)), group, split=0, joined=-1)
+            logits = exchanged(F.pad(F.linear(rows, self.own("weight")), (0, missing)), group, split=0, joined=-1)
         logits = logits.narrow(-1, 0, self.out_features)
         return logits if self.bias is None else logits + self.bias
 
