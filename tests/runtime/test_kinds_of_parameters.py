@@ -199,9 +199,9 @@ def _trained(model: str, optimizer: str, measures: bool = False, steps: int = 3)
     return said, {name.removeprefix("module."): value.cpu() for name, value in wrapped.state_dict().items()}
 
 
-def _compare(found: list[Record], wanted: Record) -> None:
+def _compare(found: list[Record], wanted: Record, tolerance: float = 1e-9) -> None:
     for losses, state in found:
-        assert losses == pytest.approx(wanted[0], rel=1e-9)
+        assert losses == pytest.approx(wanted[0], rel=tolerance)
         assert state.keys() == wanted[1].keys()
         for name, value in state.items():
             torch.testing.assert_close(
@@ -230,7 +230,8 @@ def test_optimizers_with_norms_train_in_float64(ranks: Callable[..., list[Any]],
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pytorchs_norms_are_those_of_one_process(ranks: Callable[..., list[Any]], layout: str) -> None:
-    _compare(ranks(_trained, 2, "plain", "sgd", True, config=_config(layout)), _alone("plain", "sgd", True))
+    # Where no gradient lies on a parameter, clip_grad_norm_ returns its norm in float32.
+    _compare(ranks(_trained, 2, "plain", "sgd", True, config=_config(layout)), _alone("plain", "sgd", True), 1e-7)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from smp_runtime.data_parallel.sparse_gradients import sparse_tables
 from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import materialize
-from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
+from smp_runtime.parameters.optimizer_shards import whole_shard
 from smp_runtime.parameters.registry import Successors
 from smp_runtime.replacement.replacing import distribute
 from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
@@ -20,9 +20,6 @@ from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.group import TensorGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
     from torch import nn
 
     from smp_runtime.job.ranks import Ranks
@@ -75,9 +72,9 @@ def place(
         sharing, own_batch = sharing_group(ranks), seeing_own_batch(part.registry, trained, ranks)
         state = ShardedState(ranks, sharing, trained, precision, masters, window.bucket_bytes, own_batch)
     elif placed.shards is not None:
-        placed.shards.add_whole({p: _updated_whole(p, masters) for p in whole})
+        placed.shards.add_whole({p: whole_shard(p, masters) for p in whole})
     elif masters:
-        placed.optimizer_shards = {p: _updated_whole(p, masters) for p in trained}
+        placed.optimizer_shards = {p: whole_shard(p, masters) for p in trained}
     placed.sharded_state = state or placed.shards
     if placed.sharded_state is not None:
         placed.optimizer_shards = placed.sharded_state.optimizer_shards
@@ -91,11 +88,6 @@ def place(
         window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state, sparse_tables(part.modules()))
     if cfg.fp16 or cfg.microbatches > 1:
         backward.scale_foreign_gradients(trained)
-
-
-def _updated_whole(parameter: nn.Parameter, masters: Mapping[nn.Parameter, torch.Tensor]) -> OptimizerShard:
-    """What is updated of a parameter that is whole here: its float32 master, or itself where it was not cast."""
-    return master_shard(parameter, masters[parameter]) if parameter in masters else parameter_shard(parameter)
 
 
 def _created(ranks: Ranks, stages: Stages) -> ShardedParameters | None:

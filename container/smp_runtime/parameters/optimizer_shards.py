@@ -9,7 +9,7 @@ optimizer takes it from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +90,11 @@ def store_all(shards: Iterable[OptimizerShard]) -> None:
     apart = [shard for shard in shards if shard.is_apart]
     if apart:
         torch._foreach_copy_([shard.stored for shard in apart], [shard.optimized for shard in apart])
+
+
+def whole_shard(parameter: nn.Parameter, masters: Mapping[nn.Parameter, torch.Tensor]) -> OptimizerShard:
+    """What is updated of a parameter that is whole here: its float32 master, or itself where it was not cast."""
+    return master_shard(parameter, masters[parameter]) if parameter in masters else parameter_shard(parameter)
 
 
 def parameter_shard(parameter: nn.Parameter) -> OptimizerShard:
