@@ -50,6 +50,11 @@ class RandomNumbers(NamedTuple):
     start: torch.Tensor
     seedings: dict[int, torch.Tensor]
 
+    def before(self, draw: int) -> None:
+        """Seed the generator where the script did."""
+        if draw in self.seedings:
+            torch.set_rng_state(self.seedings[draw])
+
 
 class Deferral(TorchDispatchMode):
     """Records how tensors come about; use it as a context around the creation of a model."""
@@ -233,8 +238,8 @@ class Deferral(TorchDispatchMode):
             for (func, args, kwargs, outputs), step, after in zip(self._record, steps, _following(steps), strict=True):
                 if step.is_view:
                     continue
-                if _draws(func) and (seeded := numbers.seedings.get(next(draws))) is not None:
-                    torch.set_rng_state(seeded)
+                if _draws(func):
+                    numbers.before(next(draws))
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
                 results = func(*real_args, **real_kwargs)
                 if results is None:  # it wrote what it was given

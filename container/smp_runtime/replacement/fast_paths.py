@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,12 +10,15 @@ from torch import nn
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.block_entry import entry_of
 
+if TYPE_CHECKING:
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
 _MASK = "src_key_padding_mask"
 
 
-def leave_fast_paths(module: nn.Module) -> None:
+def leave_fast_paths(module: nn.Module, group: TensorGroup) -> None:
     """Keep transformer layers that are split from such kernels; an encoder's results stay what they are with them."""
-    for part in module.modules():
+    for part in module.modules() if group.size > 1 else ():
         is_split = any(
             isinstance(inside, DistributedModule) or entry_of(inside) is not None for inside in part.modules()
         )

@@ -100,8 +100,7 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     module = _put_in_place(module, made)
     for block, split in blocks:
         adapt(block, split, group)
-    if group.size > 1:
-        leave_fast_paths(module)
+    leave_fast_paths(module, group)
     _warn_if_useless(module, group)
     return module
 
