@@ -32,6 +32,7 @@ from smp_runtime.module_state.blueprint import Blueprint
 from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.optim.clipping import clip_over_ranks
 from smp_runtime.parameters.precision import Precision
+from smp_runtime.parameters.registry import Successors
 from smp_runtime.tensors.torch_private import device_asked_for, dtype_asked_for
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class DistributedModel(WrappedModule):
         """
         session, ranks, options = self._session, self._ranks, self._options
         clip_over_ranks(session)
-        self.module = recipe.replaced(module, self.blueprint, ranks)
+        self.module = recipe.replaced(module, ranks)
+        self.blueprint.note_wrapped(self.module, ranks.keep(Successors, Successors).note_freed)
         if ranks.cfg.checkpoint_attentions and not any(
             isinstance(p, DistributedAttentionLayer) for p in self.module.modules()
         ):
@@ -493,7 +495,6 @@ class DistributedModel(WrappedModule):
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` once, after the next step-decorated call.
 
-        Scripts load what needs the partition there, such as an optimizer's state; a hook that wants every step registers
-        itself again.
+        Scripts load an optimizer's state there, which needs the partition; a hook for every step registers itself again.
         """
         return registered(self._post_step_hooks, hook)

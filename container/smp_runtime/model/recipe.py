@@ -11,7 +11,6 @@ from smp_runtime.data_parallel.reducer import seeing_own_batch, sharing_group
 from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.deferred_creation import Deferrals, materialize
 from smp_runtime.parameters.optimizer_shards import master_shard, parameter_shard
-from smp_runtime.parameters.registry import Successors
 from smp_runtime.replacement.replacing import distribute
 from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
 from smp_runtime.sharding.sharded_state import ShardedState
@@ -26,20 +25,14 @@ if TYPE_CHECKING:
     from smp_runtime.model.local_part import Placed
     from smp_runtime.model.replicas import Replicas
     from smp_runtime.model.stages import Stages
-    from smp_runtime.module_state.blueprint import Blueprint
 
 
-def replaced(module: nn.Module, blueprint: Blueprint, ranks: Ranks) -> nn.Module:
-    """Return the model with distributed modules in place of others, whose weights are freed.
-
-    Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was.
-    """
+def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
+    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was."""
     checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
-    module = compiled_blocks.carry_over(compiled, module)
-    blueprint.note_wrapped(module, ranks.keep(Successors, Successors).note_freed)
-    return module
+    return compiled_blocks.carry_over(compiled, module)
 
 
 def place(
