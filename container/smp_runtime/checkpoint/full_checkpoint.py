@@ -52,7 +52,7 @@ from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.comm.control import host_name
 from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
-from smp_runtime.optim.expected_state import refuse_state_of_others
+from smp_runtime.optim.kinds.expected_state import refuse_state_of_others
 from smp_runtime.optim.whole_state import HALF_KEY
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from smp_runtime.checkpoint.live_state import (
     weights,
 )
 from smp_runtime.errors import CheckpointError, SMPUserError
-from smp_runtime.optim.expected_state import refuse_state_of_others
+from smp_runtime.optim.kinds.expected_state import refuse_state_of_others
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import unshared
 

@@ -22,7 +22,7 @@ _NONE, _DENSE = -1, -2
 
 def sparse_tables(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters whose gradients come sparse: tables of ``nn.Embedding`` and the like with ``sparse=True``."""
-    tables = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    tables: list[Any] = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     return list(dict.fromkeys(table for table in tables if table.requires_grad))
 
 
@@ -78,8 +78,12 @@ class SparseReducer:
             handle.remove()
 
     @torch.no_grad()
-    def finish_window(self) -> None:
-        """Exchange the gradients; a parameter that no rank used keeps none."""
+    def finish_window(self, *, measures: bool = True) -> None:
+        """Exchange the gradients; a parameter that no rank used keeps none.
+
+        Args:
+            measures: has no effect: there is no order to measure.
+        """
         if not self._reduces or not self._parameters:
             return
         own = [_coalesced(parameter.grad) for parameter in self._parameters]

@@ -34,6 +34,7 @@ from smp_runtime.optim.accumulated import reduce_before_updates
 from smp_runtime.optim.clipping import clip_over_ranks
 from smp_runtime.parameters.known_parameters import KnownParameters
 from smp_runtime.parameters.precision import Precision
+from smp_runtime.parameters.registry import Successors
 
 if TYPE_CHECKING:
     from smp_runtime.parameters.optimizer_shards import OptimizerShard
@@ -128,7 +129,8 @@ class DistributedModel(WrappedModule):
         if options.backward_passes_per_step > 1:
             reduce_before_updates(session)
         own_attributes(session)
-        self.module = recipe.replaced(module, self.blueprint, ranks)
+        self.module = recipe.replaced(module, ranks)
+        self.blueprint.note_wrapped(self.module, ranks.keep(Successors, Successors).note_freed)
         if ranks.cfg.checkpoint_attentions and not any(
             isinstance(p, DistributedAttentionLayer) for p in self.module.modules()
         ):

@@ -9,13 +9,10 @@ from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import seeing_own_batch, sharing_group
 from smp_runtime.data_parallel.sparse_gradients import sparse_tables
+from smp_runtime.model.stages import create_late
 from smp_runtime.module_state import compiled_blocks
-from smp_runtime.parameters.deferred_creation import Deferrals
-from smp_runtime.parameters.late_values import materialize
 from smp_runtime.parameters.optimizer_shards import whole_shard
-from smp_runtime.parameters.registry import Successors
 from smp_runtime.replacement.replacing import distribute
-from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
 from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.group import TensorGroup
 
@@ -28,21 +25,14 @@ if TYPE_CHECKING:
     from smp_runtime.model.local_part import Placed
     from smp_runtime.model.replicas import Replicas
     from smp_runtime.model.stages import Stages
-    from smp_runtime.module_state.blueprint import Blueprint
-    from smp_runtime.parameters.optimizer_shards import OptimizerShard
 
 
-def replaced(module: nn.Module, blueprint: Blueprint, ranks: Ranks) -> nn.Module:
-    """Return the model with distributed modules in place of others, whose weights are freed.
-
-    Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was.
-    """
+def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
+    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was."""
     checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
-    module = compiled_blocks.carry_over(compiled, module)
-    blueprint.note_wrapped(module, ranks.keep(Successors, Successors).note_freed)
-    return module
+    return compiled_blocks.carry_over(compiled, module)
 
 
 def place(
@@ -53,7 +43,7 @@ def place(
     replicated = cfg.ddp and ranks.size(Group.DP) > 1
     shards_state = replicated and cfg.shard_optimizer_state
     # The order matters: replicas agree in full precision, then weights are cast, then their storage is flattened.
-    window.shards = placed.shards = _created(ranks, stages)
+    window.shards = placed.shards = create_late(ranks, stages)
     in_shards = placed.shards.parameters if placed.shards else set()
     stages.move(ranks.device)
     if replicated and not replicas.are_equal:
@@ -88,22 +78,3 @@ def place(
         window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state, sparse_tables(part.modules()))
     if cfg.fp16 or cfg.microbatches > 1:
         backward.scale_foreign_gradients(trained)
-
-
-def _created(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
-    """Create late parameters: whole weights at once, or stand-ins whose values go straight into shards."""
-    part = stages.part
-    if ranks.cfg.sharded_data_parallel_degree == 1:
-        agree = TensorGroup.of(ranks).agree  # parts are cut from the same numbers
-        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created(), agree=agree)
-        part.register()
-        stages.drop_others()
-        return None
-    created_later = make_stand_ins(ranks, part.module)
-    part.register()
-    stages.drop_others()
-    later = frozenset(id(parameter) for _, parameter in created_later)
-    split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
-    shards = ShardedParameters(part.module, [*part.parameters()], ranks, stages.precision, deferred=later, split=split)
-    create_shards(ranks, part.module, created_later, shards)
-    return shards

@@ -24,6 +24,8 @@ from smp_runtime.module_state.absent_tensors import (
     absent_parameter,
     make_absent_in_place,
 )
+from smp_runtime.parameters.deferred_creation import Deferrals
+from smp_runtime.parameters.late_values import materialize
 from smp_runtime.pipeline.agreement.sharing import Share
 from smp_runtime.pipeline.execution.failures import FirstStepFailures
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
@@ -32,9 +34,12 @@ from smp_runtime.pipeline.observe.recorder import recorder_of_job
 from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.schedule.policies import policy_named
 from smp_runtime.pipeline.transport.tensor_channels import directed_groups
+from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
+from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import swap_contents, tree_map
 
 if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedOptimizer
     from smp_runtime.model.local_part import LocalPart
@@ -284,6 +289,25 @@ def _state_bytes(optimizer: TrainedOptimizer | None) -> float:
     if optimizer is None or "betas" in settings:
         return 8.0
     return 4.0 if settings.get("momentum") else 0.0
+
+
+def create_late(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
+    """Create late parameters: whole weights at once, or stand-ins whose values go straight into shards."""
+    part = stages.part
+    if ranks.cfg.sharded_data_parallel_degree == 1:
+        agree = TensorGroup.of(ranks).agree  # parts are cut from the same numbers
+        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created(), agree=agree)
+        part.register()
+        stages.drop_others()
+        return None
+    created_later = make_stand_ins(ranks, part.module)
+    part.register()
+    stages.drop_others()
+    later = frozenset(id(parameter) for _, parameter in created_later)
+    split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
+    shards = ShardedParameters(part.module, [*part.parameters()], ranks, stages.precision, deferred=later, split=split)
+    create_shards(ranks, part.module, created_later, shards)
+    return shards
 
 
 @contextlib.contextmanager

@@ -188,7 +188,7 @@ class ReadByOthers(DistributedModule):
 
     def __getattr__(self, name: str) -> Any:
         """Return a submodule, buffer or parameter; of a split parameter the whole, where a forward pass reads it."""
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         where = self.__dict__.get("tensor_slices", {}).get(name)
         if where is None or not self.replaced_class or value is None or self.tensor_group.size == 1:
             return value

@@ -13,14 +13,14 @@ from torch import nn
 
 from smp_config import Group
 from smp_config.whereabouts import OPTIMIZER, here
-from smp_runtime.errors import SMPAttributeError, SMPUserError
+from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.accumulated import reduce_accumulated
-from smp_runtime.optim.early_state import complete_state, is_without_values
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.optim.fused_kernels import fused_where_open
 from smp_runtime.optim.gradient_norms import WholeNorms, clamp, scale_down
-from smp_runtime.optim.known_kinds import check_kind, check_parts, make_dense
+from smp_runtime.optim.kinds.early_state import complete_state, is_without_values
+from smp_runtime.optim.kinds.known_kinds import check_kind, check_parts, make_dense
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.master_writes import MasterWrites
@@ -258,21 +258,6 @@ class DistributedOptimizer(SavedOptimizer):
 
     # -- the update ------------------------------------------------------------------------------------------------
 
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied with before backward."""
-        return self.loss_scaler.scale
-
-    @property
-    def gradient_norm(self) -> float | None:
-        """Of the whole gradient, as the last clipping has measured it; None where nothing was clipped."""
-        return self._global_grad_norm
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """For ``accelerate``: whether the last step was skipped."""
-        return self.overflow
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients that the step has reduced; skipped on every rank after an overflow."""
         notes = here()
@@ -493,44 +478,6 @@ class DistributedOptimizer(SavedOptimizer):
         """Parameters on this rank that are updated themselves, not through optimizer shards."""
         optimizer_shards = self._model.optimizer_shards or {} if self._model is not None else {}
         return [parameter for parameter in self._parameters() if parameter not in optimizer_shards]
-
-    # -- what scripts read under sharded data parallelism; without it these attributes do not exist ----------------
-
-    @property
-    def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The model's trained parameters, by parameter group."""
-        self._require_shards("fp16_groups")
-        return self.original_groups()
-
-    @property
-    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """By parameter group, a flat copy of what this rank updates of it, in float32."""
-        self._require_shards("fp32_partitioned_groups_flat")
-        updated = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
-        parts = [[updated[p].reshape(-1).float() for p in group if p in updated] for group in self._originals]
-        return [torch.cat(found) if found else torch.empty(0, device=self._ranks.device) for found in parts]
-
-    @property
-    def ds_param_shard_group(self) -> torch.distributed.ProcessGroup:
-        """The ranks that share one copy of the parameters."""
-        self._require_shards("ds_param_shard_group")
-        return self._ranks.process_group(Group.SHARD)
-
-    def _require_shards(self, name: str) -> None:
-        if self._model is None or self._model.shards is None:
-            raise SMPAttributeError(f"{name} exists under sharded data parallelism only")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse ``copy.deepcopy``, ``pickle`` and ``torch.save``.
-
-        Raises:
-            SMPUserError: always.
-        """
-        raise SMPUserError(
-            f"smp.DistributedOptimizer around {type(self.optimizer).__name__} cannot be copied or pickled, since it updates "
-            "parameters that lie on several ranks; use optimizer.state_dict(), called on every rank, and load_state_dict of "
-            "another optimizer, or smp.save_checkpoint"
-        )
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"

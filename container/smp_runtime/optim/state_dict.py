@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.optim.expected_state import refuse_state_of_others
+from smp_runtime.errors import SMPAttributeError, SMPUserError
+from smp_runtime.optim.kinds.expected_state import refuse_state_of_others
 from smp_runtime.optim.whole_state import (
     HALF_KEY,
     NAMES_KEY,
@@ -40,12 +41,29 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     optimizer: torch.optim.Optimizer
     loss_scaler: LossScaler
+    overflow: bool
+    _norm: torch.Tensor | None
     dynamic_loss_scale: bool
     _session: Session
     _ranks: Ranks
     _model: TrainedModel | None
     _originals: list[list[nn.Parameter]]
     _optimizer_shards: list[OptimizerShard]
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with before backward."""
+        return self.loss_scaler.scale
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Of the whole gradient, as the last clipping has measured it; None where nothing was clipped."""
+        return None if self._norm is None else float(self._norm)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """For ``accelerate``: whether the last step was skipped."""
+        return self.overflow
 
     def original_groups(self) -> list[list[nn.Parameter]]:
         """The model's parameters by parameter group, as the script gave them, of all stages and ranks."""
@@ -206,3 +224,41 @@ class SavedOptimizer(torch.optim.Optimizer):
     def _param_id_to_index(self) -> dict[int, int]:
         """The number of each of the model's parameters in a state, by the parameter's ``id``."""
         return {id(parameter): number for number, parameter in enumerate(self._parameters())}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy.deepcopy``, ``pickle`` and ``torch.save``.
+
+        Raises:
+            SMPUserError: always.
+        """
+        raise SMPUserError(
+            f"smp.DistributedOptimizer around {type(self.optimizer).__name__} cannot be copied or pickled, since it updates "
+            "parameters that lie on several ranks; use optimizer.state_dict(), called on every rank, and load_state_dict of "
+            "another optimizer, or smp.save_checkpoint"
+        )
+
+    # -- what scripts read under sharded data parallelism; without it these attributes do not exist ----------------
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's trained parameters, by parameter group."""
+        self._require_shards("fp16_groups")
+        return self.original_groups()
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """By parameter group, a flat copy of what this rank updates of it, in float32."""
+        self._require_shards("fp32_partitioned_groups_flat")
+        updated = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
+        parts = [[updated[p].reshape(-1).float() for p in group if p in updated] for group in self._originals]
+        return [torch.cat(found) if found else torch.empty(0, device=self._ranks.device) for found in parts]
+
+    @property
+    def ds_param_shard_group(self) -> torch.distributed.ProcessGroup:
+        """The ranks that share one copy of the parameters."""
+        self._require_shards("ds_param_shard_group")
+        return self._ranks.process_group(Group.SHARD)
+
+    def _require_shards(self, name: str) -> None:
+        if self._model is None or self._model.shards is None:
+            raise SMPAttributeError(f"{name} exists under sharded data parallelism only")

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_DEVICE = torch.Tensor.device.__get__
-_IS_META, _IS_CPU, _IS_CUDA = torch.Tensor.is_meta.__get__, torch.Tensor.is_cpu.__get__, torch.Tensor.is_cuda.__get__
+_TENSOR: Any = torch.Tensor  # whose attributes are descriptors to PyTorch, and values to mypy
+_DEVICE = _TENSOR.device.__get__
+_IS_META, _IS_CPU, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cpu.__get__, _TENSOR.is_cuda.__get__
 _GET_DEVICE = torch.Tensor.get_device
 _PLACES = {_DEVICE, _IS_META, _IS_CPU, _IS_CUDA, _GET_DEVICE}
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu}
-_SET_DATA = torch.Tensor.data.__set__
+_SET_DATA = _TENSOR.data.__set__
 
 
 class Appearances(TorchFunctionMode):

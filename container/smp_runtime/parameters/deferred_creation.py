@@ -213,11 +213,8 @@ class Deferral(TorchDispatchMode):
         Returns:
             The state that the generator has after the replay.
         """
-        real: dict[int, torch.Tensor] = {}
         kept: dict[int, torch.Tensor] = {id(meta): value for value, meta in self._constants.values()}
-        for value, meta in self._constants.values():
-            dense = torch.empty_strided(meta.shape, meta.stride(), dtype=value.dtype, device=value.device)
-            real[storage_key(meta)] = dense.copy_(value)
+        real = self._real_constants()
         steps = [_touched(*entry) for entry in self._record]
         sizes = {storage: size for step in steps for storage, size in step.sizes.items()}
 
@@ -253,6 +250,14 @@ class Deferral(TorchDispatchMode):
         for storage in self._owned & real.keys():  # constants that nothing was done to
             finished(storage, real[storage])
         return end
+
+    def _real_constants(self) -> dict[int, torch.Tensor]:
+        """Return copies of the record's constants, by storage."""
+        real: dict[int, torch.Tensor] = {}
+        for value, meta in self._constants.values():
+            dense = torch.empty_strided(meta.shape, meta.stride(), dtype=value.dtype, device=value.device)
+            real[storage_key(meta)] = dense.copy_(value)
+        return real
 
     def _release(
         self,

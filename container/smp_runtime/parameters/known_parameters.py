@@ -47,6 +47,7 @@ class KnownParameters:
         self._trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
         #: Frozen ones that came later, such as a teacher; they must stay frozen.
         self._frozen_later: dict[str, nn.Parameter] = {}
+        self._is_changed = False
         self._note_modules()
         weak = weakref.ref(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -56,9 +57,9 @@ def materialize(
     take = take or (lambda parameter, value: setattr(parameter, "data", value.to(device)))
     waiting = _Waiting()
     for meta, parameter in replaced:
-        waiting.add(meta, lambda value, parameter=parameter: take(parameter, value))
+        waiting.add(meta, functools.partial(take, parameter))
     for buffer, places in _late_buffers(module):
-        waiting.add(buffer, lambda value, places=places: _place(value.to(device), places))
+        waiting.add(buffer, functools.partial(_place, places, device))
     before, is_own = _replay(deferrals, waiting, agree)
     for deferral in waiting.replayed:
         deferrals.remove(deferral)
@@ -75,7 +76,7 @@ def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor], agree: Agre
     waiting = _Waiting()
     for tensor in tensors:
         if tensor.is_meta:
-            waiting.add(tensor, lambda value, of=tensor: found.update({id(of): value.clone()}))
+            waiting.add(tensor, functools.partial(_keep_copy, found, id(tensor)))
     _replay(deferrals, waiting, agree)
     return found
 
@@ -94,10 +95,15 @@ def _late_buffers(module: nn.Module) -> list[tuple[torch.Tensor, _Places]]:
     return list(found.values())
 
 
-def _place(value: torch.Tensor, places: _Places) -> None:
+def _place(places: _Places, device: torch.device, value: torch.Tensor) -> None:
     """Put a buffer in all its places; one with several names stays one."""
+    moved = value.to(device)
     for buffers, name in places:
-        buffers[name] = value
+        buffers[name] = moved
+
+
+def _keep_copy(found: dict[int, torch.Tensor], key: int, value: torch.Tensor) -> None:
+    found[key] = value.clone()
 
 
 class _Waiting:

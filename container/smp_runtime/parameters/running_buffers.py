@@ -44,12 +44,13 @@ def is_running(module: nn.Module, name: str) -> bool:
     """Whether a buffer that a module holds under this name is a running one."""
     if keeps_statistics(module):
         return True
-    found = _running_names(type(module))
+    kind: Any = type(module)
+    found = _running_names(kind)
     return found is None or name in found
 
 
 @functools.lru_cache(maxsize=4096)
-def _running_names(kind: type) -> frozenset[str] | None:
+def _running_names(kind: Any) -> frozenset[str] | None:
     """Names of the running buffers of a class; None for all of them, where it reaches them by names of its own making."""
     found: set[str] = set()
     todo, seen = ["forward"], set()

@@ -40,7 +40,8 @@ def _zero_padding_of(encoder: nn.TransformerEncoder) -> Any:
         if mask is None or given is not None or trains or layer.training or result.dim() != 3 or mask.dim() != 2:
             return None
         padding = mask if mask.dtype == torch.bool else mask == float("-inf")
-        if not layer.self_attn.batch_first or torch.is_autocast_enabled():
+        attention: Any = layer.self_attn
+        if not attention.batch_first or torch.is_autocast_enabled():
             return None
         return result.masked_fill(padding.unsqueeze(-1), 0.0)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.call_results import lasting, tensors_in
 from smp_runtime.sharding.flat_unit import ShardedUnit, Use
+from smp_runtime.sharding.watched_parameters import WatchedParameters, refuse_copy
 from smp_runtime.tensors.torch_private import (
     at_end_of_backward,
     backward_pass,
@@ -134,8 +134,8 @@ class ModuleUses:
                 # Also after an error: checkpointing ends a recomputation with one, as soon as it has what it wants.
                 part.register_forward_hook(self._after, always_call=True),
             )
-            if self.units_held_by(part) and not isinstance(part._parameters, _WatchedParameters):
-                part._parameters = _WatchedParameters(part._parameters, self)
+            if self.units_held_by(part) and not isinstance(part._parameters, WatchedParameters):
+                part._parameters = WatchedParameters(part._parameters, self)
             for parameter in part.__dict__.get(_REGISTERED, ()):
                 used = self._unit_of.get(id(parameter))
                 if used is not None and used not in own:
@@ -151,7 +151,7 @@ class ModuleUses:
         return bool(self._calls.running)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleUses:
-        raise _not_copied("copied")  # the hooks of a module ask for it
+        raise refuse_copy("copied")  # the hooks of a module ask for it
 
     def reset(self) -> None:
         """Forget calls that an error has ended."""
@@ -178,7 +178,7 @@ class ModuleUses:
             for handle in self._hooks.pop(id(part), ()):
                 handle.remove()
         for part in block.modules():
-            if isinstance(part._parameters, _WatchedParameters):
+            if isinstance(part._parameters, WatchedParameters):
                 part._parameters = dict(part._parameters.items())
         return None
 
@@ -456,36 +456,6 @@ class _Saved:
 
     unit: ShardedUnit
     tensor: torch.Tensor
-
-
-# Of a read such as ``self.child.weight`` in the parent's forward no hook tells: they tell of calls. A parametrization
-# would, but it renames parameters and changes the module's class, which state dictionaries and scripts see. A function mode
-# would see every operation of the step, on every thread that is in one, and not what a function takes by itself.
-class _WatchedParameters(dict):
-    """A module's parameters, which tell when one is read."""
-
-    def __init__(self, parameters: Mapping[str, Any], uses: ModuleUses) -> None:
-        super().__init__(parameters)
-        self._uses = weakref.ref(uses)
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        if parameter is not None and (uses := self._uses()) is not None:
-            uses.read(parameter)
-        return parameter
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self.items()), memo)  # for a whole copy, whose values come from elsewhere
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _not_copied("pickled")
-
-
-def _not_copied(how: str) -> SMPUserError:
-    return SMPUserError(
-        f"a module inside smp.DistributedModel cannot be {how} with sharded data parallelism, since this rank has only its shard "
-        "of the parameters; call model.state_dict() on every rank and save it, or load it into an unwrapped model"
-    )
 
 
 def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

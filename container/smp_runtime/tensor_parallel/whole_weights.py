@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smp_runtime.parameters.registry import TensorSlice
     from smp_runtime.tensor_parallel.group import TensorGroup
 
-_DATA = torch.Tensor.data.__get__
+_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class RunningStep:
         self._entered = 0.0
         self._has_warned = self._has_warned_of_batches = self._has_warned_of_order = False
         self._call: StepCall | None = None
-        self._buffers: list[tuple[int, int]] = []
+        self._buffers: list[tuple[int, ...]] = []
         #: What modules held at the beginning; empty where the step was seen before.
         self._children: dict[str, dict[str, Any]] = {}
         self.begun: Begin | None = None

@@ -45,7 +45,7 @@ def _constructed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
     settings = {name: value for name, value in optimizer.defaults.items() if takes_all or name in accepted}
     options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     try:
-        made: Any = kind([{**options, "params": [parameter]}], **settings)  # type: ignore[call-arg, arg-type]
+        made: Any = kind([{**options, "params": [parameter]}], **settings)
     except Exception as error:
         raise SMPUserError(
             f"{kind.__name__} has made state in its constructor for a parameter of shape {list(parameter.shape)} that had no "

@@ -1,0 +1,51 @@
+"""A module's parameters, which tell when one of them is read."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from smp_runtime.errors import SMPUserError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Reads(Protocol):
+    """Is told of reads."""
+
+    def read(self, parameter: torch.Tensor) -> None:
+        """A parameter is read as a module's attribute."""
+
+
+# Of a read such as ``self.child.weight`` in the parent's forward no hook tells: they tell of calls. A parametrization
+# would, but it renames parameters and changes the module's class, which state dictionaries and scripts see. A function mode
+# would see every operation of the step, on every thread that is in one, and not what a function takes by itself.
+class WatchedParameters(dict):
+    """A module's parameters, which tell when one is read."""
+
+    def __init__(self, parameters: Mapping[str, Any], uses: Reads) -> None:
+        super().__init__(parameters)
+        self._uses = weakref.ref(uses)
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is not None and (uses := self._uses()) is not None:
+            uses.read(parameter)
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self.items()), memo)  # for a whole copy, whose values come from elsewhere
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refuse_copy("pickled")
+
+
+def refuse_copy(how: str) -> SMPUserError:
+    """Return the error for a module whose parameters are shards."""
+    return SMPUserError(
+        f"a module inside smp.DistributedModel cannot be {how} with sharded data parallelism, since this rank has only its shard "
+        "of the parameters; call model.state_dict() on every rank and save it, or load it into an unwrapped model"
+    )
