@@ -15,12 +15,12 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.nn.whole_weights import is_read_in_forward, whole_weight
 from smp_runtime.parameters.registry import TensorSlice
 from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.initialisation import Fill, make_parameter, weight_stream
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
-from smp_runtime.tensor_parallel.whole_weights import is_read_in_forward, whole_weight
 
 
 def current_group() -> TensorGroup:

@@ -239,12 +239,12 @@ class Deferral(TorchDispatchMode):
                     numbers.before(next(draws))
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
                 results = func(*real_args, **real_kwargs)
-                if results is None:  # it wrote what it was given
-                    results = real_args[: len(_tensors(outputs))]
-                pairs = zip(_tensors(outputs), _tensors(results), strict=True)
+                # Without a result it wrote what it was given.
+                written = _tensors(real_args[: len(_tensors(outputs))] if results is None else results)
+                pairs = zip(_tensors(outputs), written, strict=True)
                 # No name may hold a tensor until the next operation has made its own.
                 real.update({storage_key(meta): result for meta, result in pairs if storage_key(meta) not in real})
-                del pairs, real_args, real_kwargs, results
+                del pairs, real_args, real_kwargs, results, written
                 self._release(real, after, finished)
             end = torch.get_rng_state()
         for storage in self._owned & real.keys():  # constants that nothing was done to
