@@ -10,6 +10,7 @@ import torch
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.gradient_norms import clamp, elements_of, multiply
+from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 from smp_runtime.tensors.torch_private import unscale
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ class MasterGradients:
             return None
         unscaled, narrow = [], []
         for shard, gradient in news:
-            former, held = self._brought.get(shard), shard.optimized.grad
+            former, held = self._brought.get(shard), get_gradient(shard.optimized)
             if gradient is None:
-                shard.optimized.grad = None
+                set_gradient(shard.optimized, None)
                 self._brought.pop(shard, None)
                 continue
             is_same = former is not None and held is not None and _place(held) == _place(gradient)
@@ -70,11 +71,13 @@ class MasterGradients:
                 )
             self._brought[shard] = (gradient, gradient._version)
             if gradient.dtype is shard.optimized.dtype:  # float32 gradients of a shard belong to nobody else
-                shard.optimized.grad = gradient if gradient.is_sparse else gradient.view(shard.optimized.shape)
-                unscaled.append(shard.optimized.grad)
+                brought = gradient if gradient.is_sparse else gradient.view(shard.optimized.shape)
+                set_gradient(shard.optimized, brought)
+                unscaled.append(brought)
             elif gradient.is_sparse:
-                shard.optimized.grad = gradient.to(shard.optimized.dtype)
-                unscaled.append(shard.optimized.grad)
+                brought = gradient.to(shard.optimized.dtype)
+                set_gradient(shard.optimized, brought)
+                unscaled.append(brought)
             else:
                 narrow.append((shard, gradient))
         unscaled += _widened(narrow)
@@ -101,7 +104,8 @@ class MasterGradients:
 
     def _held(self, shards: Sequence[OptimizerShard]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The gradients that were brought, and those of the model that lie elsewhere."""
-        held = [shard.optimized.grad for shard in shards if shard.optimized.grad is not None]
+        found_here = (get_gradient(shard.optimized) for shard in shards)
+        held = [gradient for gradient in found_here if gradient is not None]
         places = {_place(gradient) for gradient in held}
         found = [self._brought[shard][0] for shard in shards if shard in self._brought]
         return held, [gradient for gradient in found if _place(gradient) not in places]
@@ -109,7 +113,7 @@ class MasterGradients:
     def drop(self) -> None:
         """Forget the gradients."""
         for shard in self._optimizer_shards:
-            shard.optimized.grad = None
+            set_gradient(shard.optimized, None)
         self._brought.clear()
         self._is_ready = False
 
@@ -157,7 +161,7 @@ def _widened(pairs: Sequence[tuple[OptimizerShard, torch.Tensor]]) -> list[torch
     for alike in by_kind.values():
         copies = [torch.empty_like(shard.optimized) for shard, _ in alike]
         for (shard, _), copy in zip(alike, copies, strict=True):
-            shard.optimized.grad = copy
+            set_gradient(shard.optimized, copy)
         torch._foreach_copy_(copies, [gradient.view(shard.optimized.shape) for shard, gradient in alike])
         made += copies
     return made

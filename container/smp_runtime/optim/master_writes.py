@@ -61,8 +61,11 @@ class MasterWrites:
 
     def note(self) -> None:
         """Take what optimizer shards hold now as known, after an update."""
-        for shard in self._watched.values():
-            note_values(shard.optimized)
+        with DisableTorchFunctionSubclass():
+            for shard in self._watched.values():
+                values = owner_of(shard.optimized)
+                if isinstance(values, WatchedValues):
+                    values.note_plain(shard.optimized)
 
     def store(self) -> bool:
         """Write what has changed of optimizer shards into the model; returns whether anything has."""

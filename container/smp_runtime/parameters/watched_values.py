@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from smp_runtime.tensors.parameter_attributes import get_data, get_gradient, owner_of, set_data, set_gradient
@@ -25,23 +26,27 @@ class GradientSource(Protocol):
 class WatchedValues:
     """The values of one tensor as the library has last seen them; answers for its ``data`` and ``grad``.
 
-    It does not hold the tensor, which would keep that alive for ever.
+    It does not hold the tensor, nor what holds it, which would keep that alive for ever.
 
     Args:
-        gradients: asked for the parameter's gradient; None if that lies with the parameter.
+        gradients: asked for the parameter's gradient, while it is there; None if that lies with the parameter.
     """
 
     __slots__ = ("_address", "_gradients", "_is_touched", "_version")
 
     def __init__(self, parameter: nn.Parameter, gradients: GradientSource | None = None) -> None:
-        self._gradients = gradients
+        self._gradients = None if gradients is None else weakref.ref(gradients)
         self.note(parameter)
 
     def note(self, parameter: nn.Parameter) -> None:
         """Take the values that are there now as known; subclasses of tensors are not asked."""
         with DisableTorchFunctionSubclass():
-            self._version = parameter._version
-            self._address = parameter.data_ptr()
+            self.note_plain(parameter)
+
+    def note_plain(self, parameter: nn.Parameter) -> None:
+        """The same, where subclasses of tensors are not asked already."""
+        self._version = parameter._version
+        self._address = parameter.data_ptr()
         self._is_touched = False
 
     def is_changed(self, parameter: nn.Parameter) -> bool:
@@ -63,14 +68,20 @@ class WatchedValues:
 
     def read_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return ``parameter.grad``, from other ranks if it lies there."""
-        return get_gradient(parameter) if self._gradients is None else self._gradients.read(parameter)
+        source = self._source
+        return get_gradient(parameter) if source is None else source.read(parameter)
 
     def write_gradient(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Take ``parameter.grad = value``."""
-        if self._gradients is None:
+        source = self._source
+        if source is None:
             set_gradient(parameter, value)
         else:
-            self._gradients.write(parameter, value)
+            source.write(parameter, value)
+
+    @property
+    def _source(self) -> GradientSource | None:
+        return None if self._gradients is None else self._gradients()
 
 
 def note_values(parameter: nn.Parameter) -> None:

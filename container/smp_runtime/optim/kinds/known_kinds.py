@@ -11,6 +11,7 @@ import torch
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.fused import TakesNorms
+from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,8 +111,9 @@ def make_dense(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
+            gradient = get_gradient(parameter)
+            if gradient is not None and gradient.is_sparse:
+                set_gradient(parameter, gradient.to_dense())
 
 
 def _is_named(kind: type, words: Iterable[str]) -> bool:
