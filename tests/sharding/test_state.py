@@ -142,9 +142,9 @@ def test_delayed_creation_gives_the_same_shards_bit_for_bit_and_never_the_model(
             module = Reinitialised()
         peak = 0
         if delayed:
-            from smp_runtime.parameters import deferred_creation as deferred
+            from smp_runtime.parameters import deferred_creation, late_values
 
-            original = deferred._view_like
+            original = deferred_creation.view_like
             seen = {}
 
             def watched(meta, real):
@@ -152,12 +152,12 @@ def test_delayed_creation_gives_the_same_shards_bit_for_bit_and_never_the_model(
                 seen["peak"] = max(seen.get("peak", 0), sum(now.values()))
                 return original(meta, real)
 
-            deferred._view_like = watched
+            deferred_creation.view_like = late_values.view_like = watched
         try:
             model = smp.DistributedModel(module)
         finally:
             if delayed:
-                deferred._view_like = original
+                deferred_creation.view_like = late_values.view_like = original
                 peak = seen["peak"]
         shards = [unit.shard.clone() for unit in model.shards.units]
         masters = [p.optimized.detach().clone() for p in model.optimizer_shards.values() if p is not None]

@@ -14,6 +14,7 @@ from smp_runtime.checkpoint.files.tensor_regions import Region
 from smp_runtime.data.position import Positions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.tensor_parallel.random_tracker import tracker_state
+from smp_runtime.tensors.parameter_attributes import get_data
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -79,21 +80,23 @@ def local_records(model: DistributedModel) -> Iterator[ParameterRecord]:
 
 def weights(model: DistributedModel) -> Iterator[Holding]:
     """This rank's parameters as the model keeps them; sharded ones by the part that is here, if any is."""
+    model.adopt_writes()
     places = model.shards.places if model.shards is not None else {}
     for record in local_records(model):
         parameter = record.parameter
         if parameter not in places:
-            yield Holding(record.name, parameter.data, region_of(record), record)
+            yield Holding(record.name, get_data(parameter), region_of(record), record)
         elif places[parameter][0] < places[parameter][1]:
             yield Holding(record.name, parameter.ds_tensor, region_of(record, places[parameter]), record)  # type: ignore[attr-defined]
 
 
 def masters(model: DistributedModel) -> Iterator[Holding]:
     """The float32 weights that exist beside the model's own."""
+    model.adopt_writes()
     for shard in (model.optimizer_shards or {}).values():
         if shard is not None and shard.optimized.data_ptr() != shard.stored.data_ptr():
             record = model.registry.record_of(shard.parameter)
-            yield Holding(record.name, shard.optimized.data, region_of(record, (shard.start, shard.stop)), record)
+            yield Holding(record.name, get_data(shard.optimized), region_of(record, (shard.start, shard.stop)), record)
 
 
 def buffers(model: DistributedModel) -> Iterator[Holding]:

@@ -182,6 +182,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         """
         if self._model is None or not self._model.precision.is_half:
             return {}
+        self._model.adopt_writes()
         masters = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
         if self._model.sharded_state is not None:
             masters = self._model.sharded_state.gather_whole(masters, keep=keep)

@@ -17,13 +17,13 @@ from torch import nn
 from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
 from smp_runtime.tensors.nested import storage_of
 from smp_runtime.tensors.parameter_attributes import get_data, get_gradient, owner_of, set_gradient
-from smp_runtime.tensors.torch_private import CAN_SHARE, DisableTorchFunctionSubclass, tree_leaves, tree_map
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, can_take_contents, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from smp_runtime.parameters.watched_values import GradientSource
 
 #: Autograd makes a view of a parameter to find where its gradient goes; ``module.to()`` asks whether ``data`` can be set.
-_WITHOUT_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE | {torch.Tensor.view_as, CAN_SHARE}
+_WITHOUT_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE | {torch.Tensor.view_as, can_take_contents}
 
 
 class Unit(Protocol):

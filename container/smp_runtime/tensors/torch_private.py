@@ -290,10 +290,6 @@ NORMS_WITH_STATISTICS: type | tuple[type, ...] = getattr(nn.modules.batchnorm, "
 IncompatibleKeys: Callable[[list[str], list[str]], Any] = type(nn.Module().load_state_dict({}))
 
 
-#: What ``module.to()`` asks of a parameter and of its new tensor before it sets ``data``.
-CAN_SHARE: Callable[..., Any] | None = getattr(torch, "_has_compatible_shallow_copy_type", None)
-
-
 def before_loading(module: nn.Module, hook: Callable[..., None]) -> None:
     """Call ``hook(module, state_dict, prefix, …)`` before a module takes its part of a state."""
     if hasattr(nn.Module, "register_load_state_dict_pre_hook"):  # since PyTorch 2.5
