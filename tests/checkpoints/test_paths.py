@@ -59,6 +59,16 @@ def test_every_call_refuses_it(solo, tmp_path, monkeypatch, call, path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("call", ["save_checkpoint", "a full one", "resume_from_checkpoint", "of a full one"])
+@pytest.mark.parametrize("path", [None, 3, b"run"])
+def test_checkpoints_refuse_what_is_no_text(solo, tmp_path, monkeypatch, call, path):
+    monkeypatch.chdir(tmp_path)
+    solo({})
+    with pytest.raises(SMPUserError, match=type(path).__name__):
+        CALLS[call](path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_transformers_save_refuses_it(solo, tmp_path, monkeypatch):
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from smp_runtime.checkpoint.files.whole_file import _is_plain, user_content_bytes
-from smp_runtime.checkpoint.save_and_resume import _folder
-from smp_runtime.errors import SMPUserError
 
 CYCLE: list = [1]
 CYCLE.append(CYCLE)
@@ -37,9 +35,3 @@ def test_plain_content_is_read_back(content, is_plain):
 
 def test_content_that_holds_itself_has_an_end():
     assert _is_plain(CYCLE)
-
-
-@pytest.mark.parametrize("path", [None, 3, b"folder"])
-def test_a_path_that_is_none(path):
-    with pytest.raises(SMPUserError, match=type(path).__name__):
-        _folder(path)

@@ -120,7 +120,7 @@ def ranks_refuse(carried: dict[str, str], case: Drawn, patch: pytest.MonkeyPatch
             for name, value in environ.items():
                 here.setenv(name, value)
             here.setattr(places_of, "ProcessGroups", lambda *_: None)
-            here.setattr(places_of, "host_of", lambda *_: None)
+            here.setattr(places_of, "host_of", lambda *_, is_required: None)
             here.setattr(
                 places_of, "use_device", lambda n: torch.device("cpu") if n is None else torch.device("cuda", n)
             )

@@ -119,19 +119,19 @@ def test_who_is_ending_when_the_first_failure_is_told_has_ended_unheard(zombie):
     """Rank 0 lives, and tells that it fails; rank 1 has ended, which the supervisor has not noticed yet."""
     told = [format_failure(FailureRecord(rank=rank, error_type="StageError", message=LOST)).encode() for rank in (0, 2)]
     read, write = os.pipe()
-    with StopRequests() as stop, open(read, "rb") as pipe, open(write, "wb", buffering=0) as output:
+    with StopRequests() as stop, open(read, "rb"), open(write, "wb", buffering=0) as output:
         supervisor = Supervisor(stop, FailureCollector(lambda rank: ""), ranks=3)
         supervisor._outcome.ended_unheard = set()
         supervisor._watched.update({0: os.getpid(), 1: zombie})
         output.write(b"a word\n")
-        supervisor._on_output(pipe, LineAssembler(None), 2)
+        supervisor._on_output(read, LineAssembler(None), 2)
         assert supervisor._outcome.ended_unheard == set()
         output.write(told[0] + b"\n")
-        supervisor._on_output(pipe, LineAssembler(None), 2)
+        supervisor._on_output(read, LineAssembler(None), 2)
         assert supervisor._outcome.ended_unheard == {1}
         supervisor._watched[2] = zombie
         output.write(told[1] + b"\n")
-        supervisor._on_output(pipe, LineAssembler(None), 2)
+        supervisor._on_output(read, LineAssembler(None), 2)
         assert supervisor._outcome.ended_unheard == {1}, (
             "who ends after the first failure was told may be its consequence"
         )

@@ -195,6 +195,7 @@ def test_two_hosts_are_stopped_and_end_well(launcher):
     for running in both:
         running.process.send_signal(signal.SIGTERM)
     assert [running.wait() for running in both] == [0, 0]
+    assert sum(line.startswith("saved") for line in both[0].log) == 4
 
 
 def test_the_parent_s_death_stops_the_job(launcher):
