@@ -203,7 +203,8 @@ def _both(folder, factor, options, more, resume=None):
     alone = _alone(f"{folder}/alone", factor, options, resume=resume and f"{folder}/alone/{resume}", **more)
     if "save" in more.get("do", ()):
         here["saved"], alone["saved"] = _reloaded(f"{folder}/here/final"), _reloaded(f"{folder}/alone/final")
-        assert here["model"] == alone["model"]
+        if smp.pp_size() == 1:  # parameters of other stages are nowhere here
+            assert here["model"] == alone["model"]
     return here, alone
 
 
