@@ -11,6 +11,7 @@ from support.matrix import sampled
 
 VOCABULARY = 16
 STEPS = 2
+CLOSE = 1e-6  # models compute in float64, but their losses in float32, whose last bit is 2.4e-7 here
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "dp2": {"ddp": True},
@@ -136,10 +137,10 @@ def test_a_full_checkpoint_goes_on_where_the_model_has_another_form(ranks, tmp_p
     config = CONFIGS[source]
     expected = ranks(_saves, 2, family, optimizer, path, config=config, timeout=100)[0]
     for losses in ranks(_resumes, 2, family, optimizer, path, config=CONFIGS[target], timeout=100):
-        assert losses == pytest.approx(expected, abs=1e-9)
+        assert losses == pytest.approx(expected, abs=CLOSE)
     # It has the numbers and shapes of one process.
     alone = ranks(_resumes, 1, family, optimizer, path, True, config={}, timeout=100)[0]
-    assert alone == pytest.approx(expected, abs=1e-9)
+    assert alone == pytest.approx(expected, abs=CLOSE)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -147,4 +148,4 @@ def test_what_one_process_of_plain_pytorch_saved_goes_on_with_tensor_parallelism
     path = str(tmp_path)
     expected = ranks(_saves, 1, family, "AdamW", path, True, config={}, timeout=100)[0]
     for losses in ranks(_resumes, 2, family, "AdamW", path, config=CONFIGS["tp2"], timeout=100):
-        assert losses == pytest.approx(expected, abs=1e-9)
+        assert losses == pytest.approx(expected, abs=CLOSE)

@@ -70,8 +70,10 @@ class ReplacedParameter(nn.Parameter):
 def stand_in(parameter: nn.Parameter, owner: str) -> ReplacedParameter:
     """Return what a replaced module of class ``owner`` has in place of a parameter; it keeps none of its elements."""
     with _Plainly():
+        # A tensor that is made on meta can never be elsewhere, where it says that it is once the model is in its place.
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
         made: ReplacedParameter = make_subclass(
-            ReplacedParameter, _empty(parameter, parameter.dtype, parameter.device), parameter.requires_grad
+            ReplacedParameter, _empty(parameter, parameter.dtype, device), parameter.requires_grad
         )
     made.owner = owner
     return made

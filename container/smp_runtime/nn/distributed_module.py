@@ -164,9 +164,13 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         self.tensor_group = alone
         self.tensor_slices = {name: TensorSlice.of(w.shape, w.dim, 0, 1) for name, w in self.tensor_slices.items()}
 
-    def own(self, name: str) -> Any:
-        """This rank's part of a parameter, for the module's own ``forward``."""
-        return self._parameters[name]
+    def _own_part(self, name: str) -> Any:
+        """This rank's part of a parameter, for the module's own ``forward``.
+
+        What stands in its place goes before it: the module's own dictionary may have one that autograd sums behind, or that
+        is pruned or normed, and its class one with a parametrization.
+        """
+        return getattr(self, name) if name in self.__dict__ or name not in self._parameters else self._parameters[name]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Whole weights load too: each rank takes its part of them."""
@@ -180,7 +184,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
 class ReadByOthers(DistributedModule):
     """A module that may stand in the place of one of the script's, whose weights code around it may read.
 
-    While a forward pass runs they are whole for others than itself; it reads its part by :meth:`own`.
+    While a forward pass runs they are whole for others than itself; it reads its part by :meth:`_own_part`.
     """
 
     #: Set where it stands for a module of the script's.

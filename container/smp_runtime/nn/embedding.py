@@ -91,7 +91,7 @@ class DistributedEmbedding(ReadByOthers):
         group = self.tensor_group
         own = group.size > 1 and not group.prescaled
         ids = whole_batch(agreeing_on_shape(input, group), group) if own else input
-        mine = F.embedding(ids, self.own("weight"), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        mine = F.embedding(ids, self._own_part("weight"), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         if group.size == 1 or self._skip_allgather:
             return mine
         if own and not self._skip_scatter_and_merge:

@@ -60,7 +60,7 @@ class DistributedLinear(ReadByOthers):
 
     def _map(self) -> torch.Tensor:
         """The weight, ``[out, in / tp]``."""
-        return self.own("weight")
+        return self._own_part("weight")
 
     def _lie_on(self, device: torch.device) -> None:
         if device.type == "meta":
@@ -101,7 +101,7 @@ class DistributedConv1D(DistributedLinear):
         self.add_whole("bias", (self.out_features,), constant(0.0), reduction, exists=bias)
 
     def _map(self) -> torch.Tensor:
-        return self.own("weight").t()
+        return self._own_part("weight").t()
 
 
 class _Projection(DistributedModule):

@@ -124,7 +124,7 @@ class PlannedLinear(ReadByOthers):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Features of replicated rows."""
-        return self.split.apply(input, self.own("weight"), self.own("bias"), self.tensor_group, self.shared)
+        return self.split.apply(input, self._own_part("weight"), self._own_part("bias"), self.tensor_group, self.shared)
 
     def extra_repr(self) -> str:
         """The sizes over all ranks, as PyTorch prints them."""

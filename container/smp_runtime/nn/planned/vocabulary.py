@@ -78,10 +78,10 @@ class PlannedEmbedding(ReadByOthers, _WithoutWeight):
         """Rows of the ids ``[batch, …]``, ``[batch, …, embedding_dim]``."""
         group, where = self.tensor_group, self.tensor_slices["weight"]
         if group.size == 1:
-            return F.embedding(input, self.own("weight"), self.padding_idx)
+            return F.embedding(input, self._own_part("weight"), self.padding_idx)
         if not group.prescaled:
             agree_on_shape(group, input)
-        return rows_of_all(input, self.own("weight"), range(where.start, where.stop), self.padding_idx, group)
+        return rows_of_all(input, self._own_part("weight"), range(where.start, where.stop), self.padding_idx, group)
 
 
 class PlannedHead(ReadByOthers):
@@ -106,15 +106,15 @@ class PlannedHead(ReadByOthers):
         """``[batch, …, in]`` to ``[batch, …, vocabulary]``."""
         group = self.tensor_group
         if group.size == 1:
-            return F.linear(input, self.own("weight"), self.bias)
-        missing = self.tensor_slices["weight"].size - self.own("weight").shape[0]
+            return F.linear(input, self._own_part("weight"), self.bias)
+        missing = self.tensor_slices["weight"].size - self._own_part("weight").shape[0]
         if group.prescaled:
-            mine = F.linear(replicated(input, group), self.own("weight"))
+            mine = F.linear(replicated(input, group), self._own_part("weight"))
             logits = gathered(F.pad(mine, (0, missing)), group, -1, partial=False)
         else:
             agree_on_shape(group, input)
             rows = gathered(input, group, 0, partial=True)
-            logits = exchanged(F.pad(F.linear(rows, self.own("weight")), (0, missing)), group, split=0, joined=-1)
+            logits = exchanged(F.pad(F.linear(rows, self._own_part("weight")), (0, missing)), group, split=0, joined=-1)
         logits = logits.narrow(-1, 0, self.out_features)
         return logits if self.bias is None else logits + self.bias
 
