@@ -16,7 +16,7 @@ from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.parameter_attributes import set_data
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
-from smp_runtime.tensors.torch_private import can_take_contents, make_subclass, swap_contents
+from smp_runtime.tensors.torch_private import can_take_contents, make_subclass
 
 
 class ReplacedParameter(nn.Parameter):
@@ -83,13 +83,7 @@ def settle(parameter: ReplacedParameter, device: torch.device, dtype: torch.dtyp
     """Let it say that it is on ``device``, and if it is a floating point one, of ``dtype``, as the model's weights now are."""
     kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     with _Plainly():
-        values = _empty(parameter, kind, device)
-        if parameter.is_meta and device.type != "meta":  # PyTorch refuses to set ``data`` then
-            made: ReplacedParameter = make_subclass(ReplacedParameter, values, parameter.requires_grad)
-            made.owner = parameter.owner
-            swap_contents(parameter, made)
-        else:
-            set_data(parameter, values)
+        set_data(parameter, _empty(parameter, kind, device))
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
