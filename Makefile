@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STEPS ?= 300
 # Processes that run tests at the same time; a test has up to four ranks of its own, and many of them wait. Each takes some 2.5 GB.
-WORKERS ?= 4
+WORKERS ?= 3
 
 FLOOR := .venv-sdk-floor
 SDK3 := .venv-sdk-3

@@ -79,7 +79,7 @@ def _told_late():
     agreement = model._window._agreement
     agreement.open()
     if smp.rank():
-        time.sleep(0.5)
+        time.sleep(0.2)
     agreement.tell()
     smp.shutdown()
     return agreement.is_under_way
