@@ -176,7 +176,7 @@ def filled(page: str, suites: Sequence[Suite], results: Mapping[str, Any]) -> st
 
 
 def _name(line: Mapping[str, Any]) -> str:
-    """What a row of the picture is called."""
+    """Return the label of a row of the picture."""
     over = f", over {line['transport']}" if line.get("transport") else ""
     return f"{line['case']} ÷ {line['peer']}{over}"
 

@@ -36,7 +36,7 @@ def note_room(error: BaseException, folder: Path) -> None:
 
 
 def has_room(folder: Path, needed: int) -> bool:
-    """Whether a folder's disk has so many bytes for this user, as far as it can be told."""
+    """Return whether a folder's disk has so many free bytes for this user; True if that is not known."""
     try:
         about = os.statvfs(folder)
     except OSError:
@@ -75,7 +75,7 @@ _OPEN_FILES = {
 
 
 def no_more_files(error: BaseException) -> str | None:
-    """What to do where a file cannot be opened because too many are; None for an error that means something else."""
+    """Return the advice for an error of too many open files; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _OPEN_FILES:
         return None
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

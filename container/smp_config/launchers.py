@@ -155,7 +155,7 @@ def job_secret(environ: Mapping[str, str]) -> str | None:
 
 
 def is_process_mode(environ: Mapping[str, str], rank: int, size: int) -> bool:
-    """Whether this project's launcher has started this rank, and all others, as processes of this machine and as one host.
+    """Return whether this project's launcher started all ranks as processes of this machine, as one host.
 
     Args:
         rank: of this process; a rank that another launcher has started below one of ours inherits its variables.

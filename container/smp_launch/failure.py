@@ -243,7 +243,7 @@ class FailureCollector:
         )
 
     def _ended_early(self, rank: int, number: int) -> Cause | None:
-        """The cause, in the words of a rank that ended before its script began; None where it has begun, or said nothing."""
+        """Return the last output of a rank that ended before its script began; None if the script began or there is no output."""
         words = [text for text in self._early.get(rank, ()) if text.strip()]
         if rank in self.started or not words:
             return None
@@ -254,7 +254,7 @@ class FailureCollector:
         return Cause(_one_line(headline), "\n".join(words), rank=rank)
 
     def _first_early(self) -> int | None:
-        """The lowest rank that has said something, and whose script has not begun."""
+        """Return the lowest rank that has output but whose script has not begun."""
         return min((rank for rank in self._early if rank not in self.started), default=None)
 
     def _first_record(self) -> FailureRecord | None:

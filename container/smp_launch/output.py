@@ -1,4 +1,4 @@
-"""What the ranks print, put together again: mpirun forwards fragments, this returns whole lines with their rank.
+"""Join the fragments of output that mpirun forwards to whole lines, with their rank.
 
 With its tagging option mpirun marks what comes from which rank. Version 5 marks whole lines, version 4.1 marks
 every fragment, so a line of one rank may hold a fragment of another in the middle.

@@ -1,4 +1,4 @@
-"""The wrapper around a script of ``smp-launch run``: ``… smp_launch.anywhere.plain_rank 0 -- train.py --epochs 3``.
+"""Run the script of a rank of ``smp-launch run``: ``… smp_launch.anywhere.plain_rank 0 -- train.py --epochs 3``.
 
 It gives the rank its variables, whatever stands around the job, and has the script run to its end. There is no folder tree of a
 platform, and the script stays in the folder in which the job was started.

@@ -123,13 +123,13 @@ class ShardOwner:
 
 
 def show_detached(parameter: nn.Parameter) -> None:
-    """Let a parameter be of the class of detached ones; one of a class of its own stays as it is."""
+    """Make a plain parameter a detached one; a parameter of another class stays as it is."""
     if type(parameter) is nn.Parameter and isinstance(owner_of(parameter), ShardOwner):
         parameter.__class__ = DetachedParameter
 
 
 def show_attached(parameter: nn.Parameter) -> None:
-    """Let it be a plain one again."""
+    """Make it a plain parameter again."""
     if type(parameter) is DetachedParameter:
         object.__setattr__(parameter, "__class__", nn.Parameter)
 
@@ -152,7 +152,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
             return args[0]
         writes, units = _writes(func, kwargs), list(_units_in((args, kwargs)))
         if not writes and any(shards.is_running for shards, _ in units):
-            return func(*args, **kwargs)  # of a parameter that nobody has registered with the module that uses it: NaN
+            return func(*args, **kwargs)  # the module that uses it did not register it: NaN
         filled = [unit for shards, unit in units if shards.fill(unit)]
         args, kwargs = tree_map(_plain_of, (args, kwargs))
         try:

@@ -41,19 +41,19 @@ _users = 0
 
 
 def own(parameter: nn.Parameter, owner: Owner) -> None:
-    """Let ``owner`` answer for a parameter from now on, instead of whoever did before."""
+    """Make ``owner`` answer for a parameter, in place of any former owner."""
     if id(parameter) not in _OWNERS:
         weakref.finalize(parameter, _OWNERS.pop, id(parameter), None).atexit = False
     _OWNERS[id(parameter)] = owner
 
 
 def disown(parameter: nn.Parameter) -> None:
-    """Let nobody answer for a parameter any more."""
+    """Remove the owner of a parameter."""
     _OWNERS.pop(id(parameter), None)
 
 
 def owner_of(parameter: torch.Tensor) -> Owner | None:
-    """Return who answers for a parameter, or None."""
+    """Return the owner of a parameter, or None."""
     return _OWNERS.get(id(parameter))
 
 
@@ -80,7 +80,7 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
 
 
 def install() -> Callable[[], None]:
-    """Let owners answer for the attributes of parameters; returns what ends that."""
+    """Install the attributes on ``nn.Parameter``; return the function that removes them."""
     global _users
     _users += 1
     if _users == 1:
