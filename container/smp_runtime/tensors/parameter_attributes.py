@@ -47,11 +47,6 @@ def own(parameter: nn.Parameter, owner: Owner) -> None:
     _OWNERS[id(parameter)] = owner
 
 
-def disown(parameter: nn.Parameter) -> None:
-    """Remove the owner of a parameter."""
-    _OWNERS.pop(id(parameter), None)
-
-
 def owner_of(parameter: torch.Tensor) -> Owner | None:
     """Return the owner of a parameter, or None."""
     return _OWNERS.get(id(parameter))
