@@ -13,18 +13,27 @@ from support.emulated_training import PATHS
 #: What depends on times.
 UNEQUAL = {"figures", "followed", "tapes", "replayed", "in_flight", "local", "runs"}
 #: Those that always run, with one order.
-SAMPLE = {"reduction", "sharding", "pipeline"}
+SAMPLE = {"reduction", "sharding", "pipeline", "writing, bf16", "writing, sharded state", "writing, sharding"}
 #: What makes the host wait for its device in them, apart from the program: once, or where only the device knows.
 MAY_WAIT = {
     "reduction": {"_adopt_measured_order"},
     "sharding": set(),
     "fp16, sharded state": {"_adopt_measured_order", "_unscale"},
+    "writing, bf16": {"_adopt_measured_order"},
+    "writing, sharded state": {"_adopt_measured_order"},
+    "writing, sharding": set(),
 }
 
 
 _OF_A_STEP = (
     *("data_parallel/reducer.py", "sharding/sharded_gradients.py", "comm/flags.py"),
-    *("optim/gradient_norms.py", "optim/master_gradients.py"),
+    *("optim/gradient_norms.py", "optim/master_gradients.py", "optim/master_writes.py", "parameters/script_writes.py"),
+    *(
+        "parameters/optimizer_shards.py",
+        "sharding/script_gradients.py",
+        "sharding/detached_parameters.py",
+        "sharding/flat_unit.py",
+    ),
 )
 
 

@@ -38,6 +38,30 @@ def _replicas(**options: Any) -> dict[str, Any]:
     return {"losses": losses, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
 
 
+def writing() -> dict[str, Any]:
+    """A script that changes weights between steps, and gradients before updates."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.job import session
+
+    torch.manual_seed(0)
+    model = smp.DistributedModel(TiedNet())
+    optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
+    step, device = training_step(model), session.current().ranks.device
+    for batch in token_batches(0, STEPS, BATCH):
+        ids, targets = (part.chunk(smp.dp_size())[smp.dp_rank()].to(device) for part in batch)
+        optimizer.zero_grad()
+        step(ids, targets)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.5, 0.5)
+                parameter.data.mul_(0.99)
+    return {"weights": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
 def half() -> dict[str, Any]:
     """fp16 with a dynamic loss scale, whose first steps overflow."""
     import smdistributed.modelparallel.torch as smp
@@ -261,6 +285,9 @@ PATHS = {
     ),
     "saving, pipeline": Path("saving", 2, {"partitions": 2, "microbatches": 4}, saves=True),
     "tensor parallelism": Path("dividing", 2, {"ddp": True, "tensor_parallel_degree": 2}),
+    "writing, bf16": Path("writing", 2, {"ddp": True, "bf16": True}, tolerance=2e-2),
+    "writing, sharded state": Path("writing", 2, {"ddp": True, "shard_optimizer_state": True}),
+    "writing, sharding": Path("writing", 2, SHARDED),
     "smddp": Path(
         "gathering", 4, {**sharded_training.settings(sharded_training.Blocks(), 4), "ddp_dist_backend": "smddp"}
     ),
