@@ -66,7 +66,7 @@ class RankPool:
         config: dict[str, Any] | None = None,
         init: bool = True,
         env: dict[str, str] | None = None,
-        timeout: float = 100.0,
+        timeout: float = 60.0,
         process_mode: bool = False,
     ) -> list[Any]:
         """Run ``function(*args)`` on every rank after ``smp.init(config)``; returns the results in rank order.
@@ -129,7 +129,7 @@ def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
         TORCHELASTIC_USE_AGENT_STORE="True",
-        SMP_TIMEOUT_SECONDS="90",
+        SMP_TIMEOUT_SECONDS="60",
     )
     import torch
 
