@@ -126,6 +126,28 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def _joined_thrice():
+    import time
+
+    import smdistributed.modelparallel.torch as smp
+
+    sums = []
+    for count in range(3):
+        smp.init({"ddp": True})
+        total = torch.ones(())
+        torch.distributed.all_reduce(total)
+        sums.append(total.item())
+        if smp.rank() == count % 2:
+            time.sleep(0.1)  # the other one joins again before this rank has left
+        smp.shutdown()
+    return sums
+
+
+def test_a_process_joins_again_where_rank_0_keeps_the_store(ranks):
+    place = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert ranks(_joined_thrice, 2, init=False, env=place) == [[2.0] * 3] * 2
+
+
 def test_nobody_keeps_the_store(meeting):
     port = free_port()
     with pytest.raises(

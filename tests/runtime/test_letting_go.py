@@ -105,3 +105,48 @@ def test_a_job_that_has_ended_is_gone_at_once(solo):
         assert session() is None
     finally:
         gc.enable()
+
+
+def _refused(way):
+    """Be refused a job, and join another one at the same meeting place; returns what is left of each."""
+    import os
+
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.comm.host import collectives
+    from smp_runtime.errors import SMPUserError
+    from smp_runtime.job import session
+
+    def fail(_):
+        raise ValueError("it cannot begin")
+
+    is_possible = collectives.is_possible
+    if way == "late":
+        session.at_init.append(fail)
+    collectives.is_possible = lambda: False
+    config = {"ddp": True, "deterministic": True, "host_collectives": way == "early"}
+    try:
+        smp.init(config)
+    except (ValueError, SMPUserError) as error:
+        said = str(error)
+    finally:
+        collectives.is_possible = is_possible
+        session.at_init[:] = [begin for begin in session.at_init if begin is not fail]
+    left = [
+        smp.is_initialized(),
+        torch.distributed.is_initialized(),
+        torch.are_deterministic_algorithms_enabled(),
+        "CUBLAS_WORKSPACE_CONFIG" in os.environ,
+    ]
+    smp.init({"ddp": True})
+    total = torch.ones(())
+    torch.distributed.all_reduce(total)
+    smp.shutdown()
+    return said, left, total.item(), torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("way", "why"), [("early", "cannot share memory"), ("late", "it cannot begin")])
+def test_a_job_that_cannot_begin_leaves_nothing_behind(ranks, way, why):
+    for said, left, total, is_started in ranks(_refused, 2, way, init=False):
+        assert why in said
+        assert not any(left)
+        assert (total, is_started) == (2.0, False)

@@ -10,7 +10,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -186,21 +186,12 @@ class ProcessGroups:
         if not self._owns_default or not dist.is_initialized() or not self._is_nccl:
             self.close(_UNDER_WAY_SECONDS_FAILED)
             return
-        # A daemon: the interpreter must not wait for it.
-        aborting = threading.Thread(target=_abort, name="smp-abort", daemon=True)
-        aborting.start()
-        aborting.join(ABORT_SECONDS)
-        if aborting.is_alive():
-            logger.warning("calls of this rank's GPU have not ended %.0f s after they were aborted", ABORT_SECONDS)
-            if not signal.getitimer(signal.ITIMER_REAL)[0]:  # else the launcher has set a time already
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.setitimer(signal.ITIMER_REAL, _LAST_RESORT_SECONDS)
+        _abort_in_time()
 
     @property
     def _is_nccl(self) -> bool:
         """Whether tensors of this rank's GPU go over NCCL in the default group, with or without SMDDP's phases."""
-        used = backends_by_device(dist.get_backend_config()).get(self._device.type)
-        return self._device.type == "cuda" and used in ("nccl", smddp.BACKEND)
+        return _uses_nccl(self._device.type)
 
     @staticmethod
     def _start(control: ControlPlane, backend: str, port: int | None) -> int:
@@ -272,6 +263,40 @@ def _open_sockets() -> set[tuple[int, int]]:
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((int(name), status.st_ino))
     return found
+
+
+def _uses_nccl(device_type: str) -> bool:
+    """Whether tensors of such a device go over NCCL in the default group, with or without SMDDP's phases."""
+    used = backends_by_device(dist.get_backend_config()).get(device_type)
+    return device_type == "cuda" and used in ("nccl", smddp.BACKEND)
+
+
+@contextlib.contextmanager
+def ended_on_error() -> Iterator[None]:
+    """End ``torch.distributed`` if it is started within, and an error then comes: no later job would own it."""
+    is_ours = not dist.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if is_ours and dist.is_initialized():
+            if _uses_nccl("cuda"):
+                _abort_in_time()
+            else:
+                dist.destroy_process_group()
+        raise
+
+
+def _abort_in_time() -> None:
+    """Abort the calls of a GPU; have the system end the process where that takes too long."""
+    # A daemon: the interpreter must not wait for it.
+    aborting = threading.Thread(target=_abort, name="smp-abort", daemon=True)
+    aborting.start()
+    aborting.join(ABORT_SECONDS)
+    if aborting.is_alive():
+        logger.warning("calls of this rank's GPU have not ended %.0f s after they were aborted", ABORT_SECONDS)
+        if not signal.getitimer(signal.ITIMER_REAL)[0]:  # else the launcher has set a time already
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, _LAST_RESORT_SECONDS)
 
 
 def _abort() -> None:

@@ -27,9 +27,15 @@ _ANY_KIND_TAKES_A_SOCKET = torch.__version__ >= "2.9"
 #: Seconds for a host to answer at one of its addresses; a route that leads nowhere says nothing.
 _ANSWER_SECONDS = 3.0
 
+#: Those that this process has come to, by address, port, rank, number of ranks, and whether an agent keeps it.
+_stores: dict[tuple[str, int, int, int, bool], dist.Store] = {}
+
 
 def store_at_meeting_place(rank: int, size: int, environ: Mapping[str, str], seconds: float) -> dist.Store:
     """The store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 keeps, or torchrun's agent.
+
+    A process that joins again gets the store that it has: rank 0 could not listen twice, and others must not meet where it has
+    just ended.
 
     Raises:
         RuntimeError: of PyTorch, when nobody is there in time, or the port is taken.
@@ -37,11 +43,29 @@ def store_at_meeting_place(rank: int, size: int, environ: Mapping[str, str], sec
     timeout = timedelta(seconds=seconds)
     address, port = environ[ADDRESS_VARIABLE], int(environ[PORT_VARIABLE])
     has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = (address, port, rank, size, has_agent)
+    if (known := _stores.get(place)) is not None and _answers(known):
+        return known
+    _stores[place] = store = _joined_store(place, environ, timeout)
+    return store
+
+
+def _joined_store(place: tuple[str, int, int, int, bool], environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
+    address, port, rank, size, has_agent = place
     if rank == 0 and not has_agent and (listens := listening_address(address, environ, size)):
         # Others of this process who start a store at this port, as torch.distributed does by env://, get the same.
         return kept_store(listens, port, timeout, calls=address, world_size=size, multi_tenant=True)
     store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout)))
     return store
+
+
+def _answers(store: dist.Store) -> bool:
+    """Whether the process that keeps a store is still there."""
+    try:
+        store.check(["smp-control"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def listening_address(called: str, environ: Mapping[str, str], size: int) -> str:

@@ -7,6 +7,7 @@ touches ask for the current session.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from smp_config import Group, whereabouts
 from smp_config.launchers import SECRET_VARIABLE
 from smp_config.whereabouts import here
 from smp_runtime.comm.control import ControlPlane, connect
+from smp_runtime.comm.groups import ended_on_error
 from smp_runtime.comm.messages import Messages
 from smp_runtime.comm.waiting import ENDED, FAILED
 from smp_runtime.errors import NotInitializedError, SMPUserError
@@ -156,13 +158,11 @@ class Session:
         self.progress.close(failed=self.has_failed)
         here().leave(FAILED if self.has_failed else ENDED)
         failure: Exception | None = None
-        for finish in (self._settle, *self.at_close):
+        for finish in (self._settle, *self.at_close, *self.at_leave):
             try:
                 finish()
             except Exception as error:  # the rest is released all the same
                 failure = failure or error
-        for leave in self.at_leave:
-            leave()
         # Who listens mostly has this session in turn, and a group that waits for the collection of garbage may be freed in a fork.
         for heard in (self.before_step, self.arguments, self.after_step, self.before_update, self.after_update):
             heard.clear()
@@ -226,11 +226,17 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
     parameters = ModelParallelParameters.from_mp_parameters(settings)
     control, collectives = joining[-1](parameters)
-    # Before anything is computed on a GPU.
-    determinism = Determinism(os.environ, tells=control.rank == 0) if parameters.deterministic else None
-    whereabouts.begin(os.environ, control.rank)
-    with control.doing("smp.init"):
-        session = Session(parameters, control, collectives)
+    with contextlib.ExitStack() as undo:  # a job that cannot begin leaves nothing behind: a script may ask for another
+        undo.callback(control.close, FAILED)
+        # Before anything is computed on a GPU.
+        determinism = Determinism(os.environ, tells=control.rank == 0) if parameters.deterministic else None
+        if determinism is not None:
+            undo.callback(determinism.end)
+        whereabouts.begin(os.environ, control.rank)
+        undo.callback(here().leave, FAILED)
+        with control.doing("smp.init"), ended_on_error():
+            session = Session(parameters, control, collectives)
+        undo.pop_all()
     if determinism is not None:
         _repeat(session, determinism)
     here().explain = control.explained
@@ -256,8 +262,13 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     _session = session
     atexit.register(shutdown)
     _note_failure_of(session)
-    for begin in at_init:
-        begin(session)
+    try:
+        for begin in at_init:
+            begin(session)
+    except BaseException:
+        session.has_failed = True
+        shutdown()
+        raise
     # What these have registered is called after it, so that libraries are still there when the session closes.
     atexit.unregister(shutdown)
     atexit.register(shutdown)
