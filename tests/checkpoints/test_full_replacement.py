@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import time
 from unittest import mock
@@ -62,7 +61,6 @@ def _killed_at(step: int, save) -> bool:
     """Save in a child that dies before its ``step``-th change of a name; returns whether it came that far."""
     child = os.fork()
     if child == 0:
-        gc.disable()  # garbage of earlier tests may have threads, which a child does not have
         count = 0
 
         def dying(original):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.matrix import examples
 
 from smp_config import ConfigError, ModelParallelParameters
+from smp_config.values import why_no_path
 
 
 def parse(**parameters):
@@ -173,7 +174,7 @@ def test_both_names_of_the_degree_are_sent_and_defaults_are_not():
             "placement_strategy": st.sampled_from(["cluster", "spread", "PTD"]),
             "optimize": st.sampled_from(["memory", "speed"]),
             "_match_weights": st.booleans(),
-            "partition_file": st.text(max_size=5),
+            "partition_file": st.text(max_size=5).filter(lambda text: why_no_path(text) is None),
         },
     )
 )

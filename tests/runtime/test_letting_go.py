@@ -150,3 +150,28 @@ def test_a_job_that_cannot_begin_leaves_nothing_behind(ranks, way, why):
         assert why in said
         assert not any(left)
         assert (total, is_started) == (2.0, False)
+
+
+def test_a_child_leaves_groups_of_its_parent_alone(solo):
+    """A worker of a DataLoader is such a child; a model that the script let go of may still hold groups."""
+    import gc
+    import os
+    import signal
+
+    import smdistributed.modelparallel.torch as smp
+
+    gc.disable()
+    try:
+        cycle = [solo({}).ranks.groups]
+        cycle.append(cycle)
+        smp.shutdown()
+        del cycle
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        gc.enable()

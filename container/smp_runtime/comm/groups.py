@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -304,3 +305,8 @@ def _abort() -> None:
         abort_process_groups()
     except Exception as error:  # nothing waits for it: the process ends
         logger.debug("the process groups were not aborted: %s", error)
+
+
+if hasattr(os, "register_at_fork"):
+    # Freeing a group of gloo waits for its threads, which a child does not have: what was garbage before the fork stays there.
+    os.register_at_fork(after_in_child=gc.freeze)
