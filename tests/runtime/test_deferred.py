@@ -197,3 +197,81 @@ def test_a_stage_creates_no_more_than_its_own_part(ranks):
         assert count == 4
         assert filled
         assert most < 5.5, "its four matrices, the one that is being made, and activations"
+
+
+class Reading(nn.Module):
+    """Blocks that ask their tensors for a device and read values: of the batch, or of what parameters have computed."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads = reads
+        self.table = nn.Embedding(16, 8, dtype=torch.float64)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
+        self.register_buffer("angles", torch.arange(8) / 8.0, persistent=False)
+
+    def forward(self, ids, mask):
+        hidden = self.table(ids)
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden + (self.angles * torch.arange(ids.shape[1], device=hidden.device)[:, None]).cos()
+        if self.reads == "batch" and mask.all():
+            raise AssertionError("the mask of every batch has a zero")
+        for block in self.blocks:
+            hidden = block(hidden).tanh() * mask.to(hidden.device)[..., None]
+            if self.reads == "hidden" and hidden.abs().max() > 100:
+                hidden = hidden / 100
+        return hidden.square().mean()
+
+
+def _train_reading(reads):
+    import logging
+
+    import smdistributed.modelparallel.torch as smp
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("smp").addHandler(handler)
+    torch.manual_seed(0)
+    with smp.delay_param_initialization():
+        module = Reading(reads)
+    model = smp.DistributedModel(module)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    @smp.step
+    def step(ids, mask):
+        loss = model(ids, mask)
+        model.backward(loss)
+        return loss
+
+    losses = []
+    for index in range(3):
+        optimizer.zero_grad()
+        losses.append(step(*_reading_batch(index)).reduce_mean().item())
+        optimizer.step()
+    logging.getLogger("smp").removeHandler(handler)
+    return losses, any("as with skip_tracing" in sentence for sentence in said), len(list(model.local_parameters()))
+
+
+def _reading_batch(index):
+    ids = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(index))
+    return ids, torch.arange(6).expand(4, 6) > 0
+
+
+@pytest.mark.parametrize("reads", ["nothing", "batch", "hidden"])
+def test_a_pipeline_of_late_parameters_is_traced_where_only_the_batch_is_read(ranks, reads):
+    config = {"partitions": 2, "microbatches": 2, "ddp": False}
+    first, second = ranks(_train_reading, 2, reads, config=config)
+    torch.manual_seed(0)
+    alone = Reading(reads)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    losses = []
+    for index in range(3):
+        optimizer.zero_grad()
+        loss = alone(*_reading_batch(index))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert first[0] == pytest.approx(losses, rel=1e-9)
+    assert second[0] == pytest.approx(losses, rel=1e-9)
+    assert (first[1] or second[1]) == (reads == "hidden")
+    assert min(first[2], second[2]) >= 1, "neither stage is without modules"

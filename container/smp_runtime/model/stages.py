@@ -105,15 +105,13 @@ class Stages:
         ranks, module = self._ranks, self.part.module
         device = ranks.device if self._tracing.device == "gpu" else torch.device("cpu")
         is_meta = any(parameter.is_meta for parameter in module.parameters())
-        # Shapes are all that there is before the parameters are created.
-        inputs_on = torch.device("meta") if is_meta else device
         tracing_stage = (ranks.cfg.tracing_rank or 0) if first_step else 0
         measures = first_step and not ranks.cfg.deterministic
         tracing_rank = ranks.topology.group_of(Group.PP, 0)[tracing_stage]
         assignment = decide(
             module,
             Tracing(
-                None if microbatch is None else functools.partial(self._traced_run, microbatch, inputs_on),
+                None if microbatch is None else functools.partial(self._traced_run, microbatch, device),
                 device,
                 # Measured numbers are others in each run, and with them the cuts.
                 self._tracing.times and measures,
@@ -136,7 +134,7 @@ class Stages:
         """The step function on the first microbatch; the model's own backward does nothing meanwhile."""
         step = self._ranks.step
         args, kwargs = tree_map(
-            lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
+            lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf,
             (microbatch.args, microbatch.keywords),
         )
         step.is_tracing, step.microbatch = True, 0

@@ -18,7 +18,7 @@ from smp_runtime.pipeline.partition.costs import CostSettings
 from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, note_replaced, untraced
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
-from smp_runtime.pipeline.partition.tracing import module_that_raised, settle, trace
+from smp_runtime.pipeline.partition.tracing import ValuesNeededError, module_that_raised, settle, trace
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
@@ -273,6 +273,13 @@ def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParame
     try:
         with tracing.placed():
             seen = trace(module, tracing.run, device=tracing.device, times=tracing.times, memory=tracing.memory)
+    except ValuesNeededError as error:
+        logger.warning(
+            "the tracing step reads values that parameters do not have before they are created (%s), so the model is partitioned by "
+            "its modules alone, as with skip_tracing; set delayed_parameter_initialization to false to have it traced",
+            str(error).partition("\n")[0],
+        )
+        return untraced(module)
     except torch.cuda.OutOfMemoryError as error:
         size = sum(parameter.nbytes for parameter in module.parameters()) / 2**30
         raise SMPUserError(

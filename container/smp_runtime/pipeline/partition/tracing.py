@@ -26,6 +26,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.attribute_watch import AttributeWatch
 from smp_runtime.module_state.entries import Slot, Taken
 from smp_runtime.module_state.snapshot import Snapshot, restored
+from smp_runtime.pipeline.partition.meta_device import values_left_out
 from smp_runtime.pipeline.partition.module_times import median_times, run_repeatedly
 from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
 from smp_runtime.tensors import computing_time
@@ -50,6 +51,10 @@ _READERS = set("item tolist numpy __bool__ __float__ __int__ __index__ __array__
 _FREEZE = "requires_grad_"
 
 
+class ValuesNeededError(SMPUserError):
+    """What runs cannot be traced before the parameters have values."""
+
+
 def trace(
     model: nn.Module,
     run: Callable[[], object],
@@ -71,7 +76,7 @@ def trace(
             return.
 
     Raises:
-        SMPUserError: the parameters are on the meta device and the model reads values.
+        ValuesNeededError: the parameters are on the meta device, and the model reads values.
     """
     tree = ModuleTree(model)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -79,7 +84,7 @@ def trace(
     try:
         with restored(model) as before, _NoBackward():
             recorder = _Recorder(tree, _MACHINE_BALANCE.get(device.type, _ACCELERATOR_BALANCE), memory)
-            with recorder.running():
+            with recorder.running(), values_left_out(device) if on_meta else contextlib.nullcontext():
                 run()
             recorder.note_changes(before)
             nodes = [tuple(map(tree.node_of, pair)) for pair in before.replaced()]
@@ -95,11 +100,7 @@ def trace(
             _measure_times(model, tree, run, device)
     except (RuntimeError, NotImplementedError) as error:
         if on_meta and "meta" in str(error).lower():
-            raise SMPUserError(
-                f"the tracing step cannot run: {error} (parameters without values are on the meta device, and the model "
-                "or the step function reads a value or moves data off it); set skip_tracing to true, or "
-                "delayed_parameter_initialization to false"
-            ) from error
+            raise ValuesNeededError(str(error)) from error
         raise
     order_by_call(tree.root)
     recorder.finish()

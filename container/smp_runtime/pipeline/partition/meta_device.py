@@ -1,0 +1,62 @@
+"""Tracing a model whose parameters have no values yet: they lie on the meta device, and what a batch brings does not.
+
+Each operation that takes a tensor of the meta device gives one of it; all others compute. So code may read what it has computed
+from the batch alone, such as a mask, and code that asks a tensor of the model for its device finds the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from smp_runtime.tensors.torch_private import TorchDispatchMode
+
+_META = torch.device("meta")
+
+
+@contextlib.contextmanager
+def values_left_out(device: torch.device) -> Iterator[None]:
+    """Run operations between tensors of the meta device and of others on the meta device.
+
+    Args:
+        device: where the model will be trained: ``torch.autocast`` for the meta device, which PyTorch has not, is that of this one.
+    """
+    with _autocast_of(device.type), _OnMeta():
+        yield
+
+
+class _OnMeta(TorchDispatchMode):
+    """Leaves out the values of what an operation takes beside a tensor of the meta device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kinds = {leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        if kinds == {False, True}:
+            args, kwargs = tree_map(_without_value, (args, kwargs))
+        if True in kinds and func is torch.ops.aten._to_copy.default:  # noqa: SLF001 - its name as an operator
+            kwargs = {**kwargs, "device": _META}  # x.to(device): there is no value that could move
+        return func(*args, **kwargs)
+
+
+def _without_value(leaf: Any) -> Any:
+    return leaf.to(_META) if isinstance(leaf, torch.Tensor) else leaf
+
+
+@contextlib.contextmanager
+def _autocast_of(kind: str) -> Iterator[None]:
+    begin = torch.autocast.__init__
+
+    @functools.wraps(begin)
+    def begin_on(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(self, kind if device_type == "meta" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = begin_on  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = begin  # type: ignore[method-assign]
