@@ -225,20 +225,8 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     carried = os.environ.get(PARAMETERS_VARIABLE)
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
     parameters = ModelParallelParameters.from_mp_parameters(settings)
-    control, collectives = joining[-1](parameters)
-    with contextlib.ExitStack() as undo:  # a job that cannot begin leaves nothing behind: a script may ask for another
-        undo.callback(control.close, FAILED)
-        # Before anything is computed on a GPU.
-        determinism = Determinism(os.environ, tells=control.rank == 0) if parameters.deterministic else None
-        if determinism is not None:
-            undo.callback(determinism.end)
-        whereabouts.begin(os.environ, control.rank)
-        undo.callback(here().leave, FAILED)
-        with control.doing("smp.init"), ended_on_error():
-            session = Session(parameters, control, collectives)
-        undo.pop_all()
-    if determinism is not None:
-        _repeat(session, determinism)
+    session = _join(parameters)
+    control = session.ranks.control
     here().explain = control.explained
     if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
         here().on_phase = injector.entered
@@ -272,6 +260,25 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     # What these have registered is called after it, so that libraries are still there when the session closes.
     atexit.unregister(shutdown)
     atexit.register(shutdown)
+    return session
+
+
+def _join(parameters: ModelParallelParameters) -> Session:
+    """Meet the other ranks, and build every group."""
+    control, collectives = joining[-1](parameters)
+    with contextlib.ExitStack() as undo:  # a job that cannot begin leaves nothing behind: a script may ask for another
+        undo.callback(control.close, FAILED)
+        # Before anything is computed on a GPU.
+        determinism = Determinism(os.environ, tells=control.rank == 0) if parameters.deterministic else None
+        if determinism is not None:
+            undo.callback(determinism.end)
+        whereabouts.begin(os.environ, control.rank)
+        undo.callback(here().leave, FAILED)
+        with control.doing("smp.init"), ended_on_error():
+            session = Session(parameters, control, collectives)
+        undo.pop_all()
+    if determinism is not None:
+        _repeat(session, determinism)
     return session
 
 
