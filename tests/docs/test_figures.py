@@ -79,16 +79,16 @@ def test_a_run_keeps_what_others_have_measured(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "seconds", "said"),
     [
-        ("raise ValueError('seven')", "failed after .* s: ValueError: seven"),
-        ("import time; time.sleep(600)", "failed after .* s: it had not ended after 1 s"),
-        ("print('nothing')", "failed after .* s: it printed no figures"),
+        ("raise ValueError('seven')", 60, "failed after .* s: ValueError: seven"),
+        ("import time; time.sleep(600)", 1, "failed after .* s: it had not ended after 1 s"),
+        ("print('nothing')", 60, "failed after .* s: it printed no figures"),
     ],
     ids=["raises", "hangs", "silent"],
 )
 def test_a_failure_keeps_the_former_result(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, seconds: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import re
 
@@ -96,7 +96,7 @@ def test_a_failure_keeps_the_former_result(
     script.write_text(text)
     former = json.dumps({"format": results.FORMAT_VERSION, "suites": {"tiny": {"lines": LINES}}})
     file.write_text(former)
-    assert bench.run([suite_of(script)], quick=False, file=file, seconds=1) == 1
+    assert bench.run([suite_of(script)], quick=False, file=file, seconds=seconds) == 1
     assert file.read_text() == former
     assert re.search(said, capsys.readouterr().out)
 
