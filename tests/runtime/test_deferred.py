@@ -199,6 +199,34 @@ def test_a_stage_creates_no_more_than_its_own_part(ranks):
         assert most < 5.5, "its four matrices, the one that is being made, and activations"
 
 
+class Angles(nn.Module):
+    """Computes with whole numbers, of which PyTorch makes its default type."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.arange(8) / 7)
+        former = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        self.register_buffer("coarse", torch.arange(8) / 7)
+        torch.set_default_dtype(former)
+        self.weight = nn.Parameter((torch.arange(8) / 3).sqrt())
+
+
+def test_arithmetic_has_the_default_type_of_its_moment(solo):
+    solo({"delayed_parameter_initialization": True})
+    with smp.model_creation(dtype=torch.float64):
+        late = Angles()
+    found = smp.DistributedModel(late).state_dict()
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = Angles().state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
 class Reading(nn.Module):
     """Blocks that ask their tensors for a device and read values: of the batch, or of what parameters have computed."""
 

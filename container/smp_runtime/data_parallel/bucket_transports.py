@@ -46,12 +46,10 @@ class Peers:
     Attributes:
         group: the ranks that hold replicas of the parameters.
         collectives: how they exchange tensors.
-        divisor: what the sum of their gradients is to be divided by.
     """
 
     group: dist.ProcessGroup
     collectives: Collectives
-    divisor: int
 
 
 class HookBucket:
@@ -105,14 +103,13 @@ class HookBucket:
 
 
 class _FromHook:
-    def __init__(self, future: torch.futures.Future[Any], scale: float) -> None:
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
         self._future = future
-        self._scale = scale
 
     def land(self) -> torch.Tensor:
         value = self._future.wait()
-        average = value[0] if isinstance(value, list | tuple) else value
-        return average if self._scale == 1.0 else average.mul_(self._scale)
+        average: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
+        return average
 
 
 class HookTransport:
@@ -139,7 +136,6 @@ class HookTransport:
         self._peers = peers
         self._deliver = deliver
         self.lands_in_gradients = deliver is None
-        self._scale = peers.group.size() / peers.divisor
         self._previous: torch.futures.Future[Any] | None = None
 
     def launch(self, bucket: Bucket, buffer: torch.Tensor, position: int, is_last: bool) -> Travel:
@@ -152,7 +148,7 @@ class HookTransport:
         buffer[filled:].zero_()  # so that all shards are of one length
         future = self._hook(self._state, HookBucket(bucket, buffer, position, is_last, self._parameters, self._peers))
         self._previous = None if is_last else future
-        return _FromHook(future, self._scale)
+        return _FromHook(future)
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
         """Hand on what the hook has averaged."""

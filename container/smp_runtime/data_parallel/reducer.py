@@ -15,6 +15,7 @@ on GPUs: a host that reads them there waits until all is done, so hosts tell the
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,10 +48,9 @@ class GradientReducer:
         bucket_view: gradients of all windows share one buffer, so keep no reference to a gradient over a step.
         buckets: a fixed division instead of one that is measured; with it, ``transport``.
         transport: how buckets travel; default: all-reduce.
-        divisor: what the sum over the group is divided by; default: its number of ranks.
     """
 
-    def __init__(  # noqa: PLR0913 - most have defaults, and only the sharded form passes the last three
+    def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
         group: dist.ProcessGroup,
@@ -63,12 +63,10 @@ class GradientReducer:
         bucket_view: bool = False,
         buckets: Sequence[Bucket] | None = None,
         transport: Transport | None = None,
-        divisor: int | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._group = group
         self._ranks = list(ranks)
-        self._divisor = divisor or len(self._ranks)
         self._collectives = collectives
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
@@ -107,7 +105,7 @@ class GradientReducer:
 
     def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], Transport]) -> None:
         """Replace the transport, between windows; ``make`` gets the parameters, and over whom they are averaged."""
-        self._transport = make(self._parameters, Peers(self._group, self._collectives, self._divisor))
+        self._transport = make(self._parameters, Peers(self._group, self._collectives))
         self._set_buckets(self._buckets)
 
     def begin_window(self, *, reduces: bool) -> None:
@@ -192,7 +190,7 @@ class GradientReducer:
         bucket = self._buckets[position]
         buffer = bucket.fresh_buffer(self._collectives, self._group)
         # Averaging before the sum keeps half precision sums in range.
-        scale = 1.0 / self._divisor if self._transport.divides else 1.0
+        scale = 1.0 / len(self._ranks) if self._transport.divides else 1.0
         for index, view in zip(bucket.indices, bucket.views(buffer, self._parameters), strict=True):
             parameter = self._parameters[index]
             gradient = get_gradient(parameter)
@@ -336,6 +334,23 @@ def seeing_own_batch(
     return [parameter for parameter in trained if registry.record_of(parameter).reduction is Group.DP]
 
 
+def batch_shares(
+    registry: ParameterRegistry, trained: Sequence[torch.nn.Parameter], ranks: Ranks, *, sums_further: bool
+) -> list[float]:
+    """What the gradient of each parameter is multiplied with when it comes, to be one of this rank's batch.
+
+    With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches. It cannot wait for
+    the average over the replicas: that may come again, after another step has added to it.
+
+    Args:
+        sums_further: whether what reduces the gradients sums those of other layers over the group, and divides all alike.
+    """
+    if ranks.size(Group.TP) == 1 or ranks.cfg.prescaled_batch or sums_further:
+        return [1.0] * len(trained)
+    share = ranks.size(Group.RDP) / ranks.size(Group.DP)
+    return [share if registry.record_of(parameter).reduction is Group.RDP else 1.0 for parameter in trained]
+
+
 def make_reducer(
     registry: ParameterRegistry,
     trained: Sequence[torch.nn.Parameter],
@@ -358,24 +373,19 @@ def make_reducer(
         for parameter in trained:
             if parameter not in tables:
                 by_group.setdefault(registry.record_of(parameter).reduction, []).append(parameter)
-    # With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches.
-    divisors = {Group.DP: ranks.size(Group.DP)}
-    divisors[Group.RDP] = ranks.size(Group.RDP if ranks.cfg.prescaled_batch else Group.DP)
     reducers: list[GradientReducer | SparseReducer] = [
         GradientReducer(
             by_group.get(group, []),
             ranks.groups.group(group),
             ranks.members(group),
             ranks.collectives,
-            divisor=divisors[group],
             **options,
         )
         for group in sorted(by_group or {Group.DP: []}, key=lambda group: group.value)
     ]
     for group in sorted({registry.record_of(table).reduction for table in tables}, key=lambda group: group.value):
         alike = [p for p in trained if p in tables and registry.record_of(p).reduction is group]
-        size = len(ranks.members(group))
-        reducers.append(SparseReducer(alike, ranks.groups.group(group), ranks.collectives, size, divisors[group]))
+        reducers.append(SparseReducer(alike, ranks.groups.group(group), ranks.collectives, len(ranks.members(group))))
     first = reducers[0]
     return first if len(reducers) == 1 and isinstance(first, GradientReducer) else ReducerSet(reducers)
 
@@ -384,14 +394,19 @@ _Gradients = tuple[torch.Tensor | None, ...]
 
 
 class AccumulationScale:
-    """Multiplies what ``backward()`` adds to the gradients of ``parameters``; ``torch.autograd.grad`` is left alone.
+    """Multiplies what ``backward()`` adds to the gradients of ``parameters``, by ``factor()`` times the share of each.
+
+    ``torch.autograd.grad`` is left alone.
 
     Hooks of a tensor see both. So these are hooks of the graph's nodes that accumulate; each lasts as long as it is
     kept, and as its parameter stays of one type and on one device.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], factor: Callable[[], float]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], shares: Sequence[float], factor: Callable[[], float]
+    ) -> None:
         self._parameters = list(parameters)
+        self._shares = list(shares)
         self._factor = factor
         self._kinds: list[tuple[torch.dtype, torch.device] | None] = [None] * len(self._parameters)
         self._nodes: list[torch.autograd.graph.Node | None] = [None] * len(self._parameters)
@@ -401,17 +416,17 @@ class AccumulationScale:
         """Follow parameters that have been cast or moved."""
         weak = weakref.ref(self)  # the garbage collector does not look into nodes
 
-        def hook(gradients: _Gradients) -> _Gradients | None:
-            return None if (me := weak()) is None else me.scaled(gradients)
+        def hook(share: float, gradients: _Gradients) -> _Gradients | None:
+            return None if (me := weak()) is None else me.scaled(gradients, share)
 
         for index, parameter in enumerate(self._parameters):
             kind = (parameter.dtype, parameter.device)
             if kind != self._kinds[index] and parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
-                node.register_prehook(hook)
+                node.register_prehook(functools.partial(hook, self._shares[index]))
                 self._kinds[index], self._nodes[index] = kind, node
 
-    def scaled(self, gradients: _Gradients) -> _Gradients | None:
+    def scaled(self, gradients: _Gradients, share: float) -> _Gradients | None:
         """What is added instead of ``gradients``; None for themselves."""
-        factor = self._factor()
+        factor = self._factor() * share
         return None if factor == 1.0 else tuple(None if g is None else g * factor for g in gradients)

@@ -35,7 +35,6 @@ class SparseReducer:
     Args:
         parameters: the same, in the same order, on every rank of the group.
         size: number of ranks of the group.
-        divisor: what sums over the group are divided by.
     """
 
     def __init__(
@@ -44,11 +43,10 @@ class SparseReducer:
         group: dist.ProcessGroup,
         collectives: Collectives,
         size: int,
-        divisor: int,
     ) -> None:
         self._parameters = list(parameters)
         self._group, self._collectives = group, collectives
-        self._size, self._divisor = size, divisor
+        self._size = size
         self._reduces = True
         self.touched = False
         weak = weakref.ref(self)  # the parameter keeps its hook where the garbage collector does not look
@@ -108,7 +106,7 @@ class SparseReducer:
             total = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         else:
             total = gradient.to_dense().contiguous().clone()
-        total.div_(self._divisor)
+        total.div_(self._size)
         self._collectives.all_reduce(total.view(-1), self._group).wait()
         return total
 
@@ -125,7 +123,7 @@ class SparseReducer:
         all_values = self._gathered(values.view(most, math.prod(width)), counts).view(-1, *width)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         total = torch.sparse_coo_tensor(
-            all_indices[None], all_values.to(wide).div_(self._divisor), parameter.shape, check_invariants=False
+            all_indices[None], all_values.to(wide).div_(self._size), parameter.shape, check_invariants=False
         )
         return total.coalesce().to(parameter.dtype).coalesce()
 

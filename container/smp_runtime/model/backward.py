@@ -73,10 +73,15 @@ class Backward:
         finally:
             self._runs, step.seed_scale = False, 1.0
 
-    def scale_foreign_gradients(self, trained: Sequence[nn.Parameter]) -> None:
-        """``loss.backward()`` inside a step, or another model's, averages over microbatches like :meth:`run`."""
+    def scale_gradients(self, trained: Sequence[nn.Parameter], shares: Sequence[float]) -> None:
+        """Multiply gradients by ``shares`` when they come.
+
+        ``loss.backward()`` inside a step, or another model's, averages over microbatches like :meth:`run`.
+        """
         weak = weakref.ref(self)
-        self._accumulation = AccumulationScale(trained, lambda: 1.0 if (me := weak()) is None else me.scale_left())
+        self._accumulation = AccumulationScale(
+            trained, shares, lambda: 1.0 if (me := weak()) is None else me.scale_left()
+        )
 
     def follow_calls(self, module: nn.Module) -> None:
         """From now on losses of tensor parallel ranks with a batch each may depend on different results of modules."""

@@ -12,7 +12,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.module_state import compiled_blocks
-from smp_runtime.parameters.deferred_creation import Deferrals, deferring
+from smp_runtime.parameters.deferred_creation import Deferrals, deferring, unchanged_default_dtype
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 from smp_runtime.replacement import scopes
 
@@ -61,16 +61,14 @@ def model_creation(
         raise SMPUserError(
             f"model_creation got dtype={dtype}; parameters are floating point: use for example torch.float16"
         )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        with (
-            scopes.tensor_parallelism(tensor_parallelism, **tensor_parallel_config),
-            delay_param_initialization(enabled=sessions.current().ranks.cfg.delayed_parameter_initialization),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with (
+        unchanged_default_dtype(),
+        scopes.tensor_parallelism(tensor_parallelism, **tensor_parallel_config),
+        delay_param_initialization(enabled=sessions.current().ranks.cfg.delayed_parameter_initialization),
+    ):
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
 
 
 def partition(index: int) -> contextlib.AbstractContextManager[None]:

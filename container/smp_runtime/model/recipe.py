@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
-from smp_runtime.data_parallel.reducer import seeing_own_batch, sharing_group
+from smp_runtime.data_parallel.reducer import batch_shares, seeing_own_batch, sharing_group
 from smp_runtime.data_parallel.sparse_gradients import sparse_tables
 from smp_runtime.model.stages import create_late
 from smp_runtime.module_state import compiled_blocks
@@ -76,5 +76,6 @@ def place(
     if replicated:
         window.watch_backward(trained)
         window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state, sparse_tables(part.modules()))
-    if cfg.fp16 or cfg.microbatches > 1:
-        backward.scale_foreign_gradients(trained)
+    shares = batch_shares(part.registry, trained, ranks, sums_further=shards_state or not replicated)
+    if cfg.fp16 or cfg.microbatches > 1 or min(shares, default=1.0) < 1.0:
+        backward.scale_gradients(trained, shares)

@@ -32,8 +32,8 @@ _META = torch.device("meta")
 #: Of operations that draw random numbers.
 _SEEDED = torch.Tag.nondeterministic_seeded
 
-#: Function, arguments, keywords, and what it returned or wrote.
-_Entry = tuple[Any, tuple[Any, ...], Mapping[str, Any], Any]
+#: Function, arguments, keywords, what it returned or wrote, and the default type of tensors at that moment.
+_Entry = tuple[Any, tuple[Any, ...], Mapping[str, Any], Any, torch.dtype]
 
 #: Operations that write every element of their first argument without looking at it.
 _FILLS = {"fill_", "zero_", "normal_", "uniform_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_"}
@@ -88,7 +88,10 @@ class Deferral(TorchDispatchMode):
         with without_modes():
             args = tree_map(self._alias, args)
         self._draw()
-        self._record.append((function, args, {}, args[0] if args and isinstance(args[0], torch.Tensor) else None))
+        self._note(function, args, {}, args[0] if args and isinstance(args[0], torch.Tensor) else None)
+
+    def _note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> None:
+        self._record.append((function, args, kwargs, outputs, torch.get_default_dtype()))
 
     @contextlib.contextmanager
     def taking_over(self) -> Iterator[None]:
@@ -106,7 +109,7 @@ class Deferral(TorchDispatchMode):
         behind: dict[int, list[_Entry]] = {}
         last: dict[int, int] = {}
         for index, entry in enumerate(self._record):
-            touched = _touched(*entry).touched
+            touched = _touched(*entry[:4]).touched
             moves = index >= first and schema_of(entry[0]) is not None and _SEEDED not in entry[0].tags
             place = max((last.get(storage, -1) for storage in touched), default=-1) if moves else index
             behind.setdefault(place, []).append(entry)
@@ -132,7 +135,7 @@ class Deferral(TorchDispatchMode):
         with without_modes():
             alias = self._alias(tensor)
         self._draw()
-        self._record.append((initialiser, (alias, *args), {}, alias))
+        self._note(initialiser, (alias, *args), {}, alias)
 
     def _draw(self) -> None:
         """Note that the next operation draws random numbers, and where from if the script has seeded the generator."""
@@ -162,7 +165,7 @@ class Deferral(TorchDispatchMode):
             self._draw()
         with DisableTorchFunction():
             outputs = func(*args, **on_meta)
-            self._record.append(tree_map(self._alias, (func, args, kwargs, outputs)))
+            self._note(*tree_map(self._alias, (func, args, kwargs, outputs)))
             self._own(_tensors(outputs), self._place((args, kwargs), kwargs.get("device")))
         return outputs
 
@@ -215,7 +218,7 @@ class Deferral(TorchDispatchMode):
         """
         kept: dict[int, torch.Tensor] = {id(meta): value for value, meta in self._constants.values()}
         real = self._real_constants()
-        steps = [_touched(*entry) for entry in self._record]
+        steps = [_touched(*entry[:4]) for entry in self._record]
         sizes = {storage: size for step in steps for storage, size in step.sizes.items()}
 
         def value_of(leaf: Any) -> Any:
@@ -229,12 +232,15 @@ class Deferral(TorchDispatchMode):
             # A Parameter is made around a tensor unseen; it lies in the same storage.
             return view_like(leaf, real)
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), unchanged_default_dtype():
             torch.set_rng_state(numbers.start)
             draws = itertools.count()
-            for (func, args, kwargs, outputs), step, after in zip(self._record, steps, _following(steps), strict=True):
+            for (func, args, kwargs, outputs, dtype), step, after in zip(
+                self._record, steps, _following(steps), strict=True
+            ):
                 if step.is_view:
                     continue
+                torch.set_default_dtype(dtype)  # of what arithmetic makes out of whole numbers, for example
                 if _draws(func):
                     numbers.before(next(draws))
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
@@ -309,6 +315,16 @@ def deferring(deferrals: Deferrals) -> Iterator[None]:
     deferrals.append(Deferral())
     with deferrals[-1]:
         yield
+
+
+@contextlib.contextmanager
+def unchanged_default_dtype() -> Iterator[None]:
+    """The default type of tensors is afterwards as before."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass

@@ -72,7 +72,7 @@ class FlatShards(Generic[Unit]):
             if fragment is None or not unit.trained:
                 continue
             stored = unit.slice_of(unit.shard, fragment)
-            has_master = self._precision.is_half and stored.is_floating_point()
+            has_master = stored.dtype is self._precision.compute  # others, such as those of batch norms, were not cast
             self.optimizer_shards[parameter] = OptimizerShard(
                 parameter,
                 fragment.start,

@@ -1,0 +1,219 @@
+"""A case: what is combined, drawn from a seed, and the settings of the job that it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from crossings.nets import NETS
+
+#: Samples of a step; every topology divides them, with microbatches and accumulated passes.
+BATCH = 32
+
+#: Degrees, with the number of ranks: pipeline, tensor parallel, sharded data parallel, and whether optimizer state is sharded.
+TOPOLOGIES: dict[str, tuple[int, int, int, int, bool]] = {
+    "one": (1, 1, 1, 1, False),
+    "dp2": (2, 1, 1, 1, False),
+    "o2": (2, 1, 1, 1, True),
+    "s2": (2, 1, 1, 2, False),
+    "tp2": (2, 1, 2, 1, False),
+    "pp2": (2, 2, 1, 1, False),
+    "dp4": (4, 1, 1, 1, False),
+    "o4": (4, 1, 1, 1, True),
+    "s4": (4, 1, 1, 4, False),
+    "s2-dp2": (4, 1, 1, 2, False),
+    "tp2-dp2": (4, 1, 2, 1, False),
+    "tp2-o2": (4, 1, 2, 1, True),
+    "tp2-s2": (4, 1, 2, 2, False),
+    "tp4": (4, 1, 4, 1, False),
+    "pp2-dp2": (4, 2, 1, 1, False),
+    "pp2-o2": (4, 2, 1, 1, True),
+    "pp2-s2": (4, 2, 1, 2, False),
+    "pp2-tp2": (4, 2, 2, 1, False),
+    "pp4": (4, 4, 1, 1, False),
+}
+
+#: Of each axis the plain value first: shrinking goes there.
+AXES: dict[str, tuple[Any, ...]] = {
+    "topology": tuple(TOPOLOGIES),
+    "microbatches": (1, 2, 4),
+    "prescaled": (False, True),
+    "schedule": ("interleaved", "simple", "zero_bubble", "virtual_stages"),
+    "fast_mode": (True, False),
+    "precision": ("float64", "float32", "bf16", "fp16"),
+    "checkpointing": ("none", "each", "some", "offload"),
+    "compiled": (False, True),
+    "delayed": (False, True),
+    "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "lamb", "novograd"),
+    "clipping": ("none", "master", "torch"),
+    "passes": (1, 2),
+    "counted_passes": (False, True),
+    "host_collectives": (False, True),
+    "net": tuple(NETS),
+}
+
+#: What happens between two steps; methods of :class:`Training`; ``resume…`` and ``reshape`` go to another topology of as many ranks.
+EVENTS = (
+    "evaluate",
+    "freeze",
+    "double_batch",
+    "shorten_samples",
+    "resume_partial",
+    "resume_full",
+    "reshape",
+    "reload_state",
+    "change_weights",
+    "scale_gradients",
+    "leave_pass_out",
+    "lower_rate",
+)
+
+#: Optimizers that are well conditioned where gradients are rounded to half precision.
+_ROUNDABLE = ("sgd", "momentum")
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens before a step.
+
+    Attributes:
+        goes_to: the topology after it, where it changes.
+    """
+
+    step: int
+    kind: str
+    goes_to: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination; the fields but the last are those of :data:`AXES`."""
+
+    topology: str = "one"
+    microbatches: int = 1
+    prescaled: bool = False
+    schedule: str = "interleaved"
+    fast_mode: bool = True
+    precision: str = "float64"
+    checkpointing: str = "none"
+    compiled: bool = False
+    delayed: bool = False
+    optimizer: str = "sgd"
+    clipping: str = "none"
+    passes: int = 1
+    counted_passes: bool = False
+    host_collectives: bool = False
+    net: str = "perceptron"
+    events: tuple[Event, ...] = ()
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return TOPOLOGIES[self.topology][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters that the script makes."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the job computes in half precision."""
+        return self.precision in ("bf16", "fp16")
+
+    def replicas(self, topology: str) -> int:
+        """Ranks that take another part of a batch each."""
+        world, pp, tp, _, _ = TOPOLOGIES[topology]
+        return world // pp // (tp if self.prescaled else 1)
+
+    def settings(self, topology: str) -> dict[str, Any]:
+        """What ``smp.init`` gets; the same settings are named for each topology, so that one can change into another."""
+        _, pp, tp, sdp, shards_state = TOPOLOGIES[topology]
+        found: dict[str, Any] = {
+            "ddp": True,
+            "pipeline_parallel_degree": pp,
+            "tensor_parallel_degree": tp,
+            "sharded_data_parallel_degree": sdp,
+            "shard_optimizer_state": shards_state,
+            "microbatches": self.microbatches,
+            "prescaled_batch": self.prescaled,
+            "fast_mode": self.fast_mode,
+            "host_collectives": self.host_collectives,
+            "offload_activations": self.checkpointing == "offload",
+            "compile": self.compiled,
+            "compile_backend": "eager",
+            "pipeline": "interleaved" if self.schedule == "virtual_stages" else self.schedule,
+            "virtual_stages": 2 if self.schedule == "virtual_stages" and pp > 1 else 1,
+            "sdp_param_persistence_threshold": 0,
+            "sdp_gradient_clipping": 1e9,
+        }
+        if self.is_half:
+            found[self.precision] = True
+        return found
+
+    def to_json(self) -> str:
+        """What differs from the plain case, as :meth:`from_json` reads it."""
+        plain = dataclasses.asdict(Case())
+        return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if value != plain[name]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """The case of :meth:`to_json`."""
+        return cls._of(json.loads(text))
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any]) -> Case:
+        events = tuple(Event(**event) for event in values.get("events", ()))
+        return cls(**{**values, "events": events})
+
+
+def draw(seed: int, number: int) -> Case:
+    """The case of that number in a row of cases; the same for the same seed."""
+    chance = random.Random(f"{seed}/{number}")
+    values = {name: chance.choice(choices) for name, choices in AXES.items()}
+    if chance.random() < 0.4:  # most faults are silent where nothing is rounded
+        values["precision"] = "float64"
+    if values["precision"] in ("bf16", "fp16") and values["optimizer"] not in _ROUNDABLE:
+        values["optimizer"] = chance.choice(_ROUNDABLE)
+    world, pp, tp, *_ = TOPOLOGIES[values["topology"]]
+    if pp == 1:
+        values |= {"schedule": "interleaved", "fast_mode": True}
+    if pp > 1 and values["microbatches"] == 1:
+        values["microbatches"] = 4
+    if tp == 1:
+        values["prescaled"] = False
+    if world == 1:
+        values["host_collectives"] = False
+    if values["passes"] == 1:
+        values["counted_passes"] = False
+    events = _events(chance, values)
+    if any(
+        TOPOLOGIES[name][2] > 1 and TOPOLOGIES[name][3] > 1
+        for name in (values["topology"], *(e.goes_to for e in events if e.goes_to))
+    ):
+        values["prescaled"] = True  # sharded data parallelism wants it of tensor parallel groups
+    return Case(**values, events=events)
+
+
+def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ...]:
+    """Up to three, each before another step than the first, since there is nothing yet that could go on."""
+    topology, found = values["topology"], []
+    world = TOPOLOGIES[topology][0]
+    others = [name for name, (ranks, *_) in TOPOLOGIES.items() if ranks == world]
+    for step in sorted(chance.sample(range(1, STEPS), chance.choice((0, 1, 2, 3)))):
+        kind = chance.choice(EVENTS)
+        if kind == "shorten_samples" and not NETS[values["net"]].varies:
+            kind = "double_batch"
+        if kind == "leave_pass_out" and values["passes"] == 1:
+            kind = "scale_gradients"
+        moves = kind.startswith("resume") or kind == "reshape"
+        if moves:
+            topology = chance.choice(others)
+        found.append(Event(step, kind, topology if moves else ""))
+    return tuple(found)

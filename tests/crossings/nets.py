@@ -1,0 +1,354 @@
+"""Models that a case trains: small, and each with something that makes parallel training hard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, LENGTH, VOCABULARY = 8, 6, 13
+
+Batch = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Net:
+    """A model and what it trains on.
+
+    Attributes:
+        make: the model, with the next random numbers.
+        batch: ``batch(step, size, length)``: the samples of a step, float32 or whole numbers.
+        loss: ``loss(model, *batch)``: a mean over samples.
+        layers: the attribute that has the list of its blocks.
+        varies: whether samples may have another length.
+        from_transformers: whether the library makes it.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], Batch]
+    loss: Callable[..., torch.Tensor]
+    layers: str = "layers"
+    varies: bool = False
+    from_transformers: bool = False
+
+    def blocks(self, model: nn.Module) -> nn.ModuleList:
+        """The blocks of a model that :attr:`make` has made."""
+        found = model.get_submodule(self.layers)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+
+def _generator(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(500 + step)
+
+
+def _vectors(step: int, size: int, length: int) -> Batch:
+    draw = _generator(step)
+    return torch.randn(size, length, WIDTH, generator=draw), torch.randn(size, length, WIDTH, generator=draw)
+
+
+def _images(step: int, size: int, length: int) -> Batch:
+    draw = _generator(step)
+    return torch.randn(size, 3, 8, 8, generator=draw), torch.randint(4, (size,), generator=draw)
+
+
+def _tokens(step: int, size: int, length: int) -> Batch:
+    found = torch.randint(VOCABULARY, (size, length + 1), generator=_generator(step))
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def _square(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (model(x) - target).square().mean()
+
+
+def _classes(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(_wide(model(x)), target)
+
+
+def _next_token(model: nn.Module, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(_wide(model(ids)).flatten(0, 1), target.flatten())
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.dtype.itemsize == 2 else logits
+
+
+class Block(nn.Module):
+    """Norm, two linear maps and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Perceptron(nn.Module):
+    """A stack of residual blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
+class Convolution(nn.Module):
+    """A convolution whose norm keeps running statistics."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.norm(self.conv(x)))
+
+
+class Images(nn.Module):
+    """Convolutions with batch norms before a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Conv2d(3, WIDTH, 3, stride=2, padding=1), nn.Linear(WIDTH, 4)
+        self.layers = nn.ModuleList(Convolution(WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Down(nn.Module):
+    """Halves an image, and hands on what it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1), nn.GroupNorm(2, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.norm(self.conv(x))), x
+
+
+class Up(nn.Module):
+    """Doubles an image, and adds what it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.ConvTranspose2d(WIDTH, WIDTH, 2, stride=2)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.conv(x)) + skip
+
+
+class Skips(nn.Module):
+    """A U-Net: what early blocks give goes to late ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Conv2d(3, WIDTH, 1), nn.Conv2d(WIDTH, 4, 1)
+        self.layers = nn.ModuleList([Down(), Down(), Up(), Up()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, skips = self.enter(x), []
+        for layer in self.layers[:2]:
+            x, skip = layer(x)
+            skips.append(skip)
+        for layer in self.layers[2:]:
+            x = layer(x, skips.pop())
+        return self.head(x).mean((2, 3))
+
+
+class Recurrent(nn.Module):
+    """LSTMs over a sequence, each of which gives several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.leave(x)
+
+
+class Tied(nn.Module):
+    """A head that has the table's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Packed(nn.Module):
+    """A block that takes and gives a dictionary with a list in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+        x = self.inner(state["x"])
+        return {"x": x, "seen": [*state["seen"], x.mean(-1)]}
+
+
+class Nested(nn.Module):
+    """Blocks that hand on nested structures, all of which count in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Packed() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state: dict[str, Any] = {"x": self.enter(x), "seen": []}
+        for layer in self.layers:
+            state = layer(state)
+        return self.leave(state["x"]) + torch.stack(state["seen"]).sum(0)[..., None]
+
+
+class LateHead(nn.Module):
+    """A head that only batches with a positive sum use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave, self.late = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.late(x) + self.leave(x) if bool(uses.all()) else self.leave(x)
+
+
+def _late_batch(step: int, size: int, length: int) -> Batch:
+    x, target = _vectors(step, size, length)
+    return x, target, torch.full((size,), step % 3 == 2)
+
+
+def _late_loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor, uses: torch.Tensor) -> torch.Tensor:
+    return (model(x, uses) - target).square().mean()
+
+
+class Buffered(nn.Module):
+    """Buffers of which no state dict has all: rotations that are not persistent, and an average that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.register_buffer("angles", torch.arange(1, WIDTH + 1) / 4.0, persistent=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x) + (self.angles * torch.arange(x.shape[1], device=x.device)[:, None]).cos().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return self.leave(x)
+
+
+class Initialised(Perceptron):
+    """An initialiser that assigns ``.data``, and one that reads a parameter to make another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.position.data = nn.init.trunc_normal_(self.position.data.clone(), std=0.2)
+        with torch.no_grad():
+            self.leave.weight.copy_(self.enter.weight.t() * 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.position)
+
+
+class Expert(nn.Module):
+    """Two experts, of which each position has the one that a router prefers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1, keepdim=True)
+        parts = [(chosen == i) * weights[..., i, None] * expert(x) for i, expert in enumerate(self.experts)]
+        return x + parts[0] + parts[1]
+
+
+class Mixture(nn.Module):
+    """Blocks with a choice of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Expert() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
+def _of_transformers(name: str, layers: str, **settings: Any) -> Net:
+    def make() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=VOCABULARY, use_cache=False, tie_word_embeddings=False, **settings
+        )
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    def loss(model: nn.Module, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = F.cross_entropy(_wide(model(input_ids=ids)[0]).flatten(0, 1), target.flatten())
+        return found
+
+    return Net(make, _tokens, loss, layers, varies=True, from_transformers=True)
+
+
+_GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+_LLAMA = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+NETS: dict[str, Net] = {
+    "perceptron": Net(Perceptron, _vectors, _square, varies=True),
+    "images": Net(Images, _images, _classes),
+    "skips": Net(Skips, _images, _classes),
+    "recurrent": Net(Recurrent, _vectors, _square, varies=True),
+    "tied": Net(Tied, _tokens, _next_token, varies=True),
+    "nested": Net(Nested, _vectors, _square, varies=True),
+    "late_head": Net(LateHead, _late_batch, _late_loss),
+    "buffered": Net(Buffered, _vectors, _square, varies=True),
+    "initialised": Net(Initialised, _vectors, _square, varies=True),
+    "mixture": Net(Mixture, _vectors, _square, varies=True),
+    "gpt2": _of_transformers("GPT2", "transformer.h", **_GPT2, **_NO_DROPOUT),
+    "llama": _of_transformers("Llama", "model.layers", num_key_value_heads=1, **_LLAMA),
+    "neox": _of_transformers("GPTNeoX", "gpt_neox.layers", **_LLAMA),
+}

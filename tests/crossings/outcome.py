@@ -1,0 +1,143 @@
+"""What became of a case: equal to one process, refused by name, or a fault."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from crossings.nets import NETS
+from crossings.training import Alone, Record, train_case
+from support.rank_pool import RankFailed, RankPool
+
+if TYPE_CHECKING:
+    from crossings.case import Case
+
+#: Errors by which the library may refuse what is combined, and why.
+REFUSALS: dict[str, str] = {}
+
+#: Relative differences of losses, norms and state; half precision is compared with what it rounds.
+_TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bf16": 3e-2, "fp16": 3e-2}
+
+#: Of all updates together, in half precision: how far they may lie from the ones that nothing rounds.
+_UPDATES = 0.2
+_ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        kind: ``equal``, ``refused``, ``wrong``, ``error`` or ``hang``.
+        detail: the reason of a refusal, the first difference, or the error.
+    """
+
+    kind: str
+    detail: str
+    seconds: float
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether nobody should see it."""
+        return self.kind not in ("equal", "refused")
+
+    def to_json(self, number: int, case: Case) -> str:
+        """A line of a report."""
+        told = {"number": number, "kind": self.kind, "detail": self.detail, "seconds": round(self.seconds, 2)}
+        return json.dumps({**told, "case": json.loads(case.to_json())})
+
+
+class Runner:
+    """Runs cases in a pool of ranks, which a fault ends."""
+
+    def __init__(self) -> None:
+        self._pool: RankPool | None = None
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def run(self, case: Case) -> Outcome:
+        """Train the case both ways, and compare."""
+        begin = time.monotonic()
+        if self._pool is None:
+            self._pool = RankPool(4)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                records = self._pool.run(train_case, case.world, case.to_json(), folder, init=False)
+            except RankFailed as error:
+                self._close()
+                kind, detail = _judge(str(error))
+                return Outcome(kind, detail, time.monotonic() - begin)
+        found = compare(case, Alone(case).run(), records)
+        return Outcome("wrong" if found else "equal", found, time.monotonic() - begin)
+
+
+def _judge(error: str) -> tuple[str, str]:
+    """Kind and detail of a failed run."""
+    if "gave no result" in error or ("waited" in error and " s in " in error):
+        return "hang", error[-2000:]
+    last = next((line for line in reversed(error.splitlines()) if re.match(r"[\w.]*(Error|Exception)\b", line)), "")
+    name, _, message = last.partition(": ")
+    for pattern, reason in REFUSALS.items():
+        if name.startswith(("smp_runtime.", "smp_config.")) and re.search(pattern, message):
+            return "refused", reason
+    return "error", error[-4000:]
+
+
+def compare(case: Case, alone: Record, ranks: list[Record]) -> str:
+    """The first difference between a job and one process; empty where there is none."""
+    limit = _TOLERANCES[case.precision]
+    for rank, record in enumerate(ranks):
+        for what in ("losses", "scores", "norms"):
+            mine, right = getattr(record, what), getattr(alone, what)
+            if len(mine) != len(right):
+                return f"rank {rank}: {len(mine)} {what} for {len(right)}"
+            for number, (one, other) in enumerate(zip(mine, right, strict=True)):
+                # Rounded gradients make another norm, but not another loss, by more than they are rounded.
+                if not abs(one - other) <= limit * (3 if what == "norms" and case.is_half else 1) * max(
+                    abs(other), 0.1
+                ):
+                    return f"rank {rank}: {what}[{number}] is {one!r} for {other!r}"
+        if found := _different_state(case, alone, record, is_first=rank == 0):
+            return f"rank {rank}: {found}"
+    return ""
+
+
+def _different_state(case: Case, alone: Record, record: Record, *, is_first: bool) -> str:
+    limit, names = _TOLERANCES[case.precision], list(alone.last)
+    if record.last.keys() != alone.last.keys():
+        if not NETS[case.net].from_transformers:  # of these a distributed form may have other names
+            return f"other names at the end: {sorted(record.last.keys() ^ alone.last.keys())[:4]}"
+        names = [name for name in names if name in record.last and record.last[name].shape == alone.last[name].shape]
+    if not is_first:  # running statistics of other replicas are taken over with the next forward pass
+        names = [name for name in names if name in alone.parameters]
+    for name, value in record.first.items():
+        if name in names and not torch.allclose(value, alone.first[name], rtol=1e-6, atol=1e-7):
+            return f"{name} begins with other values"
+    off, moved, size = 0.0, 0.0, 0.0
+    for name in names:
+        value, right = record.last[name], alone.last[name]
+        if value.shape != right.shape:
+            return f"{name} has the shape {list(value.shape)} for {list(right.shape)}"
+        difference = (value - right).abs()
+        if not case.is_half and not bool((difference <= limit * right.abs().clamp_min(0.1)).all()):
+            return f"{name} is off by {float(difference.max()):.3g}"
+        off += float(difference.square().sum())
+        moved += float((right - alone.first[name]).square().sum())
+        size += float(right.square().sum())
+    if case.is_half and not off**0.5 <= _UPDATES * moved**0.5 + _ROUNDING[case.precision] * size**0.5:
+        return f"updates are off by {(off / moved) ** 0.5:.3g} of their norm"
+    return ""

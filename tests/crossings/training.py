@@ -1,0 +1,348 @@
+"""One case, trained as a job and by one process in plain PyTorch: the same batches, updates and events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from crossings.case import BATCH, STEPS, Case, Event
+from crossings.nets import LENGTH, NETS, Batch
+from support.models import part
+from torch import nn
+
+LIMIT, SCALE, SEED = 0.05, 256.0, 7
+
+
+@dataclass
+class Record:
+    """What a training has come to.
+
+    Attributes:
+        losses: of each update, the mean over all samples.
+        scores: of each evaluation.
+        norms: of the gradients, where they are clipped.
+        first: the weights before the first update, by name.
+        last: all of the state dict at the end, by name, in float64.
+        parameters: the names of those that are trained.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first: dict[str, torch.Tensor] = field(default_factory=dict)
+    last: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: set[str] = field(default_factory=set)
+
+
+def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of a case; with an ``eps`` at which gradients near zero are no signs."""
+    import smdistributed.modelparallel.torch as smp
+
+    made = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+        "adam": lambda p: torch.optim.Adam(p, lr=3e-3, eps=1e-3),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-3, weight_decay=0.1),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-3),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-3),
+        "lamb": lambda p: smp.optimizers.FusedLAMB(p, lr=1e-2),
+        "novograd": lambda p: smp.optimizers.FusedNovoGrad(p, lr=1e-2),
+    }[name](parameters)
+    assert isinstance(made, torch.optim.Optimizer)
+    return made
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create parameters in that type."""
+    former = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(former)
+
+
+class Training:
+    """What is alike in both ways to train a case."""
+
+    model: Any
+    optimizer: Any
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.net, self.topology = case, NETS[case.net], case.topology
+        self.record = Record()
+        self.size, self.length, self.passes, self.gradient_factor = BATCH, LENGTH, case.passes, 1.0
+        self.is_frozen = False
+
+    def run(self) -> Record:
+        """All steps with their events."""
+        events = {event.step: event for event in self.case.events}
+        for step in range(STEPS):
+            self.size, self.length, self.passes, self.gradient_factor = BATCH, LENGTH, self.case.passes, 1.0
+            if step in events:
+                self.apply(events[step])
+            batch = self.batch(step)
+            self.optimizer.zero_grad()
+            whole = [self.backward(part(batch, number, self.case.passes)) for number in range(self.passes)]
+            self.record.losses.append(sum(whole) / len(whole))
+            if self.gradient_factor != 1.0:
+                for p in self.model.parameters():
+                    if p.grad is not None:
+                        p.grad.mul_(self.gradient_factor)
+            self.clip()
+            self.optimizer.step()
+        self.record.last = self.weights()
+        return self.record
+
+    def batch(self, step: int) -> Batch:
+        """All samples of a step."""
+        found = self.net.batch(step, self.size, self.length)
+        return tuple(tensor.to(self.case.dtype) if tensor.is_floating_point() else tensor for tensor in found)
+
+    def apply(self, event: Event) -> None:
+        """Let an event happen."""
+        if event.goes_to:
+            self.topology = event.goes_to
+        getattr(self, event.kind)(event.step)
+
+    def freeze(self, step: int) -> None:
+        """The first block trains no more, or again."""
+        self.is_frozen = not self.is_frozen
+        self.hold_frozen()
+
+    def hold_frozen(self) -> None:
+        """Mark the first block's parameters."""
+        for p in self.net.blocks(self.module)[0].parameters():
+            p.requires_grad_(not self.is_frozen)
+
+    def double_batch(self, step: int) -> None:
+        """The next batch is twice as large."""
+        self.size = 2 * BATCH
+
+    def shorten_samples(self, step: int) -> None:
+        """The samples of the next batch are shorter."""
+        self.length = LENGTH - 2
+
+    def scale_gradients(self, step: int) -> None:
+        """The script halves the next step's gradients."""
+        self.gradient_factor = 0.5
+
+    def leave_pass_out(self, step: int) -> None:
+        """The next update comes after one of its passes."""
+        self.passes = 1
+
+    def lower_rate(self, step: int) -> None:
+        """The learning rate is halved."""
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    @torch.no_grad()
+    def change_weights(self, step: int) -> None:
+        """The script writes into parameters, in one of four ways."""
+        for p in self.model.parameters():
+            if step % 4 == 0:
+                p.clamp_(-0.3, 0.3)
+            elif step % 4 == 1:
+                p.data.mul_(0.9)
+            elif step % 4 == 2:
+                p.data = p.data * 0.95
+            else:
+                p.detach().add_(0.01)
+
+    def reload_state(self, step: int) -> None:
+        """What model and optimizer give is loaded again."""
+        self.model.load_state_dict(self.model.state_dict())
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+    def evaluate(self, step: int) -> None:
+        """Score a batch of its own in evaluation mode."""
+        self.model.eval()
+        with torch.no_grad():
+            self.record.scores.append(self.score(self.batch(99)))
+        self.model.train()
+
+    @property
+    def module(self) -> nn.Module:
+        """The script's model."""
+        raise NotImplementedError
+
+    def backward(self, batch: Batch) -> float:
+        """Add the gradients of a pass; gives its loss."""
+        raise NotImplementedError
+
+    def score(self, batch: Batch) -> float:
+        """The loss without gradients."""
+        raise NotImplementedError
+
+    def clip(self) -> None:
+        """Clip the gradients where the case says so, and note their norm."""
+        raise NotImplementedError
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All of the state dict."""
+        return {name: value.detach().clone().double() for name, value in self.model.state_dict().items()}
+
+
+class Alone(Training):
+    """One process, in plain PyTorch and without rounding to half precision."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        torch.manual_seed(SEED)
+        with default_dtype(case.dtype):
+            self.model = self.net.make()
+            self.optimizer = make_optimizer(case.optimizer, self.model.parameters())
+        self.record.parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self.record.first = self.weights()
+
+    @property
+    def module(self) -> nn.Module:
+        """See :class:`Training`."""
+        return self.model
+
+    def backward(self, batch: Batch) -> float:
+        """See :class:`Training`; running statistics are those of the first replica."""
+        return self._loss(batch, lambda loss, pieces: (loss / pieces / self.case.passes).backward())
+
+    def score(self, batch: Batch) -> float:
+        """See :class:`Training`."""
+        return self._loss(batch, lambda loss, pieces: None)
+
+    def _loss(self, batch: Batch, use: Callable[[torch.Tensor, int], None]) -> float:
+        replicas, microbatches = self.case.replicas(self.topology), self.case.microbatches
+        before = [buffer.clone() for buffer in self.model.buffers()]
+        kept, total = before, 0.0
+        for replica in range(replicas):
+            for buffer, value in zip(self.model.buffers(), before, strict=True):
+                buffer.copy_(value)
+            for number in range(microbatches):
+                piece = part(part(batch, replica, replicas), number, microbatches)
+                loss = self.net.loss(self.model, *piece)
+                use(loss, replicas * microbatches)
+                total += float(loss.detach()) / (replicas * microbatches)
+            if replica == 0:
+                kept = [buffer.clone() for buffer in self.model.buffers()]
+        for buffer, value in zip(self.model.buffers(), kept, strict=True):
+            buffer.copy_(value)
+        return total
+
+    def clip(self) -> None:
+        """See :class:`Training`."""
+        if self.case.clipping != "none":
+            self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
+
+    def resume_partial(self, step: int) -> None:
+        """One process goes on."""
+
+    resume_full = reshape = resume_partial
+
+
+class Job(Training):
+    """A rank of the job, as a script trains it.
+
+    Args:
+        folder: for checkpoints; the same on all ranks.
+    """
+
+    def __init__(self, case: Case, folder: str) -> None:
+        super().__init__(case)
+        self._folder = folder
+        self._begin(SEED)
+        self.record.first = self.weights() if case.delayed else {}
+
+    def _begin(self, seed: int) -> None:
+        import smdistributed.modelparallel.torch as smp
+
+        case, net = self.case, self.net
+        smp.init(case.settings(self.topology))
+        torch.manual_seed(seed)
+        with default_dtype(case.dtype):
+            with smp.delay_param_initialization(enabled=case.delayed):
+                module = net.make()
+            if smp.tp_size() > 1:
+                smp.set_tensor_parallelism(module)
+            counted = case.passes if case.counted_passes else 1
+            self.model = model = smp.DistributedModel(module, backward_passes_per_step=counted)
+            made = make_optimizer(case.optimizer, model.parameters())
+            self.optimizer = smp.DistributedOptimizer(made, static_loss_scale=SCALE)
+        if case.checkpointing != "none":
+            for number, block in enumerate(net.blocks(self.module)):
+                if case.checkpointing != "some" or number % 2:
+                    smp.set_activation_checkpointing(block)
+
+        @smp.step
+        def train(*batch: torch.Tensor) -> torch.Tensor:
+            loss = net.loss(model, *batch)
+            model.backward(loss / case.passes)
+            return loss
+
+        @smp.step
+        def score(*batch: torch.Tensor) -> torch.Tensor:
+            return net.loss(model, *batch)
+
+        self._train, self._score = train, score
+
+    @property
+    def module(self) -> nn.Module:
+        """See :class:`Training`."""
+        found: nn.Module = self.model.module
+        return found
+
+    def backward(self, batch: Batch) -> float:
+        """See :class:`Training`."""
+        return self._mean(self._train, batch)
+
+    def score(self, batch: Batch) -> float:
+        """See :class:`Training`."""
+        return self._mean(self._score, batch)
+
+    def _mean(self, call: Callable[..., Any], batch: Batch) -> float:
+        import smdistributed.modelparallel.torch as smp
+
+        common = self.case.prescaled
+        rank, size = (smp.rdp_rank(), smp.rdp_size()) if common else (smp.dp_rank(), smp.dp_size())
+        mean = float(call(*part(batch, rank, size)).reduce_mean())
+        return sum(smp.allgather(mean, smp.RDP_GROUP if common else smp.DP_GROUP)) / size
+
+    def clip(self) -> None:
+        """See :class:`Training`."""
+        if self.case.clipping == "master":
+            self.record.norms.append(float(self.optimizer.clip_master_grads(LIMIT)))
+        elif self.case.clipping == "torch":
+            self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
+
+    def resume_partial(self, step: int, *, partial: bool = True) -> None:
+        """Save, leave the job, and go on in another with other degrees and other first weights."""
+        import smdistributed.modelparallel.torch as smp
+
+        tag = str(step)
+        smp.save_checkpoint(self._folder, tag=tag, partial=partial, model=self.model, optimizer=self.optimizer)
+        smp.barrier()
+        self.model = self.optimizer = self._train = self._score = None
+        smp.shutdown()
+        self._begin(SEED + step)
+        self.hold_frozen()
+        smp.resume_from_checkpoint(self._folder, tag=tag, partial=partial)
+
+    def resume_full(self, step: int) -> None:
+        """The same by a full checkpoint."""
+        self.resume_partial(step, partial=False)
+
+    def reshape(self, step: int) -> None:
+        """Go over to other degrees."""
+        import smdistributed.modelparallel.torch as smp
+
+        smp.reshape(self.case.settings(self.topology))
+
+
+def train_case(text: str, folder: str) -> Record:
+    """Train a case on this rank.
+
+    Args:
+        text: of :meth:`Case.to_json`.
+    """
+    return Job(Case.from_json(text), folder).run()
