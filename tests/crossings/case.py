@@ -57,7 +57,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "net": tuple(NETS),
 }
 
-#: What happens between two steps; methods of :class:`Training`; ``resume…`` and ``reshape`` go to another topology of as many ranks.
+#: What happens between two steps: methods of ``Training``. ``resume…`` and ``reshape`` go to another topology of as many ranks.
 EVENTS = (
     "evaluate",
     "freeze",
@@ -75,6 +75,8 @@ EVENTS = (
 
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
 _ROUNDABLE = ("sgd", "momentum")
+#: Those that take norms of whole tensors.
+_OF_TENSORS = ("lamb", "novograd")
 STEPS = 5
 
 
@@ -186,6 +188,8 @@ def draw(seed: int, number: int) -> Case:
         values |= {"schedule": "interleaved", "fast_mode": True}
     if pp > 1 and values["microbatches"] == 1:
         values["microbatches"] = 4
+    if values["optimizer"] in _OF_TENSORS and NETS[values["net"]].from_transformers:
+        values["optimizer"] = "adam"  # distributed forms of a model may divide its weights into other tensors
     if tp == 1:
         values["prescaled"] = False
     if world == 1:
@@ -193,11 +197,9 @@ def draw(seed: int, number: int) -> Case:
     if values["passes"] == 1:
         values["counted_passes"] = False
     events = _events(chance, values)
-    if any(
-        TOPOLOGIES[name][2] > 1 and TOPOLOGIES[name][3] > 1
-        for name in (values["topology"], *(e.goes_to for e in events if e.goes_to))
-    ):
-        values["prescaled"] = True  # sharded data parallelism wants it of tensor parallel groups
+    for name in (values["topology"], *(event.goes_to for event in events if event.goes_to)):
+        _, _, tp, sdp, _ = TOPOLOGIES[name]
+        values["prescaled"] |= tp > 1 and sdp > 1  # sharded data parallelism wants it of tensor parallel groups
     return Case(**values, events=events)
 
 

@@ -35,11 +35,13 @@ class Net:
     varies: bool = False
     from_transformers: bool = False
 
-    def blocks(self, model: nn.Module) -> nn.ModuleList:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a model that :attr:`make` has made."""
-        found = model.get_submodule(self.layers)
-        assert isinstance(found, nn.ModuleList)
-        return found
+        parent, _, name = self.layers.rpartition(".")
+        owner = model.get_submodule(parent)
+        if not hasattr(owner, name):  # the distributed form of a model may have them elsewhere
+            return max((list(m) for m in owner.modules() if isinstance(m, nn.ModuleList | nn.Sequential)), key=len)
+        return list(model.get_submodule(self.layers).children())
 
 
 def _generator(step: int) -> torch.Generator:

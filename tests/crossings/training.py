@@ -192,6 +192,7 @@ class Alone(Training):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
+        self._statistics: dict[int, list[torch.Tensor]] = {}
         torch.manual_seed(SEED)
         with default_dtype(case.dtype):
             self.model = self.net.make()
@@ -205,30 +206,30 @@ class Alone(Training):
         return self.model
 
     def backward(self, batch: Batch) -> float:
-        """See :class:`Training`; running statistics are those of the first replica."""
+        """See :class:`Training`; each replica begins with the running statistics of the first."""
+        self._statistics.clear()
         return self._loss(batch, lambda loss, pieces: (loss / pieces / self.case.passes).backward())
 
     def score(self, batch: Batch) -> float:
-        """See :class:`Training`."""
+        """See :class:`Training`; each replica has the running statistics of its last batch."""
         return self._loss(batch, lambda loss, pieces: None)
 
     def _loss(self, batch: Batch, use: Callable[[torch.Tensor, int], None]) -> float:
         replicas, microbatches = self.case.replicas(self.topology), self.case.microbatches
-        before = [buffer.clone() for buffer in self.model.buffers()]
-        kept, total = before, 0.0
-        for replica in range(replicas):
-            for buffer, value in zip(self.model.buffers(), before, strict=True):
-                buffer.copy_(value)
+        first, total = [buffer.clone() for buffer in self.model.buffers()], 0.0
+        for replica in reversed(range(replicas)):  # those of the first stay
+            self._take(self._statistics.get(replica, first) if replica else first)
             for number in range(microbatches):
                 piece = part(part(batch, replica, replicas), number, microbatches)
                 loss = self.net.loss(self.model, *piece)
                 use(loss, replicas * microbatches)
                 total += float(loss.detach()) / (replicas * microbatches)
-            if replica == 0:
-                kept = [buffer.clone() for buffer in self.model.buffers()]
-        for buffer, value in zip(self.model.buffers(), kept, strict=True):
-            buffer.copy_(value)
+            self._statistics[replica] = [buffer.clone() for buffer in self.model.buffers()]
         return total
+
+    def _take(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self.model.buffers(), values, strict=True):
+            buffer.copy_(value)
 
     def clip(self) -> None:
         """See :class:`Training`."""
@@ -236,7 +237,8 @@ class Alone(Training):
             self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
 
     def resume_partial(self, step: int) -> None:
-        """One process goes on."""
+        """One process goes on; replicas have the running statistics of the first."""
+        self._statistics.clear()
 
     resume_full = reshape = resume_partial
 

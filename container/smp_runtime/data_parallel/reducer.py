@@ -339,8 +339,8 @@ def batch_shares(
 ) -> list[float]:
     """What the gradient of each parameter is multiplied with when it comes, to be one of this rank's batch.
 
-    With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches. It cannot wait for
-    the average over the replicas: that may come again, after another step has added to it.
+    With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches. It is divided at
+    once, not with the average over the replicas: that comes again when another step has added to it.
 
     Args:
         sums_further: whether what reduces the gradients sums those of other layers over the group, and divides all alike.

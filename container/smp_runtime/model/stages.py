@@ -250,8 +250,13 @@ class Stages:
                     make_absent_in_place(record.parameter, record.name, record.placement.stage, dtype)
                 else:
                     _make_absent(record, dtype)
-        # A module may ask for the type of what another stage has.
-        self.precision.convert_buffers(module for path, module in modules.items() if not part.has(path))
+
+    def cast_buffers_of_others(self) -> None:
+        """A module may ask for the type of what another stage has."""
+        part = self.part
+        if part.stage_of is not None:
+            named = part.module.named_modules(remove_duplicate=False)
+            self.precision.convert_buffers(module for path, module in named if not part.has(path))
 
     def created(self) -> Callable[[nn.Parameter, torch.Tensor], None] | None:
         """What gives parameters that are created late their values: on a stage, only its own; None where all get them."""
@@ -297,6 +302,7 @@ def create_late(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
         materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created(), agree=agree)
         part.register()
         stages.drop_others()
+        stages.cast_buffers_of_others()
         return None
     created_later = make_stand_ins(ranks, part.module)
     part.register()
@@ -305,6 +311,7 @@ def create_late(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
     split = frozenset(id(r.parameter) for r in part.registry if r.placement.tensor_axis is not None)
     shards = ShardedParameters(part.module, [*part.parameters()], ranks, stages.precision, deferred=later, split=split)
     create_shards(ranks, part.module, created_later, shards)
+    stages.cast_buffers_of_others()  # not before they have values
     return shards
 
 
