@@ -38,12 +38,13 @@ WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel
 DOCS := .venv-docs
 TRACKERS := .venv-trackers
 
-.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-trackers test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
+.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-crossings test-trackers test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
+	@echo "make test-crossings  drawn combinations of features beside one process: SEED=1 COUNT=3000, or CASE='{…}'"
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
 	@echo "make test-v3      ModelTrainer of SDK v3: the notebook side, and jobs as processes of this machine"
 	@echo "make test-trackers TensorBoard, MLflow and wandb: what their own readers find of a job"
@@ -93,6 +94,13 @@ $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
 	$(FLOOR)/bin/python $(INSTALL) -c $(FLOOR)/constraints.txt -e ".[sagemaker]" \
 		sagemaker==2.254.0 pytz pytest pytest-timeout pytest-xdist hypothesis "moto[server]" cloudpickle matplotlib
 	@touch $@
+
+# Drawn combinations of features beside one process. A fault is shrunk; with the same REPORT it goes on where it ended.
+SEED ?= 1
+COUNT ?= 1000
+REPORT ?= crossings.jsonl
+test-crossings: $(VENV)/.installed
+	PYTHONPATH=tests $(BIN)/python -m crossings.fuzz $(if $(CASE),case '$(CASE)',run --seed $(SEED) --count $(COUNT) --out $(REPORT))
 
 test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/python -m pytest $(FLOOR_TESTS) -m "not job and not full" $(SHARED_OUT)

@@ -175,7 +175,7 @@ class Case:
         return cls(**{**values, "events": events})
 
 
-def draw(seed: int, number: int) -> Case:
+def draw(seed: int | str, number: int) -> Case:
     """The case of that number in a row of cases; the same for the same seed."""
     chance = random.Random(f"{seed}/{number}")
     values = {name: chance.choice(choices) for name, choices in AXES.items()}

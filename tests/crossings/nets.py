@@ -37,11 +37,11 @@ class Net:
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a model that :attr:`make` has made."""
-        parent, _, name = self.layers.rpartition(".")
-        owner = model.get_submodule(parent)
-        if not hasattr(owner, name):  # the distributed form of a model may have them elsewhere
-            return max((list(m) for m in owner.modules() if isinstance(m, nn.ModuleList | nn.Sequential)), key=len)
-        return list(model.get_submodule(self.layers).children())
+        found = dict(model.named_modules()).get(self.layers)
+        if found is None:  # the distributed form of a model has them elsewhere
+            lists = (module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential))
+            found = max(lists, key=len)
+        return list(found.children())
 
 
 def _generator(step: int) -> torch.Generator:

@@ -1,0 +1,94 @@
+"""Combinations of features train as one process does: some that were wrong once, and what draws and shrinks others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from crossings.case import AXES, EVENTS, TOPOLOGIES, Case, Event, draw
+from crossings.outcome import Runner
+from crossings.shrinking import shrink
+from crossings.training import Alone, Record
+
+#: Each was wrong once, or has what the others lack; together they have every value of the axes that costs little.
+FIXED = {
+    "steps that accumulate with a batch per tensor parallel rank": Case(topology="tp2", passes=2),
+    "the same in a pipeline with gradients of weights left for later": Case(
+        topology="pp2-tp2", passes=2, microbatches=2, schedule="zero_bubble", clipping="master", optimizer="momentum"
+    ),
+    "batch norms in half precision with sharded state": Case(
+        topology="o2", precision="bf16", net="images", events=(Event(2, "evaluate"), Event(3, "scale_gradients"))
+    ),
+    "late buffers of arithmetic in a pipeline": Case(
+        topology="pp2", microbatches=2, delayed=True, net="buffered", events=(Event(3, "reload_state"),)
+    ),
+    "buffers of other stages in half precision, created late": Case(
+        topology="pp2-s2", microbatches=2, precision="fp16", delayed=True, net="buffered", checkpointing="each"
+    ),
+    "a late Llama is traced": Case(topology="pp2", microbatches=4, delayed=True, net="llama", schedule="simple"),
+    "a sharded LSTM goes on in a pipeline": Case(
+        topology="s4", optimizer="adamw", net="recurrent", events=(Event(2, "resume_partial", "pp2-o2"), Event(4, "reshape", "dp4"))
+    ),
+    "weights are tied, changed, and saved whole": Case(
+        topology="pp2-dp2", microbatches=2, optimizer="adam", net="tied",
+        events=(Event(1, "change_weights"), Event(3, "resume_full", "tp2-dp2")),
+    ),
+    "an incomplete group of passes": Case(
+        topology="s2", passes=2, counted_passes=True, clipping="torch", optimizer="rmsprop", net="initialised",
+        events=(Event(2, "leave_pass_out"), Event(3, "double_batch")),
+    ),
+    "frozen and offloaded in a U-Net": Case(
+        topology="pp2-dp2", microbatches=2, schedule="virtual_stages", checkpointing="offload", net="skips",
+        events=(Event(2, "freeze"), Event(4, "freeze")),
+    ),
+    "compiled blocks in nested structures over shared memory": Case(
+        topology="tp2-s2", prescaled=True, compiled=True, host_collectives=True, net="nested", optimizer="lamb",
+        events=(Event(1, "lower_rate"), Event(3, "shorten_samples")),
+    ),
+    "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
+}  # fmt: skip
+
+
+@pytest.fixture
+def runner(ranks: Callable[..., list[Record]]) -> Runner:
+    return Runner(ranks)
+
+
+@pytest.mark.parametrize("case", FIXED.values(), ids=FIXED)
+def test_a_combination_trains_as_one_process(runner: Runner, case: Case) -> None:
+    outcome = runner.run(case)
+    assert (outcome.kind, outcome.detail) == ("equal", "")
+
+
+def test_every_value_is_drawn() -> None:
+    drawn = [draw(3, number) for number in range(2000)]
+    assert drawn[:50] == [draw(3, number) for number in range(50)]
+    assert len(set(drawn)) > 1990
+    for name, values in AXES.items():
+        found = Counter(getattr(case, name) for case in drawn)
+        assert min(found[value] for value in values) >= 60, (name, found)
+    events = Counter(event.kind for case in drawn for event in case.events)
+    assert min(events[kind] for kind in EVENTS) >= 60, events
+    for case in drawn[:200]:
+        assert Case.from_json(case.to_json()) == case
+
+
+def test_a_difference_is_found(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Alone, "lower_rate", lambda self, step: None)  # the job does it
+    outcome = runner.run(Case(topology="dp2", events=(Event(2, "lower_rate"),)))
+    assert outcome.kind == "wrong"
+    assert "losses[3]" in outcome.detail
+
+
+def test_shrinking_keeps_what_the_fault_needs() -> None:
+    case = dataclasses.replace(
+        draw(3, 1), topology="pp2-tp2", passes=2, net="tied", events=(Event(1, "evaluate"), Event(2, "freeze"))
+    )
+
+    def is_fault(other: Case) -> bool:
+        _, _, tp, _, _ = TOPOLOGIES[other.topology]
+        return tp > 1 and other.passes == 2 and any(event.kind == "freeze" for event in other.events)
+
+    assert shrink(case, is_fault) == Case(topology="tp2", passes=2, events=(Event(2, "freeze"),))
