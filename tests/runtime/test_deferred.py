@@ -241,8 +241,8 @@ class Reading(nn.Module):
         hidden = self.table(ids)
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden + (self.angles * torch.arange(ids.shape[1], device=hidden.device)[:, None]).cos()
-        if self.reads == "batch" and mask.all():
-            raise AssertionError("the mask of every batch has a zero")
+        if self.reads == "batch" and (mask.all() or bool((torch.arange(3, device=hidden.device) < 0).any())):
+            raise AssertionError("the mask of every batch has a zero, and no position is negative")
         for block in self.blocks:
             hidden = block(hidden).tanh() * mask.to(hidden.device)[..., None]
             if self.reads == "hidden" and hidden.abs().max() > 100:

@@ -1,7 +1,8 @@
 """Tracing a model whose parameters have no values yet: they lie on the meta device, and what a batch brings does not.
 
 Each operation that takes a tensor of the meta device gives one of it; all others compute. So code may read what it has computed
-from the batch alone, such as a mask, and code that asks a tensor of the model for its device finds the meta device.
+from the batch alone, such as a mask, and code that asks a tensor of the model for its device finds the meta device. What it makes
+there of numbers alone, such as positions, has values all the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,17 @@ from smp_runtime.tensors.torch_private import TorchDispatchMode
 
 _META = torch.device("meta")
 
+#: What makes tensors of numbers alone.
+_CONSTANTS = {
+    torch.ops.aten.arange,
+    torch.ops.aten.eye,
+    torch.ops.aten.full,
+    torch.ops.aten.linspace,
+    torch.ops.aten.ones,
+    torch.ops.aten.scalar_tensor,
+    torch.ops.aten.zeros,
+}
+
 
 @contextlib.contextmanager
 def values_left_out(device: torch.device) -> Iterator[None]:
@@ -26,12 +38,16 @@ def values_left_out(device: torch.device) -> Iterator[None]:
     Args:
         device: where the model will be trained: ``torch.autocast`` for the meta device, which PyTorch has not, is that of this one.
     """
-    with _autocast_of(device.type), _OnMeta():
+    with _autocast_of(device.type), _OnMeta(device):
         yield
 
 
 class _OnMeta(TorchDispatchMode):
     """Leaves out the values of what an operation takes beside a tensor of the meta device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -40,6 +56,8 @@ class _OnMeta(TorchDispatchMode):
             args, kwargs = tree_map(_without_value, (args, kwargs))
         if True in kinds and func is torch.ops.aten._to_copy.default:  # noqa: SLF001 - its name as an operator
             kwargs = {**kwargs, "device": _META}  # x.to(device): there is no value that could move
+        if kwargs.get("device") == _META and not kinds and getattr(func, "overloadpacket", None) in _CONSTANTS:
+            kwargs = {**kwargs, "device": self._device}
         return func(*args, **kwargs)
 
 
