@@ -345,9 +345,10 @@ def test_the_meta_device():
     nodes = nodes_of(model, lambda: model(x), memory=True)
     assert nodes["1"].flops == 3 * 2 * 64 * 256 * 256
     assert nodes["1"].activation_bytes == 64 * 256 * 4
-    for reads in (lambda: model(x).sum().item(), lambda: model(x).cpu(), lambda: model(torch.ones(64, 256))):
-        with pytest.raises(SMPUserError, match="skip_tracing to true"):
-            trace(model, reads, device="cpu")
+    with pytest.raises(SMPUserError, match="reads values of parameters that have none yet"):
+        trace(model, lambda: model(x).sum().item(), device="cpu")
+    for runs in (lambda: model(x).cpu(), lambda: model(torch.ones(64, 256)), lambda: torch.ones(1).item() * model(x)):
+        assert trace(model, runs, device="cpu").traced
     with pytest.raises(SMPUserError, match="nothing takes time"):
         trace(model, lambda: model(x), device="cpu", times=True)
 

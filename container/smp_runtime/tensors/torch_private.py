@@ -53,7 +53,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     # One kernel for many tensors; torch.optim is written with these.
     "torch": ("_foreach_mul_", "_foreach_copy_", "_foreach_clamp_min_", "_foreach_clamp_max_"),
     # Operators, whose names are part of the format of exported programs.
-    "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag"),
+    "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag", "_to_copy"),
     # Overridden, and asked whether it has begun.
     "torch.amp.GradScaler": (
         *("_unscale_grads_", "_maybe_opt_step", "_enabled", "_scale", "_lazy_init_scale_growth_tracker"),

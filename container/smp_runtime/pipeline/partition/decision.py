@@ -275,8 +275,8 @@ def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParame
             seen = trace(module, tracing.run, device=tracing.device, times=tracing.times, memory=tracing.memory)
     except ValuesNeededError as error:
         logger.warning(
-            "the tracing step reads values of parameters that are not created yet (%s), so the model is partitioned by "
-            "its modules alone, as with skip_tracing; set delayed_parameter_initialization to false to have it traced",
+            "%s, so the model is partitioned by its modules alone, as with skip_tracing; set delayed_parameter_initialization to "
+            "false to have it traced",
             str(error).partition("\n")[0],
         )
         return untraced(module)

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-from smp_runtime.tensors.torch_private import TorchDispatchMode
+from smp_runtime.tensors.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
 _META = torch.device("meta")
 

@@ -100,7 +100,10 @@ def trace(
             _measure_times(model, tree, run, device)
     except (RuntimeError, NotImplementedError) as error:
         if on_meta and "meta" in str(error).lower():
-            raise ValuesNeededError(str(error)) from error
+            said = str(error).partition("\n")[0]
+            raise ValuesNeededError(
+                f"the tracing step reads values of parameters that have none yet ({said})"
+            ) from error
         raise
     order_by_call(tree.root)
     recorder.finish()
