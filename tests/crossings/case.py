@@ -54,6 +54,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "passes": (1, 2),
     "counted_passes": (False, True),
     "host_collectives": (False, True),
+    "optimize": ("memory", "speed"),
+    "placement": ("cluster", "spread"),
+    "grouped": (False, True),
+    "begins_frozen": (False, True),
     "net": tuple(NETS),
 }
 
@@ -71,10 +75,17 @@ EVENTS = (
     "scale_gradients",
     "leave_pass_out",
     "lower_rate",
+    "swap_weights",
+    "drop_gradients",
+    "fail",
+    "write_buffers",
 )
 
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
 _ROUNDABLE = ("sgd", "momentum")
+#: Models whose forward pass changes buffers.
+_CHANGING = ("images", "averaging")
+
 #: Those that take norms of whole tensors.
 _OF_TENSORS = ("lamb", "novograd")
 STEPS = 5
@@ -111,6 +122,10 @@ class Case:
     passes: int = 1
     counted_passes: bool = False
     host_collectives: bool = False
+    optimize: str = "memory"
+    placement: str = "cluster"
+    grouped: bool = False
+    begins_frozen: bool = False
     net: str = "perceptron"
     events: tuple[Event, ...] = ()
 
@@ -147,6 +162,8 @@ class Case:
             "prescaled_batch": self.prescaled,
             "fast_mode": self.fast_mode,
             "host_collectives": self.host_collectives,
+            "optimize": self.optimize,
+            "placement_strategy": self.placement,
             "offload_activations": self.checkpointing == "offload",
             "compile": self.compiled,
             "compile_backend": "eager",
@@ -193,13 +210,16 @@ def draw(seed: int | str, number: int) -> Case:
     if tp == 1:
         values["prescaled"] = False
     if world == 1:
-        values["host_collectives"] = False
+        values |= {"host_collectives": False, "placement": "cluster"}
+    if tp == 1:
+        values["optimize"] = "memory"
     if values["passes"] == 1:
         values["counted_passes"] = False
     events = _events(chance, values)
     for name in (values["topology"], *(event.goes_to for event in events if event.goes_to)):
         _, _, tp, sdp, _ = TOPOLOGIES[name]
-        values["prescaled"] |= tp > 1 and sdp > 1  # sharded data parallelism wants it of tensor parallel groups
+        # Sharded data parallelism wants it of tensor parallel groups; other code in a divided model sees the group's batch.
+        values["prescaled"] |= tp > 1 and (sdp > 1 or values["net"] == "averaging")
     return Case(**values, events=events)
 
 
@@ -212,6 +232,12 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
         kind = chance.choice(EVENTS)
         if kind == "shorten_samples" and not NETS[values["net"]].varies:
             kind = "double_batch"
+        if kind == "freeze" and values["begins_frozen"]:
+            kind = "drop_gradients"  # what is frozen when the model is wrapped stays so
+        if kind == "write_buffers" and NETS[values["net"]].from_transformers:
+            kind = "reload_state"  # distributed forms have other buffers
+        if kind == "fail" and values["net"] in _CHANGING:
+            kind = "drop_gradients"  # a step that failed has changed them all the same
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"
         moves = kind.startswith("resume") or kind == "reshape"

@@ -313,6 +313,33 @@ class Mixture(nn.Module):
         return self.leave(x)
 
 
+class Averaging(Perceptron):
+    """A running average that each forward pass in training changes and uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return super().forward(x - self.average)
+
+
+def _image_model(name: str, layers: str, **settings: Any) -> Net:
+    def make() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{name}Config")(image_size=8, patch_size=4, num_labels=4, **settings)
+        return transformers.AutoModelForImageClassification.from_config(config)
+
+    def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(_wide(model(pixel_values=x)[0]), target)
+
+    return Net(make, _images, loss, layers, from_transformers=True)
+
+
 def _of_transformers(name: str, layers: str, **settings: Any) -> Net:
     def make() -> nn.Module:
         import transformers
@@ -352,5 +379,19 @@ NETS: dict[str, Net] = {
     "mixture": Net(Mixture, _vectors, _square, varies=True),
     "gpt2": _of_transformers("GPT2", "transformer.h", **_GPT2, **_NO_DROPOUT),
     "llama": _of_transformers("Llama", "model.layers", num_key_value_heads=1, **_LLAMA),
+    "averaging": Net(Averaging, _vectors, _square, varies=True),
+    "vit": _image_model(
+        "ViT",
+        "vit.encoder.layer",
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ),
+    "mixtral": _of_transformers(
+        "Mixtral", "model.layers", num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1, **_LLAMA
+    ),
     "neox": _of_transformers("GPTNeoX", "gpt_neox.layers", **_LLAMA),
 }

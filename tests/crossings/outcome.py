@@ -146,7 +146,7 @@ def _different_state(case: Case, alone: Record, record: Record, *, is_first: boo
         if value.shape != right.shape:
             return f"{name} has the shape {list(value.shape)} for {list(right.shape)}"
         difference = (value - right).abs()
-        if not case.is_half and not bool((difference <= limit * right.abs().clamp_min(0.1)).all()):
+        if not case.is_half and not bool((difference <= limit * right.abs().clamp_min(0.5)).all()):
             return f"{name} is off by {float(difference.max()):.3g}"
         off += float(difference.square().sum())
         moved += float((right - alone.first[name]).square().sum())

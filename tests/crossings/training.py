@@ -37,6 +37,13 @@ class Record:
     parameters: set[str] = field(default_factory=set)
 
 
+def grouped(module: nn.Module) -> list[dict[str, Any]]:
+    """Two groups of parameters, with rates of their own."""
+    named = list(module.named_parameters())
+    biases = [p for name, p in named if name.endswith("bias")]
+    return [{"params": [p for name, p in named if not name.endswith("bias")]}, {"params": biases, "lr": 2e-3}]
+
+
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     """The optimizer of a case; with an ``eps`` at which gradients near zero are no signs."""
     import smdistributed.modelparallel.torch as smp
@@ -76,13 +83,14 @@ class Training:
         self.case, self.net, self.topology = case, NETS[case.net], case.topology
         self.record = Record()
         self.size, self.length, self.passes, self.gradient_factor = BATCH, LENGTH, case.passes, 1.0
-        self.is_frozen = False
+        self.is_frozen, self.drops_gradients = False, False
 
     def run(self) -> Record:
         """All steps with their events."""
         events = {event.step: event for event in self.case.events}
         for step in range(STEPS):
             self.size, self.length, self.passes, self.gradient_factor = BATCH, LENGTH, self.case.passes, 1.0
+            self.drops_gradients = False
             if step in events:
                 self.apply(events[step])
             batch = self.batch(step)
@@ -93,6 +101,9 @@ class Training:
                 for p in self.model.parameters():
                     if p.grad is not None:
                         p.grad.mul_(self.gradient_factor)
+            if self.drops_gradients:
+                for p in self.net.blocks(self.module)[-1].parameters():
+                    p.grad = None
             self.clip()
             self.optimizer.step()
         self.record.last = self.weights()
@@ -134,6 +145,30 @@ class Training:
     def leave_pass_out(self, step: int) -> None:
         """The next update comes after one of its passes."""
         self.passes = 1
+
+    def drop_gradients(self, step: int) -> None:
+        """The script drops the last block's gradients of the next step."""
+        self.drops_gradients = True
+
+    @torch.no_grad()
+    def swap_weights(self, step: int) -> None:
+        """Score other weights, and put the trained ones back, as averages of weights are used."""
+        former = [p.detach().clone() for p in self.model.parameters()]
+        for p in self.model.parameters():
+            p.copy_(p * 0.5)
+        self.evaluate(step)
+        for p, value in zip(self.model.parameters(), former, strict=True):
+            p.copy_(value)
+
+    @torch.no_grad()
+    def write_buffers(self, step: int) -> None:
+        """The script changes buffers."""
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                buffer.mul_(0.75)
+
+    def fail(self, step: int) -> None:
+        """A step raises behind the backward pass of its model; the script goes on without it."""
 
     def lower_rate(self, step: int) -> None:
         """The learning rate is halved."""
@@ -196,7 +231,10 @@ class Alone(Training):
         torch.manual_seed(SEED)
         with default_dtype(case.dtype):
             self.model = self.net.make()
-            self.optimizer = make_optimizer(case.optimizer, self.model.parameters())
+            if case.begins_frozen:
+                self.net.blocks(self.model)[0].requires_grad_(False)
+            groups = grouped(self.model) if case.grouped else self.model.parameters()
+            self.optimizer = make_optimizer(case.optimizer, groups)
         self.record.parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self.record.first = self.weights()
 
@@ -236,6 +274,15 @@ class Alone(Training):
         if self.case.clipping != "none":
             self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
 
+    @torch.no_grad()
+    def write_buffers(self, step: int) -> None:
+        """See :class:`Training`; every replica writes into its own."""
+        super().write_buffers(step)
+        for statistics in self._statistics.values():
+            for value in statistics:
+                if value.is_floating_point():
+                    value.mul_(0.75)
+
     def resume_partial(self, step: int) -> None:
         """One process goes on; replicas have the running statistics of the first."""
         self._statistics.clear()
@@ -265,11 +312,13 @@ class Job(Training):
         with default_dtype(case.dtype):
             with smp.delay_param_initialization(enabled=case.delayed):
                 module = net.make()
+            if case.begins_frozen:
+                net.blocks(module)[0].requires_grad_(False)
             if smp.tp_size() > 1:
                 smp.set_tensor_parallelism(module)
             counted = case.passes if case.counted_passes else 1
             self.model = model = smp.DistributedModel(module, backward_passes_per_step=counted)
-            made = make_optimizer(case.optimizer, model.parameters())
+            made = make_optimizer(case.optimizer, grouped(model) if case.grouped else model.parameters())
             self.optimizer = smp.DistributedOptimizer(made, static_loss_scale=SCALE)
         if case.checkpointing != "none":
             for number, block in enumerate(net.blocks(self.module)):
@@ -327,12 +376,31 @@ class Job(Training):
         self.model = self.optimizer = self._train = self._score = None
         smp.shutdown()
         self._begin(SEED + step)
-        self.hold_frozen()
+        if self.is_frozen:
+            self.hold_frozen()
         smp.resume_from_checkpoint(self._folder, tag=tag, partial=partial)
 
     def resume_full(self, step: int) -> None:
         """The same by a full checkpoint."""
         self.resume_partial(step, partial=False)
+
+    def fail(self, step: int) -> None:
+        """See :class:`Training`."""
+        import smdistributed.modelparallel.torch as smp
+
+        net, model = self.net, self.model
+
+        @smp.step
+        def train(*batch: torch.Tensor) -> torch.Tensor:
+            loss = net.loss(model, *batch)
+            model.backward(loss)
+            raise ValueError("the script's own")
+
+        try:
+            self._mean(train, self.batch(50))
+        except (ValueError, RuntimeError) as error:  # a pipeline's has the stage and its module
+            assert "the script's own" in str(error)
+            self.optimizer.zero_grad()
 
     def reshape(self, step: int) -> None:
         """Go over to other degrees."""

@@ -64,11 +64,18 @@ class Precision:
 
     @torch.no_grad()
     def convert(
-        self, modules: Iterable[nn.Module], skip: Collection[torch.Tensor] = frozenset()
+        self,
+        modules: Iterable[nn.Module],
+        skip: Collection[torch.Tensor] = frozenset(),
+        *,
+        others: Iterable[nn.Module] = (),
     ) -> dict[nn.Parameter, torch.Tensor]:
         """Cast the floating point parameters and buffers that the modules hold directly, in place; not those of ``skip``.
 
         Rotary frequencies and running buffers are left alone, and norms that keep statistics as a whole.
+
+        Args:
+            others: modules of the same model that hand their results to these, such as those of other pipeline stages.
 
         Returns:
             The float32 weights that were cast, from which training continues; by parameter, tied ones once.
@@ -84,7 +91,8 @@ class Precision:
                     masters[parameter] = get_data(parameter).float()  # with a version counter of its own
                 parameter.data = parameter.data.to(self.compute)
         self.convert_buffers(owners)
-        if any(stays_wide(owner, name) and not is_rotary(name) for owner in owners for name in _floating(owner)):
+        near = [*owners, *(module for module in others if not keeps_statistics(module))]
+        if any(stays_wide(owner, name) and not is_rotary(name) for owner in near for name in _floating(owner)):
             for owner in owners:
                 _narrow_inputs(owner, self.compute)
         return masters
