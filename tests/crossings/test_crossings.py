@@ -47,6 +47,14 @@ FIXED = {
         topology="tp2-s2", prescaled=True, compiled=True, host_collectives=True, net="nested", optimizer="lamb",
         events=(Event(1, "lower_rate"), Event(3, "shorten_samples")),
     ),
+    "a running average on one stage in half precision": Case(
+        topology="pp2", microbatches=4, precision="bf16", net="averaging",
+        events=(Event(2, "swap_weights"), Event(3, "write_buffers")),
+    ),
+    "state of frozen parameters that an optimizer makes at once": Case(
+        topology="s2", optimizer="adagrad", begins_frozen=True, grouped=True,
+        events=(Event(2, "reload_state"), Event(3, "resume_partial", "dp2"), Event(4, "reshape", "o2")),
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 

@@ -327,12 +327,13 @@ def _optimizer_file(
     """``optimizer_*.pt``: the state of what this rank updates, by global name, and the settings of the groups."""
     file = f"optimizer_{share.suffix(parts)}.pt"
     sharded = model.shards.parameters if model.shards is not None else None
-    local = _local(model)
+    local, shared_out = _local(model), model.optimizer_shards or {}
     state: dict[str, dict[str, Any]] = {}
     for entry in entries:
         split = entry.record.placement.tensor_axis is not None
-        small = sharded is not None and entry.parameter not in sharded
-        if entry.updated is None or not (split or share.leads_tensors) or (small and share.rdp % parts):
+        # Small parameters are updated whole on every rank of a sharding group, and of frozen ones each has its own state.
+        alike = (sharded is not None and entry.parameter not in sharded) or entry.parameter not in shared_out
+        if entry.updated is None or not (split or share.leads_tensors) or (alike and share.rdp % parts):
             continue
         if entry.parameter not in local:
             continue

@@ -47,19 +47,24 @@ def whole_state(
         groups.append({**settings, "params": [numbers[parameter] for parameter in parameters]})
     tensors: dict[str, dict[nn.Parameter, torch.Tensor]] = {}
     others: dict[str, dict[nn.Parameter, Any]] = {}
+    frozen: dict[str, dict[nn.Parameter, Any]] = {}  # of what nothing shares out, such as Adagrad makes before any step
     for parameter in numbers:
         shard = optimizer_shards.get(parameter)
         updated = parameter if parameter not in optimizer_shards else shard.optimized if shard is not None else None
         for key, value in (optimizer.state.get(updated, {}) if updated is not None else {}).items():
             shaped = updated is not None and is_elementwise(value, updated)
-            (tensors if shaped else others).setdefault(key, {})[parameter] = value
+            if gatherer is not None and parameter not in optimizer_shards:
+                here = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                frozen.setdefault(key, {})[parameter] = here
+            else:
+                (tensors if shaped else others).setdefault(key, {})[parameter] = value
     if gatherer is not None:
         tensors = {
             key: gatherer.gather_whole(values, keep=keep) for key, values in _all_keys(tensors, gatherer).items()
         }
         others = {key: gatherer.gather_objects(values) for key, values in _all_keys(others, gatherer).items()}
     state: dict[int, dict[str, Any]] = {}
-    for found in (tensors, others):
+    for found in (tensors, others, frozen if keep else {}):
         for key, values in found.items():
             for parameter, value in values.items():
                 state.setdefault(numbers[parameter], {})[key] = value

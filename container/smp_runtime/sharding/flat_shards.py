@@ -215,11 +215,11 @@ class FlatShards(Generic[Unit]):
     def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
         """One object per parameter, from whichever rank has one; every rank of the group calls it."""
         # On the CPU: a device number means another device on another rank.
-        here = {p: value.cpu() if isinstance(value, torch.Tensor) else value for p, value in values.items()}
-        by_number = {self._numbers[p]: value for p, value in here.items() if p in self._numbers}
+        by_number = {
+            self._numbers[p]: value.cpu() if isinstance(value, torch.Tensor) else value for p, value in values.items()
+        }
         merged: dict[int, Any] = {}
         for theirs in self._ranks.control.allgather(by_number, self._members):
             for number, value in theirs.items():
                 merged.setdefault(number, value)
-        frozen = {p: value for p, value in here.items() if p not in self._numbers}  # every rank has its own state of these
-        return {**frozen, **{p: merged[number] for p, number in self._numbers.items() if number in merged}}
+        return {p: merged[number] for p, number in self._numbers.items() if number in merged}
