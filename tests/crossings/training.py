@@ -82,32 +82,40 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case, self.net, self.topology = case, NETS[case.net], case.topology
         self.record = Record()
-        self.size, self.length, self.passes, self.gradient_factor = BATCH, LENGTH, case.passes, 1.0
-        self.is_frozen, self.drops_gradients = False, False
+        self.is_frozen = False
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Take back what an event has changed for one step."""
+        self.size, self.length, self.passes = BATCH, LENGTH, self.case.passes
+        self.gradient_factor, self.drops_gradients = 1.0, False
 
     def run(self) -> Record:
         """All steps with their events."""
         events = {event.step: event for event in self.case.events}
         for step in range(STEPS):
-            self.size, self.length, self.passes, self.gradient_factor = BATCH, LENGTH, self.case.passes, 1.0
-            self.drops_gradients = False
+            self._begin_step()
             if step in events:
                 self.apply(events[step])
             batch = self.batch(step)
             self.optimizer.zero_grad()
             whole = [self.backward(part(batch, number, self.case.passes)) for number in range(self.passes)]
             self.record.losses.append(sum(whole) / len(whole))
-            if self.gradient_factor != 1.0:
-                for p in self.model.parameters():
-                    if p.grad is not None:
-                        p.grad.mul_(self.gradient_factor)
-            if self.drops_gradients:
-                for p in self.net.blocks(self.module)[-1].parameters():
-                    p.grad = None
+            self._change_gradients()
             self.clip()
             self.optimizer.step()
         self.record.last = self.weights()
         return self.record
+
+    def _change_gradients(self) -> None:
+        """Do to gradients what the script does between backward and the update."""
+        if self.gradient_factor != 1.0:
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(self.gradient_factor)
+        if self.drops_gradients:
+            for p in self.net.blocks(self.module)[-1].parameters():
+                p.grad = None
 
     def batch(self, step: int) -> Batch:
         """All samples of a step."""
@@ -300,10 +308,10 @@ class Job(Training):
     def __init__(self, case: Case, folder: str) -> None:
         super().__init__(case)
         self._folder = folder
-        self._begin(SEED)
+        self._join(SEED)
         self.record.first = self.weights() if case.delayed else {}
 
-    def _begin(self, seed: int) -> None:
+    def _join(self, seed: int) -> None:
         import smdistributed.modelparallel.torch as smp
 
         case, net = self.case, self.net
@@ -375,7 +383,7 @@ class Job(Training):
         smp.barrier()
         self.model = self.optimizer = self._train = self._score = None
         smp.shutdown()
-        self._begin(SEED + step)
+        self._join(SEED + step)
         if self.is_frozen:
             self.hold_frozen()
         smp.resume_from_checkpoint(self._folder, tag=tag, partial=partial)
