@@ -198,6 +198,8 @@ def draw(seed: int | str, number: int) -> Case:
     values = {name: chance.choice(choices) for name, choices in AXES.items()}
     if chance.random() < 0.4:  # most faults are silent where nothing is rounded
         values["precision"] = "float64"
+    if chance.random() < 0.6:  # it takes longer than all the rest of a case
+        values["compiled"] = False
     if values["precision"] in ("bf16", "fp16") and values["optimizer"] not in _ROUNDABLE:
         values["optimizer"] = chance.choice(_ROUNDABLE)
     world, pp, tp, *_ = TOPOLOGIES[values["topology"]]
