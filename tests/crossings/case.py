@@ -140,6 +140,26 @@ class Case:
         return torch.float64 if self.precision == "float64" else torch.float32
 
     @property
+    def is_comparable(self) -> bool:
+        """Whether a job of these settings may be started, and does what one process does."""
+        kinds = {event.kind for event in self.events}
+        splits, shards = False, False
+        for name in (self.topology, *(event.goes_to for event in self.events if event.goes_to)):
+            _, _, tp, sdp, _ = TOPOLOGIES[name]
+            splits, shards = splits or tp > 1, shards or (tp > 1 and sdp > 1)
+        # Sharded data parallelism wants one batch of a tensor parallel group; other code in a divided model sees the group's batch.
+        reads_one_batch = self.prescaled or not (shards or (splits and self.net == "averaging"))
+        # What a step that failed has written into buffers stays; of what is frozen when the model is wrapped nothing trains later.
+        events_fit = not ("fail" in kinds and self.net in _CHANGING) and not ("freeze" in kinds and self.begins_frozen)
+        # Distributed forms of a model may divide its weights into other tensors, and have other buffers.
+        is_own = not NETS[self.net].from_transformers
+        return (
+            reads_one_batch
+            and events_fit
+            and (is_own or not (self.optimizer in _OF_TENSORS or "write_buffers" in kinds))
+        )
+
+    @property
     def is_half(self) -> bool:
         """Whether the job computes in half precision."""
         return self.precision in ("bf16", "fp16")

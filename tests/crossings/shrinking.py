@@ -17,7 +17,7 @@ def shrink(case: Case, is_fault: Callable[[Case], bool]) -> Case:
     tried: set[Case] = set()
     while True:
         for smaller in _smaller(case):
-            if smaller not in tried:
+            if smaller not in tried and smaller.is_comparable:
                 tried.add(smaller)
                 if is_fault(smaller):
                     case = smaller

@@ -79,6 +79,7 @@ def test_every_value_is_drawn() -> None:
         assert min(found[value] for value in values) >= 60, (name, found)
     events = Counter(event.kind for case in drawn for event in case.events)
     assert min(events[kind] for kind in EVENTS) >= 60, events
+    assert all(case.is_comparable for case in drawn)
     for case in drawn[:200]:
         assert Case.from_json(case.to_json()) == case
 
