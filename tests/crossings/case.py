@@ -256,8 +256,8 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "double_batch"
         if kind == "freeze" and values["begins_frozen"]:
             kind = "drop_gradients"  # what is frozen when the model is wrapped stays so
-        if kind == "write_buffers" and NETS[values["net"]].from_transformers:
-            kind = "reload_state"  # distributed forms have other buffers
+        if kind == "write_buffers" and (NETS[values["net"]].from_transformers or values["net"] == "buffered"):
+            kind = "reload_state"  # distributed forms have other buffers, and checkpoints not those that are not persistent
         if kind == "fail" and values["net"] in _CHANGING:
             kind = "drop_gradients"  # a step that failed has changed them all the same
         if kind == "leave_pass_out" and values["passes"] == 1:
