@@ -157,6 +157,7 @@ class Case:
             reads_one_batch
             and events_fit
             and (is_own or not (self.optimizer in _OF_TENSORS or "write_buffers" in kinds))
+            and not (self.net == "buffered" and "write_buffers" in kinds)
         )
 
     @property
@@ -238,11 +239,8 @@ def draw(seed: int | str, number: int) -> Case:
     if values["passes"] == 1:
         values["counted_passes"] = False
     events = _events(chance, values)
-    for name in (values["topology"], *(event.goes_to for event in events if event.goes_to)):
-        _, _, tp, sdp, _ = TOPOLOGIES[name]
-        # Sharded data parallelism wants it of tensor parallel groups; other code in a divided model sees the group's batch.
-        values["prescaled"] |= tp > 1 and (sdp > 1 or values["net"] == "averaging")
-    return Case(**values, events=events)
+    case = Case(**values, events=events)
+    return case if case.is_comparable else dataclasses.replace(case, prescaled=True)
 
 
 def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ...]:

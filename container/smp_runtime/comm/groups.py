@@ -267,7 +267,7 @@ def _open_sockets() -> set[tuple[int, int]]:
 
 
 def _uses_nccl(device_type: str) -> bool:
-    """Whether tensors of such a device go over NCCL in the default group, with or without SMDDP's phases."""
+    """Return whether the default group uses NCCL for this kind of device, with or without SMDDP's phases."""
     used = backends_by_device(dist.get_backend_config()).get(device_type)
     return device_type == "cuda" and used in ("nccl", smddp.BACKEND)
 

@@ -60,7 +60,7 @@ def _joined_store(place: tuple[str, int, int, int, bool], environ: Mapping[str, 
 
 
 def _answers(store: dist.Store) -> bool:
-    """Whether the process that keeps a store is still there."""
+    """Return whether the process that keeps a store still runs."""
     try:
         store.check(["smp-control"])
     except RuntimeError:

@@ -334,18 +334,13 @@ def seeing_own_batch(
     return [parameter for parameter in trained if registry.record_of(parameter).reduction is Group.DP]
 
 
-def batch_shares(
-    registry: ParameterRegistry, trained: Sequence[torch.nn.Parameter], ranks: Ranks, *, sums_further: bool
-) -> list[float]:
-    """What the gradient of each parameter is multiplied with when it comes, to be one of this rank's batch.
+def batch_shares(registry: ParameterRegistry, trained: Sequence[torch.nn.Parameter], ranks: Ranks) -> list[float]:
+    """Return the factor for each parameter's gradient, as backward adds it, that makes it this rank's share.
 
     With a batch per rank, the gradient of a distributed layer is the sum over the tensor parallel group's batches. It is divided at
     once, not with the average over the replicas: that comes again when another step has added to it.
-
-    Args:
-        sums_further: whether what reduces the gradients sums those of other layers over the group, and divides all alike.
     """
-    if ranks.size(Group.TP) == 1 or ranks.cfg.prescaled_batch or sums_further:
+    if ranks.size(Group.TP) == 1 or ranks.cfg.prescaled_batch:
         return [1.0] * len(trained)
     share = ranks.size(Group.RDP) / ranks.size(Group.DP)
     return [share if registry.record_of(parameter).reduction is Group.RDP else 1.0 for parameter in trained]

@@ -76,6 +76,8 @@ def place(
     if replicated:
         window.watch_backward(trained)
         window.reduce(part.registry, whole, bucket_bytes, precision.reduce, state, sparse_tables(part.modules()))
-    shares = batch_shares(part.registry, trained, ranks, sums_further=shards_state or not replicated)
+    # Sharded state sums the gradients of other layers over the group, and divides all by the same number.
+    averages = replicated and not shards_state
+    shares = batch_shares(part.registry, trained, ranks) if averages else [1.0] * len(trained)
     if cfg.fp16 or cfg.microbatches > 1 or min(shares, default=1.0) < 1.0:
         backward.scale_gradients(trained, shares)

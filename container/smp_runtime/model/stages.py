@@ -252,7 +252,7 @@ class Stages:
                     _make_absent(record, dtype)
 
     def cast_buffers_of_others(self) -> None:
-        """A module may ask for the type of what another stage has."""
+        """Cast the buffers of other stages' modules too: a module may read their type."""
         part = self.part
         if part.stage_of is not None:
             named = part.module.named_modules(remove_duplicate=False)

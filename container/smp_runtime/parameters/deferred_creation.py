@@ -319,7 +319,7 @@ def deferring(deferrals: Deferrals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_default_dtype() -> Iterator[None]:
-    """The default type of tensors is afterwards as before."""
+    """Restore PyTorch's default dtype at the end."""
     before = torch.get_default_dtype()
     try:
         yield

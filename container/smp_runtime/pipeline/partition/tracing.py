@@ -52,7 +52,7 @@ _FREEZE = "requires_grad_"
 
 
 class ValuesNeededError(SMPUserError):
-    """What runs cannot be traced before the parameters have values."""
+    """The model or the step function reads values of parameters that are not created yet."""
 
 
 def trace(
