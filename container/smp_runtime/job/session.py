@@ -225,37 +225,14 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     carried = os.environ.get(PARAMETERS_VARIABLE)
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
     parameters = ModelParallelParameters.from_mp_parameters(settings)
-    session = _join(parameters)
-    control = session.ranks.control
-    here().explain = control.explained
-    if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
-        here().on_phase = injector.entered
-    if session.ranks.rank == 0:
-        for sentence in parameters.warnings():
-            logger.warning(sentence)
-        if not control.has_secret:
-            logger.warning(
-                "the %d ranks have no secret by which they know each other, since their launcher gave them none: whoever reaches "
-                "the ports of their hosts can disturb this job or take a rank's place; keep the network to these hosts, or set %s "
-                "to one random text on all of them (docs/security.md)",
-                control.size,
-                SECRET_VARIABLE,
-            )
-        if not parameters.ddp and session.ranks.size(Group.DP) > 1:
-            logger.warning(
-                "%d data parallel ranks, but ddp is false: their gradients are not reduced and each trains its own "
-                'copy; set "ddp": True',
-                session.ranks.size(Group.DP),
-            )
-    _session = session
+    _session = session = _join(parameters)
     atexit.register(shutdown)
-    _note_failure_of(session)
     try:
-        for begin in at_init:
-            begin(session)
+        _begin(session, parameters)
     except BaseException:
         session.has_failed = True
-        shutdown()
+        with contextlib.suppress(Exception):  # the first error is the one to raise
+            shutdown()
         raise
     # What these have registered is called after it, so that libraries are still there when the session closes.
     atexit.unregister(shutdown)
@@ -280,6 +257,34 @@ def _join(parameters: ModelParallelParameters) -> Session:
     if determinism is not None:
         _repeat(session, determinism)
     return session
+
+
+def _begin(session: Session, parameters: ModelParallelParameters) -> None:
+    """Warn of what the settings do not do, and run what every job asks for."""
+    control = session.ranks.control
+    here().explain = control.explained
+    if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
+        here().on_phase = injector.entered
+    if session.ranks.rank == 0:
+        for sentence in parameters.warnings():
+            logger.warning(sentence)
+        if not control.has_secret:
+            logger.warning(
+                "the %d ranks have no secret by which they know each other, since their launcher gave them none: whoever reaches "
+                "the ports of their hosts can disturb this job or take a rank's place; keep the network to these hosts, or set %s "
+                "to one random text on all of them (docs/security.md)",
+                control.size,
+                SECRET_VARIABLE,
+            )
+        if not parameters.ddp and session.ranks.size(Group.DP) > 1:
+            logger.warning(
+                "%d data parallel ranks, but ddp is false: their gradients are not reduced and each trains its own "
+                'copy; set "ddp": True',
+                session.ranks.size(Group.DP),
+            )
+    _note_failure_of(session)
+    for begin in at_init:
+        begin(session)
 
 
 def _repeat(session: Session, determinism: Determinism) -> None:
