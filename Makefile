@@ -136,7 +136,7 @@ $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
 	@touch $@
 
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest tests/runtime/test_torch_private*.py tests/runtime/test_torch_in_place.py
+	$(OTHER)/bin/python -m pytest tests/runtime/test_torch_private*.py tests/runtime/test_torch_in_place.py tests/runtime/test_torch_lacking.py
 	$(OTHER)/bin/python -m pytest tests -m "not full" $(SHARED_OUT) --ignore=tests/estimator --ignore=tests/planning \
 		--ignore=tests/docker --ignore=tests/launch
 
