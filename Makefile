@@ -158,7 +158,7 @@ test-clients test-clients-full: .venv-clients-4/.installed .venv-clients-5/.inst
 	SMP_CLIENT_OUTCOMES=.venv-clients-4/outcomes.jsonl .venv-clients-4/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients
 	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients $(BESIDE)
 	$(if $(BESIDE),,.venv-clients-5/bin/python -m pytest $(CLIENTS) -m "not full" $(WITH_5))
-	.venv-clients-5/bin/python -m pytest tests/docs/test_pages_run.py -k lora.md
+	.venv-clients-5/bin/python -m pytest --timeout 600 tests/docs/test_pages_run.py -k lora.md
 	.venv-clients-5/bin/python tests/support/client_table.py .venv-clients-4/outcomes.jsonl .venv-clients-5/outcomes.jsonl
 
 # One environment at a time, each removed after its tests: several GB are fetched where the index has no CPU build. MATRIX: only
