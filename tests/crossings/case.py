@@ -36,6 +36,8 @@ TOPOLOGIES: dict[str, tuple[int, int, int, int, bool]] = {
     "pp2-s2": (4, 2, 1, 2, False),
     "pp2-tp2": (4, 2, 2, 1, False),
     "pp4": (4, 4, 1, 1, False),
+    "pp2-tp2-dp2": (8, 2, 2, 1, False),
+    "pp2-tp2-s2": (8, 2, 2, 2, False),
 }
 
 #: Of each axis the plain value first: shrinking goes there.
@@ -45,7 +47,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "prescaled": (False, True),
     "schedule": ("interleaved", "simple", "zero_bubble", "virtual_stages"),
     "fast_mode": (True, False),
-    "precision": ("float64", "float32", "bf16", "fp16"),
+    "precision": ("float64", "float32", "autocast", "bf16", "fp16"),
     "checkpointing": ("none", "each", "some", "offload"),
     "compiled": (False, True),
     "delayed": (False, True),
@@ -56,6 +58,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "host_collectives": (False, True),
     "optimize": ("memory", "speed"),
     "placement": ("cluster", "spread"),
+    "manual": (False, True),
+    "whole_experts": (False, True),
+    "recorded": (False, True),
     "grouped": (False, True),
     "begins_frozen": (False, True),
     "net": tuple(NETS),
@@ -79,6 +84,7 @@ EVENTS = (
     "drop_gradients",
     "fail",
     "write_buffers",
+    "generate",
 )
 
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
@@ -124,6 +130,9 @@ class Case:
     host_collectives: bool = False
     optimize: str = "memory"
     placement: str = "cluster"
+    manual: bool = False
+    whole_experts: bool = False
+    recorded: bool = False
     grouped: bool = False
     begins_frozen: bool = False
     net: str = "perceptron"
@@ -144,7 +153,7 @@ class Case:
         """Whether a job of these settings may be started, and does what one process does."""
         kinds = {event.kind for event in self.events}
         splits, shards = False, False
-        for name in (self.topology, *(event.goes_to for event in self.events if event.goes_to)):
+        for name in self._topologies("resume_partial", "resume_full", "reshape"):
             _, _, tp, sdp, _ = TOPOLOGIES[name]
             splits, shards = splits or tp > 1, shards or (tp > 1 and sdp > 1)
         # Sharded data parallelism wants one batch of a tensor parallel group; other code in a divided model sees the group's batch.
@@ -153,17 +162,30 @@ class Case:
         events_fit = not ("fail" in kinds and self.net in _CHANGING) and not ("freeze" in kinds and self.begins_frozen)
         # Distributed forms of a model may divide its weights into other tensors, and have other buffers.
         is_own = not NETS[self.net].from_transformers
+        # A script that places its modules names stages, of which another number of stages has others.
+        stages_fit = not self.manual or len({TOPOLOGIES[name][1] for name in self._topologies("reshape")}) == 1
         return (
             reads_one_batch
             and events_fit
+            and stages_fit
+            and not ("generate" in kinds and (self.is_rounded or not NETS[self.net].generates))
             and (is_own or not (self.optimizer in _OF_TENSORS or "write_buffers" in kinds))
             and not (self.net == "buffered" and "write_buffers" in kinds)
         )
 
+    def _topologies(self, *kinds: str) -> tuple[str, ...]:
+        """The first one, and those to which these kinds of events go."""
+        return (self.topology, *(event.goes_to for event in self.events if event.kind in kinds))
+
     @property
     def is_half(self) -> bool:
-        """Whether the job computes in half precision."""
+        """Whether the job's weights are in half precision."""
         return self.precision in ("bf16", "fp16")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the job computes in half precision."""
+        return self.is_half or self.precision == "autocast"
 
     def replicas(self, topology: str) -> int:
         """Ranks that take another part of a batch each."""
@@ -189,12 +211,16 @@ class Case:
             "compile": self.compiled,
             "compile_backend": "eager",
             "pipeline": "interleaved" if self.schedule == "virtual_stages" else self.schedule,
-            "virtual_stages": 2 if self.schedule == "virtual_stages" and pp > 1 else 1,
+            "virtual_stages": 2 if self.schedule == "virtual_stages" and pp > 1 and not self.manual else 1,
             "sdp_param_persistence_threshold": 0,
             "sdp_gradient_clipping": 1e9,
         }
         if self.is_half:
             found[self.precision] = True
+        if self.manual:
+            found |= {"auto_partition": False, "default_partition": 0}
+        if self.whole_experts:
+            found["expert_parallel_degree"] = tp
         return found
 
     def to_json(self) -> str:
@@ -213,15 +239,19 @@ class Case:
         return cls(**{**values, "events": events})
 
 
-def draw(seed: int | str, number: int) -> Case:
-    """The case of that number in a row of cases; the same for the same seed."""
+def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -> Case:
+    """Draw the case of that number in a row of cases; the same for the same seed.
+
+    Args:
+        given: values of axes that are not drawn.
+    """
     chance = random.Random(f"{seed}/{number}")
-    values = {name: chance.choice(choices) for name, choices in AXES.items()}
-    if chance.random() < 0.4:  # most faults are silent where nothing is rounded
+    values = {name: chance.choice(choices) for name, choices in AXES.items()} | dict(given or {})
+    if chance.random() < 0.4 and "precision" not in (given or {}):  # most faults are silent where nothing is rounded
         values["precision"] = "float64"
     if chance.random() < 0.6:  # it takes longer than all the rest of a case
         values["compiled"] = False
-    if values["precision"] in ("bf16", "fp16") and values["optimizer"] not in _ROUNDABLE:
+    if values["precision"] in ("autocast", "bf16", "fp16") and values["optimizer"] not in _ROUNDABLE:
         values["optimizer"] = chance.choice(_ROUNDABLE)
     world, pp, tp, *_ = TOPOLOGIES[values["topology"]]
     if pp == 1:
@@ -238,17 +268,21 @@ def draw(seed: int | str, number: int) -> Case:
         values["optimize"] = "memory"
     if values["passes"] == 1:
         values["counted_passes"] = False
+    if pp == 1:
+        values["manual"] = False
+    if values["schedule"] == "virtual_stages":
+        values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)
     case = Case(**values, events=events)
     return case if case.is_comparable else dataclasses.replace(case, prescaled=True)
 
 
 def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ...]:
-    """Up to three, each before another step than the first, since there is nothing yet that could go on."""
+    """Up to three, each before another step."""
     topology, found = values["topology"], []
     world = TOPOLOGIES[topology][0]
     others = [name for name, (ranks, *_) in TOPOLOGIES.items() if ranks == world]
-    for step in sorted(chance.sample(range(1, STEPS), chance.choice((0, 1, 2, 3)))):
+    for step in sorted(chance.sample(range(STEPS), chance.choice((0, 1, 2, 3)))):
         kind = chance.choice(EVENTS)
         if kind == "shorten_samples" and not NETS[values["net"]].varies:
             kind = "double_batch"
@@ -258,10 +292,16 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "reload_state"  # distributed forms have other buffers, and checkpoints not those that are not persistent
         if kind == "fail" and values["net"] in _CHANGING:
             kind = "drop_gradients"  # a step that failed has changed them all the same
+        if kind == "generate" and (values["precision"] not in ("float64", "float32") or not NETS[values["net"]].generates):
+            kind = "evaluate"
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"
         moves = kind.startswith("resume") or kind == "reshape"
+        if moves and step == 0:
+            kind, moves = "reload_state", False  # the first step decides what goes where
         if moves:
-            topology = chance.choice(others)
+            stages = TOPOLOGIES[topology][1]
+            fit = [name for name in others if TOPOLOGIES[name][1] == stages] if values["manual"] else others
+            topology = chance.choice(fit)
         found.append(Event(step, kind, topology if moves else ""))
     return tuple(found)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 import torch
-from crossings.case import Case, draw
+from crossings.case import AXES, Case, draw
 from crossings.outcome import Outcome, Runner
 from crossings.shrinking import shrink
 
@@ -28,12 +28,15 @@ def main() -> None:
 @main.command()
 @click.option("--seed", default="1", help="of the draw: any text, such as a commit's hash")
 @click.option("--count", default=60, help="cases")
+@click.option("--only", multiple=True, help="FIELD=VALUE: what is not drawn, such as net=llama")
 @click.option("--first", default=0, help="the number of the first one")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="report, a line of JSON each; cases that it has are not run again"
 )
-def run(seed: str, count: int, first: int, out: Path | None) -> None:
+def run(seed: str, count: int, only: tuple[str, ...], first: int, out: Path | None) -> None:
     """Run cases; a fault is shrunk, and makes the exit code 1."""
+    given = dict(map(_read_value, only))
+    seed = " ".join((seed, *only))
     done = _read(out, seed) if out is not None else {}
     kinds = Counter(str(line["kind"]) for line in done.values())
     reasons = Counter(str(line["detail"]) for line in done.values() if line["kind"] == "refused")
@@ -41,7 +44,7 @@ def run(seed: str, count: int, first: int, out: Path | None) -> None:
         for number in range(first, first + count):
             if number in done:
                 continue
-            case = draw(seed, number)
+            case = draw(seed, number, given)
             outcome = runner.run(case)
             kinds[outcome.kind] += 1
             if outcome.kind == "refused":
@@ -68,6 +71,15 @@ def case(text: str) -> None:
         outcome = runner.run(given)
         _tell(0, given, outcome)
     sys.exit(outcome.is_fault)
+
+
+def _read_value(text: str) -> tuple[str, object]:
+    """Return the field and the value of ``FIELD=VALUE``."""
+    name, _, value = text.partition("=")
+    found = next((choice for choice in AXES.get(name, ()) if str(choice).lower() == value.lower()), None)
+    if found is None:
+        raise click.BadParameter(f"{text}: fields are {', '.join(AXES)}; of this one {AXES.get(name, ())}")
+    return name, found
 
 
 def _read(out: Path, seed: str) -> dict[int, dict[str, object]]:

@@ -26,6 +26,7 @@ class Net:
         layers: the attribute that has the list of its blocks.
         varies: whether samples may have another length.
         from_transformers: whether the library makes it.
+        generates: whether it has a method ``generate``.
     """
 
     make: Callable[[], nn.Module]
@@ -34,6 +35,7 @@ class Net:
     layers: str = "layers"
     varies: bool = False
     from_transformers: bool = False
+    generates: bool = False
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a model that :attr:`make` has made."""
@@ -327,6 +329,63 @@ class Averaging(Perceptron):
         return super().forward(x - self.average)
 
 
+class Gain(nn.Module):
+    """A residual branch that is scaled by a parameter of its own, as in ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.full((WIDTH,), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.mix(self.norm(x))) * self.gain
+
+
+class Gains(nn.Module):
+    """Blocks that scale their branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Gain() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
+class Adapted(nn.Module):
+    """A linear map that trains a product of two narrow matrices only, as LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.narrow, self.widen = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + torch.tanh(self.base(y) + self.widen(self.narrow(y)) * 2.0)
+
+
+class Adapters(nn.Module):
+    """Frozen blocks with adapters that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Adapted() for _ in range(4))
+        self.enter.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
 def _image_model(name: str, layers: str, **settings: Any) -> Net:
     def make() -> nn.Module:
         import transformers
@@ -353,7 +412,7 @@ def _of_transformers(name: str, layers: str, **settings: Any) -> Net:
         found: torch.Tensor = F.cross_entropy(_wide(model(input_ids=ids)[0]).flatten(0, 1), target.flatten())
         return found
 
-    return Net(make, _tokens, loss, layers, varies=True, from_transformers=True)
+    return Net(make, _tokens, loss, layers, varies=True, from_transformers=True, generates=True)
 
 
 _GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
@@ -376,6 +435,8 @@ NETS: dict[str, Net] = {
     "late_head": Net(LateHead, _late_batch, _late_loss),
     "buffered": Net(Buffered, _vectors, _square, varies=True),
     "initialised": Net(Initialised, _vectors, _square, varies=True),
+    "gains": Net(Gains, _vectors, _square, varies=True),
+    "adapters": Net(Adapters, _vectors, _square, varies=True),
     "mixture": Net(Mixture, _vectors, _square, varies=True),
     "gpt2": _of_transformers("GPT2", "transformer.h", **_GPT2, **_NO_DROPOUT),
     "llama": _of_transformers("Llama", "model.layers", num_key_value_heads=1, **_LLAMA),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from crossings.case import TOPOLOGIES
 from crossings.nets import NETS
 from crossings.training import Alone, Record, train_case
 from support.rank_pool import RankFailed, RankPool
@@ -19,17 +20,18 @@ if TYPE_CHECKING:
 
     from crossings.case import Case
 
+
 #: Errors by which the library may refuse what is combined, and why.
 REFUSALS: dict[str, str] = {
     r"was frozen when the model was wrapped and has requires_grad now": "a layer frozen before smp.reshape trains again",
 }
 
 #: Relative differences of losses, norms and state; half precision is compared with what it rounds.
-_LIMITS = {"float64": 1e-9, "float32": 2e-4, "bf16": 3e-2, "fp16": 3e-2}
+_LIMITS = {"float64": 1e-9, "float32": 2e-4, "autocast": 3e-2, "bf16": 3e-2, "fp16": 3e-2}
 
 #: Of all updates together, in half precision: how far they may lie from the ones that nothing rounds.
 _UPDATES = 0.2
-_ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+_ROUNDING = {"autocast": 0.0, "bf16": 2**-8, "fp16": 2**-11}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Runner:
         if self._ranks is not None:
             return self._ranks(*args, init=False)
         if self._pool is None:
-            self._pool = RankPool(4)
+            self._pool = RankPool(max(world for world, *_ in TOPOLOGIES.values()))
         return self._pool.run(*args, init=False)
 
     def run(self, case: Case) -> Outcome:
@@ -151,11 +153,11 @@ def _different_state(case: Case, alone: Record, record: Record, *, is_first: boo
         if value.shape != right.shape:
             return f"{name} has the shape {list(value.shape)} for {list(right.shape)}"
         difference = (value - right).abs()
-        if not case.is_half and not bool((difference <= limit * right.abs().clamp_min(0.1)).all()):
+        if not case.is_rounded and not bool((difference <= limit * right.abs().clamp_min(0.1)).all()):
             return f"{name} is off by {float(difference.max()):.3g}"
         off += float(difference.square().sum())
         moved += float((right - alone.first[name]).square().sum())
         size += float(right.square().sum())
-    if case.is_half and not off**0.5 <= _UPDATES * moved**0.5 + _ROUNDING[case.precision] * size**0.5:
+    if case.is_rounded and not off**0.5 <= _UPDATES * moved**0.5 + _ROUNDING[case.precision] * size**0.5:
         return f"updates are off by {(off / moved) ** 0.5:.3g} of their norm"
     return ""

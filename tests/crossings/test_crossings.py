@@ -27,6 +27,10 @@ FIXED = {
     "buffers of other stages in half precision, created late": Case(
         topology="pp2-s2", microbatches=2, precision="fp16", delayed=True, net="buffered", checkpointing="each"
     ),
+    "what is created late is loaded before the first step": Case(
+        topology="pp2-tp2", microbatches=2, precision="fp16", delayed=True, net="images", events=(Event(0, "reload_state"),)
+    ),
+    "patches of images on a stage that is divided": Case(topology="pp2-tp2", microbatches=2, precision="bf16", net="vit"),
     "a late Llama is traced": Case(topology="pp2", microbatches=4, delayed=True, net="llama", schedule="simple"),
     "a sharded LSTM goes on in a pipeline": Case(
         topology="s4", optimizer="adamw", net="recurrent", events=(Event(2, "resume_partial", "pp2-o2"), Event(4, "reshape", "dp4"))
@@ -46,6 +50,9 @@ FIXED = {
     "compiled blocks in nested structures over shared memory": Case(
         topology="tp2-s2", prescaled=True, compiled=True, host_collectives=True, net="nested", optimizer="lamb",
         events=(Event(1, "lower_rate"), Event(3, "shorten_samples")),
+    ),
+    "gradients of weights come later than others of the same sharded block": Case(
+        topology="pp2-s2", microbatches=4, schedule="zero_bubble", net="gains"
     ),
     "a running average on one stage in half precision": Case(
         topology="pp2", microbatches=4, precision="bf16", net="averaging",

@@ -208,6 +208,12 @@ class Training:
             self.record.scores.append(self.score(self.batch(99)))
         self.model.train()
 
+    def generate(self, step: int) -> None:
+        """Write on, greedily; what comes out is a score."""
+        prompts = self.net.batch(step, 2, LENGTH)[0]
+        tokens = self.model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False)
+        self.record.scores += [float(token) for token in tokens.flatten()]
+
     @property
     def module(self) -> nn.Module:
         """The script's model."""
@@ -316,6 +322,8 @@ class Job(Training):
 
         case, net = self.case, self.net
         smp.init(case.settings(self.topology))
+        if case.recorded:
+            smp.record_numerics(self._folder, every=2)
         torch.manual_seed(seed)
         with default_dtype(case.dtype):
             with smp.delay_param_initialization(enabled=case.delayed):
@@ -333,17 +341,27 @@ class Job(Training):
                 if case.checkpointing != "some" or number % 2:
                     smp.set_activation_checkpointing(block)
 
+        if case.manual:
+            blocks = net.blocks(self.module)
+            for number, block in enumerate(blocks):
+                smp.set_partition(block, number * smp.pp_size() // len(blocks))
+
         @smp.step
         def train(*batch: torch.Tensor) -> torch.Tensor:
-            loss = net.loss(model, *batch)
+            with self._autocast():
+                loss = net.loss(model, *batch)
             model.backward(loss / case.passes)
             return loss
 
         @smp.step
         def score(*batch: torch.Tensor) -> torch.Tensor:
-            return net.loss(model, *batch)
+            with self._autocast():
+                return net.loss(model, *batch)
 
         self._train, self._score = train, score
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.case.precision == "autocast")
 
     @property
     def module(self) -> nn.Module:
@@ -400,7 +418,8 @@ class Job(Training):
 
         @smp.step
         def train(*batch: torch.Tensor) -> torch.Tensor:
-            loss = net.loss(model, *batch)
+            with self._autocast():
+                loss = net.loss(model, *batch)
             model.backward(loss)
             raise ValueError("the script's own")
 

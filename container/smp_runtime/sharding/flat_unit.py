@@ -167,7 +167,6 @@ class ShardedUnit(FlatUnit):
         quiet: backward has passed the calls, but not all gradients have come.
         saves: how often autograd has saved a view of the parameters.
         forward_uses: calls since backward has last passed all of them.
-        came: numbers of the parameters whose gradients have come in this backward pass.
         called: when the unit was first called in this window, in ticks; 0 if it was not.
         uses_per_pass: calls that the last backward pass over the unit reached; 0 before the first one.
         is_filled: whether the parameters hold this rank's part only, for a script that reads or writes them.
@@ -206,7 +205,6 @@ class ShardedUnit(FlatUnit):
         self.quiet = False
         self.saves = 0
         self.forward_uses = 0
-        self.came: set[int] = set()
         self.called = 0
         self.uses_per_pass = 0
         self.is_filled = False
@@ -229,7 +227,6 @@ class ShardedUnit(FlatUnit):
         self.open_uses.clear()
         self.quiet = False
         self.forward_uses = 0
-        self.came.clear()
 
     def allocate(self) -> torch.Tensor:
         """Give the whole its storage; returns it, with anything in it."""

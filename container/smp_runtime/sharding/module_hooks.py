@@ -51,6 +51,8 @@ class _Pass:
     Attributes:
         ahead: uses that it has not come to, in the order in which their calls ended: the same on all ranks.
         left_out: uses that it has not reached, but passed.
+        held: for each unit, the uses for which this pass keeps it gathered.
+        came: for each unit, the positions of the parameters that have got this pass's gradients.
     """
 
     ahead: list[tuple[ShardedUnit, Use]] = dataclasses.field(default_factory=list)
@@ -59,6 +61,8 @@ class _Pass:
     counts: dict[int, int] = dataclasses.field(default_factory=dict)
     left: dict[int, int] = dataclasses.field(default_factory=dict)
     left_out: set[Use] = dataclasses.field(default_factory=set)
+    held: dict[int, set[Use]] = dataclasses.field(default_factory=dict)
+    came: dict[int, set[int]] = dataclasses.field(default_factory=dict)
 
 
 class _Calls(threading.local):
@@ -271,7 +275,7 @@ class ModuleUses:
                 if me is None or unit is None:
                     return
                 if me.gradients.arrived(unit, index, parameter) and not unit.by_tokens:
-                    me.gradients_complete(unit)
+                    me.note_gradient(unit, index)
 
             return gradient_added
 
@@ -338,6 +342,7 @@ class ModuleUses:
     def _begin(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
         self._reach(now, unit, use)
         unit.open_uses.add(use)
+        now.held.setdefault(id(unit), set()).add(use)
         unit.quiet = False
         if use.saved is not False:
             self.live.need(unit)
@@ -394,7 +399,7 @@ class ModuleUses:
         if now.left[id(unit)] > 0:
             return
         if use in unit.open_uses:
-            self.gradients_complete(unit)
+            self._complete(now, unit)
         self.gradients.leave(unit)
 
     def end_pass(self, task: int) -> None:
@@ -406,18 +411,30 @@ class ModuleUses:
             self._leave_out(now)
         for unit, use in now.open:
             if use in unit.open_uses:
-                unit.open_uses.discard(use)
-                if not unit.open_uses:
-                    self.gradients_complete(unit)
+                self._complete(now, unit)
         for key, unit in now.reached.items():
             unit.uses_per_pass = now.counts[key]
-            unit.came.clear()
         self.gradients.end(list(now.reached.values()))
 
-    def gradients_complete(self, unit: ShardedUnit) -> None:
-        """All gradients of a unit have come, so backward has passed all its uses."""
-        unit.forget_uses()
-        self.live.done(unit)
+    def note_gradient(self, unit: ShardedUnit, index: int) -> None:
+        """A parameter has got its gradient; with the last of a pass, that pass needs the unit no more.
+
+        Gradients of weights that a pipeline has left for later come in a pass of their own, which keeps nothing gathered.
+        """
+        now = self._passes.get(backward_pass())
+        if now is None:
+            return
+        came = now.came.setdefault(id(unit), set())
+        came.add(index)
+        if len(came) == len(unit.parameters):
+            self._complete(now, unit)
+
+    def _complete(self, now: _Pass, unit: ShardedUnit) -> None:
+        """A pass has passed all its uses of a unit; other passes may be amid theirs."""
+        unit.open_uses -= now.held.pop(id(unit), set())
+        if not unit.open_uses:
+            unit.forget_uses()
+            self.live.done(unit)
 
     # -- what autograd saves ---------------------------------------------------------------------------------------
 

@@ -178,7 +178,7 @@ class ShardedGradients:
 
     @torch.no_grad()
     def arrived(self, unit: ShardedUnit, index: int, parameter: torch.Tensor) -> bool:
-        """Backward has added to a parameter's gradient, which is taken; returns whether all of the unit's have come."""
+        """Backward has added to a parameter's gradient, which is taken; returns whether there was one."""
         gradient = get_gradient(parameter)
         if gradient is None:
             return False
@@ -188,8 +188,7 @@ class ShardedGradients:
         self._used[self._first_number[id(unit)] + index] = True
         filling = self._filling_of(self._group_of[id(unit)])
         filling.add(unit, index, gradient.to_dense() if gradient.is_sparse else gradient, self._scale)
-        unit.came.add(index)
-        return len(unit.came) == len(unit.parameters)
+        return True
 
     def reach(self, unit: ShardedUnit) -> None:
         """Backward has reached a call that uses the unit."""
