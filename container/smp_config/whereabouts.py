@@ -327,6 +327,7 @@ def begin(environ: Mapping[str, str], rank: int) -> Notes:
             Path(folder, str(rank)).unlink(missing_ok=True)
             Path(folder, f"{rank}{STACKS_SUFFIX}").unlink(missing_ok=True)
         kept = Notes(Path(folder, str(rank)), rank)
+        _ignore_stacks_signal()
         # Not closed: it is written by a signal's handler, until the process ends.
         stacks = os.open(Path(folder, f"{rank}{STACKS_SUFFIX}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     except OSError:
@@ -338,6 +339,13 @@ def begin(environ: Mapping[str, str], rank: int) -> Notes:
     kept.on_phase, kept.explain, _notes = _notes.on_phase, _notes.explain, kept
     os.register_at_fork(after_in_child=_forget)
     return kept
+
+
+def _ignore_stacks_signal() -> None:
+    """Let the signal for stacks end nobody: not before its handler is there, nor when the interpreter ends without it."""
+    if STACKS_SIGNAL is not None:
+        with contextlib.suppress(ValueError):  # not the main thread, which alone may say so
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 def _forget() -> None:

@@ -241,14 +241,14 @@ def test_a_trainer_of_lightning(ranks, strategy, tmp_path):
     losses, checks = _epochs_alone(_replicas(size, config), 2)
     results = ranks(_trainer, size, str(tmp_path), config={"ddp": True, **config}, timeout=100)
     for seen, checked, again, _ in results:
-        assert seen == pytest.approx(losses[:STEPS], abs=1e-5)
-        assert checked[-1] == pytest.approx(checks[0], abs=1e-5)
-        assert again == pytest.approx(checks[0], abs=1e-5)
+        assert seen == pytest.approx(losses[:STEPS], rel=1e-5)
+        assert checked[-1] == pytest.approx(checks[0], rel=1e-5)
+        assert again == pytest.approx(checks[0], rel=1e-5)
     best = results[0][3]
     resumed = ranks(_trainer, size, str(tmp_path), best, config={"ddp": True, **config}, timeout=100)
     for seen, checked, _, _ in resumed:
-        assert seen == pytest.approx(losses[STEPS:], abs=1e-5)
-        assert checked[-1] == pytest.approx(checks[1], abs=1e-5)
+        assert seen == pytest.approx(losses[STEPS:], rel=1e-5)
+        assert checked[-1] == pytest.approx(checks[1], rel=1e-5)
     state = {name.removeprefix("model."): value for name, value in torch.load(best)["state_dict"].items()}
     assert _own_names(state, config).keys() >= dict(_model().named_parameters()).keys()
 

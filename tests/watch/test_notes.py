@@ -175,3 +175,26 @@ def test_without_a_watch_nothing_is_kept_and_a_folder_that_is_gone_is_no_failure
     assert not silent.are_kept
     assert not whereabouts.begin({}, 0).are_kept
     assert not whereabouts.begin({whereabouts.FOLDER_VARIABLE: str(tmp_path / "absent")}, 0).are_kept
+
+
+@pytest.mark.skipif(whereabouts.STACKS_SIGNAL is None, reason="no real-time signals here")
+def test_the_signal_for_stacks_does_not_end_a_rank_whose_interpreter_is_ending(tmp_path):
+    script = """
+        import faulthandler, os
+        from smp_config import whereabouts
+
+        whereabouts.begin({whereabouts.FOLDER_VARIABLE: os.environ["FOLDER"]}, 0)
+        os.kill(os.getpid(), whereabouts.STACKS_SIGNAL)
+        faulthandler.unregister(whereabouts.STACKS_SIGNAL)  # as the interpreter does when it ends
+        os.kill(os.getpid(), whereabouts.STACKS_SIGNAL)
+        print("lives")
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "FOLDER": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "lives\n"), ended.stderr
+    assert "Current thread" in (tmp_path / f"0{whereabouts.STACKS_SUFFIX}").read_text()
