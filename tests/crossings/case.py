@@ -61,6 +61,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "manual": (False, True),
     "whole_experts": (False, True),
     "recorded": (False, True),
+    "scaled": (False, True),
     "grouped": (False, True),
     "begins_frozen": (False, True),
     "net": tuple(NETS),
@@ -133,6 +134,7 @@ class Case:
     manual: bool = False
     whole_experts: bool = False
     recorded: bool = False
+    scaled: bool = False
     grouped: bool = False
     begins_frozen: bool = False
     net: str = "perceptron"
@@ -270,6 +272,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["counted_passes"] = False
     if pp == 1:
         values["manual"] = False
+    if values["precision"] in ("bf16", "fp16"):
+        values["scaled"] = False  # the optimizer does it
     if values["schedule"] == "virtual_stages":
         values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)

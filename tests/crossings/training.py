@@ -101,11 +101,15 @@ class Training:
             self.optimizer.zero_grad()
             whole = [self.backward(part(batch, number, self.case.passes)) for number in range(self.passes)]
             self.record.losses.append(sum(whole) / len(whole))
-            self._change_gradients()
-            self.clip()
-            self.optimizer.step()
+            self.update()
         self.record.last = self.weights()
         return self.record
+
+    def update(self) -> None:
+        """Change the weights by the gradients."""
+        self._change_gradients()
+        self.clip()
+        self.optimizer.step()
 
     def _change_gradients(self) -> None:
         """Do to gradients what the script does between backward and the update."""
@@ -338,6 +342,7 @@ class Job(Training):
             self.model = model = smp.DistributedModel(module, backward_passes_per_step=counted)
             made = make_optimizer(case.optimizer, grouped(model) if case.grouped else model.parameters())
             self.optimizer = smp.DistributedOptimizer(made, static_loss_scale=SCALE)
+        scaler = self._scaler = smp.amp.GradScaler(init_scale=SCALE, enabled=case.scaled)
         if case.checkpointing != "none":
             for number, block in enumerate(net.blocks(self.module)):
                 if case.checkpointing != "some" or number % 2:
@@ -352,7 +357,7 @@ class Job(Training):
         def train(*batch: torch.Tensor) -> torch.Tensor:
             with self._autocast():
                 loss = net.loss(model, *batch)
-            model.backward(loss / case.passes)
+            model.backward(scaler.scale(loss / case.passes))
             return loss
 
         @smp.step
@@ -374,6 +379,17 @@ class Job(Training):
     def backward(self, batch: Batch) -> float:
         """See :class:`Training`."""
         return self._mean(self._train, batch)
+
+    def update(self) -> None:
+        """See :class:`Training`; with a scaler of the script's where the case says so."""
+        if not self.case.scaled:
+            super().update()
+            return
+        self._change_gradients()
+        self._scaler.unscale_(self.optimizer)
+        self.clip()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
 
     def score(self, batch: Batch) -> float:
         """See :class:`Training`."""
@@ -401,7 +417,7 @@ class Job(Training):
         tag = str(step)
         smp.save_checkpoint(self._folder, tag=tag, partial=partial, model=self.model, optimizer=self.optimizer)
         smp.barrier()
-        self.model = self.optimizer = self._train = self._score = None
+        self.model = self.optimizer = self._train = self._score = self._scaler = None
         smp.shutdown()
         self._join(SEED + step)
         if self.is_frozen:
