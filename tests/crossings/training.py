@@ -346,7 +346,8 @@ class Job(Training):
         if case.checkpointing != "none":
             for number, block in enumerate(net.blocks(self.module)):
                 if case.checkpointing != "some" or number % 2:
-                    smp.set_activation_checkpointing(block)
+                    inner = next(iter(block.children()), block) if case.checkpointing == "inner" else block
+                    smp.set_activation_checkpointing(inner)
 
         if case.manual:
             blocks = net.blocks(self.module)
@@ -409,6 +410,11 @@ class Job(Training):
             self.record.norms.append(float(self.optimizer.clip_master_grads(LIMIT)))
         elif self.case.clipping == "torch":
             self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
+        elif self.case.clipping == "total":
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), LIMIT, norm)
+            self.record.norms.append(float(norm))
 
     def resume_partial(self, step: int, *, partial: bool = True) -> None:
         """Save, leave the job, and go on in another with other degrees and other first weights."""
@@ -452,6 +458,8 @@ class Job(Training):
         import smdistributed.modelparallel.torch as smp
 
         smp.reshape(self.case.settings(self.topology))
+        if step % 2:  # before another step has run
+            self.reload_state(step)
 
 
 def train_case(text: str, folder: str) -> Record:
