@@ -117,8 +117,8 @@ def test_two_environments_have_all_tests_together(project: Path) -> None:
     """In parts, each test once; what one environment skips passes in the other; a file is skipped in both."""
     given = setting(project)
     files = (FILE, "tests/test_whole.py")
-    for number in range(2):
-        assert not run(given, part=(number, 2), files=files).is_fault
+    halves = [run(given, part=(number, 2), files=files) for number in range(2)]
+    assert [(half.is_fault, sum(half.counts.values())) for half in halves] == [(False, 5), (False, 4)]
     assert outcomes(project) == ALL | {"tests/test_whole.py": SKIPPED}
     assert set(names(project).values()) == {1}
     assert Report.of(table.read(given.table), ["one", "two"]).passed_nowhere().keys() == {
@@ -156,6 +156,27 @@ def test_a_run_goes_on_where_pytest_was_killed(project: Path) -> None:
     assert names(project)["good0"] == 2
 
 
+@pytest.mark.parametrize(
+    ("of", "is_fault"),
+    [
+        ({"status": 0}, False),
+        ({"status": 5, "counts": {}}, False),
+        ({"status": 1}, True),
+        ({"status": 1, "counts": {FAILED: 1}}, True),
+        ({"status": 0, "left": 1}, True),
+        ({"status": -9}, True),
+        ({"status": 0, "left": 1, "is_late": True}, False),
+        ({"status": None, "left": 1, "is_late": True}, False),
+        ({"status": None, "counts": {FAILED: 1}, "is_late": True}, True),
+        ({"status": 2, "is_late": True}, True),
+        ({"status": None, "missing": "no network"}, False),
+    ],
+)
+def test_what_is_a_fault(of: dict[str, Any], is_fault: bool) -> None:
+    given: dict[str, Any] = {"counts": {PASSED: 2}, "left": 0, **of}
+    assert Result(Run("one", 0, (), is_parallel=True), **given).is_fault == is_fault
+
+
 def test_workers(project: Path) -> None:
     """One that crashes fails its test, the others run, and a test counts once for its worst phase."""
     given = setting(project, "-p", "xdist.plugin", "-n", "1", "--dist", "loadfile")
@@ -164,6 +185,8 @@ def test_workers(project: Path) -> None:
     crashed = run(given)
     assert (crashed.is_fault, crashed.counts[FAILED], crashed.left) == (True, 2, 0)
     assert outcomes(project) == ALL | {"test_killing": FAILED, "test_ending": FAILED}
+    collected = [line.test for line in table.read(given.table) if line.outcome == COLLECTED]
+    assert len(collected) == len(set(collected)) == len(ALL)
     reasons = {line.test.partition("::")[2]: line.reason for line in table.read(given.table) if line.outcome == FAILED}
     assert "crashed" in reasons["test_killing"]
     assert reasons["test_ending"].startswith("AssertionError")
