@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,10 @@ class Durations:
 
     def __init__(self, known: dict[str, dict[str, Duration]]) -> None:
         self._known = known
-        measured = [d for files in known.values() for d in files.values() if d.seconds is not None]
-        tests = sum(duration.tests for duration in measured)
-        self._mean = sum(duration.seconds or 0 for duration in measured) / tests if tests else UNKNOWN
+        overall = _mean((d for files in known.values() for d in files.values()), UNKNOWN)
+        self._mean = defaultdict(
+            lambda: overall, {name: _mean(files.values(), overall) for name, files in known.items()}
+        )
 
     @classmethod
     def read(cls, path: Path = FILE) -> Durations:
@@ -50,14 +52,17 @@ class Durations:
         path.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
 
     def seconds(self, environment: str, file: str, root: Path) -> float:
-        """Return a file's seconds: measured, or by the mean of what is measured in this or another environment."""
+        """Return a file's seconds: measured, or its number of tests times a mean.
+
+        The mean is that of the file in another environment, else that of all files in this one, else of all.
+        """
         known = self._known.get(environment, {}).get(file)
         if known and known.seconds is not None:
             return known.seconds
         others = [files[file] for files in self._known.values() if file in files]
         tests = known.tests if known else max((other.tests for other in others), default=0)
         means = [other.seconds / other.tests for other in others if other.seconds is not None and other.tests]
-        return (tests or _count(root / file)) * max(means, default=self._mean)
+        return (tests or _count(root / file)) * max(means, default=self._mean[environment])
 
     def updated(self, lines: Iterable[Line], environments: Iterable[str], root: Path) -> Durations:
         """Return these with what a table has measured, for environments and files that are still there."""
@@ -82,6 +87,13 @@ def _measured(lines: Iterable[Line]) -> dict[str, dict[str, Duration]]:
         seconds = max(1, round(sum(ran) * len(of_file) / len(ran))) if ran else None
         found.setdefault(environment, {})[file] = Duration(len(of_file), seconds)
     return found
+
+
+def _mean(durations: Iterable[Duration], default: float) -> float:
+    """Return seconds per test."""
+    measured = [(duration.tests, duration.seconds) for duration in durations if duration.seconds is not None]
+    tests = sum(count for count, _ in measured)
+    return sum(seconds for _, seconds in measured) / tests if tests else default
 
 
 def _count(path: Path) -> int:

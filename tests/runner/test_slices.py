@@ -91,6 +91,9 @@ def test_what_was_not_measured_is_estimated(root: Path) -> None:
     assert Durations(known).seconds("a", file, root) == 2 * 5
     assert Durations(known | {"b": {file: Duration(100, None)}}).seconds("b", file, root) == 100 * 5
     assert Durations(known | {"b": {file: Duration(100, 30)}}).seconds("a", file, root) == 30
+    other = {"b": {"tests/one/test_1.py": Duration(10, 10)}}
+    assert Durations(known | other).seconds("b", file, root) == 2 * 1
+    assert Durations(known | other).seconds("c", file, root) == 2 * 3
 
 
 def test_durations_are_taken_from_the_table(root: Path) -> None:
