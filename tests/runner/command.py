@@ -54,6 +54,8 @@ def run(path: Path, names: tuple[str, ...], asked: str, limit: int, build: bool,
     """Run slices; OPTIONS are those of pytest. The exit code is 1 if a test fails."""
     slices = deal(ENVIRONMENTS, Durations.read(), ROOT)
     numbers = _numbers(asked, len(slices))
+    if 0 < limit <= running.MARGIN:
+        raise click.BadParameter(f"{limit}: no test begins in the last {running.MARGIN} s", param_hint="--limit")
     end = time.time() + limit if limit else 0.0
     setting = running.Setting(ROOT, path.resolve(), table.current_commit(ROOT), options, end, build)
     environments = {environment.name: environment for environment in ENVIRONMENTS}

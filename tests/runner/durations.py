@@ -68,10 +68,11 @@ class Durations:
         """Return these with what a table has measured, for environments and files that are still there."""
         measured = _measured(lines)
         names = [name for name in environments if name in self._known or name in measured]
-        merged = {name: {**self._known.get(name, {}), **measured.get(name, {})} for name in names}
-        return Durations(
-            {name: {file: d for file, d in files.items() if (root / file).exists()} for name, files in merged.items()}
-        )
+        found: dict[str, dict[str, Duration]] = {}
+        for name in names:
+            merged = self._known.get(name, {}) | measured.get(name, {})
+            found[name] = {file: duration for file, duration in merged.items() if (root / file).exists()}
+        return Durations(found)
 
 
 def _measured(lines: Iterable[Line]) -> dict[str, dict[str, Duration]]:

@@ -81,8 +81,10 @@ class Recording:
             place = seen[file] = seen.get(file, -1) + 1
             number, parts = self._plan.parts.get(file, (0, 1))
             # In turns: cases of a matrix that take long often stand side by side.
-            is_chosen = place % parts == number and item.nodeid not in self._passed
-            (kept if is_chosen else others).append(item)
+            if place % parts == number and item.nodeid not in self._passed:
+                kept.append(item)
+            else:
+                others.append(item)
         if self._notes_collection:
             append(Path(self._plan.table), [self._line(item.nodeid, COLLECTED) for item in items])
             if self._plan.chosen:

@@ -77,6 +77,8 @@ class Result:
     def __str__(self) -> str:
         if self.missing:
             return f"{self.run.environment}: missing, {self.missing}"
+        if not self.counts and not self.left and self.status in _GOOD:
+            return f"{self.run.environment}: no test is left to run"
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.counts.items())) or "no test"
         text = f"{self.run.environment}: {counts}"
         if self.left:

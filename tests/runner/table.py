@@ -60,9 +60,15 @@ def read(path: Path) -> list[Line]:
 
 
 def outcomes(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
-    """Return the newest line of each environment and test, that of its outcome if it has one."""
+    """Return the newest line of each environment and test, that of its outcome if it has one.
+
+    The line of a whole file counts until one of its tests has a line.
+    """
     found: dict[tuple[str, str], Line] = {}
     for line in lines:
+        file, separator, _ = line.test.partition("::")
+        if separator:
+            found.pop((line.environment, file), None)
         key = line.environment, line.test
         if line.outcome != COLLECTED or key not in found:
             found[key] = line

@@ -41,6 +41,8 @@ def line(outcome: str, environment: str = "one", test: str = TEST, reason: str =
         ([line(PASSED), line(SKIPPED, test="tests/test_b.py")], False),
         ([line(PASSED), line(SKIPPED, test="tests/test_a.py")], True),
         ([line(PASSED), line(SKIPPED, test="tests/test_a.py::test_b")], False),
+        ([line(FAILED, test="tests/test_a.py"), line(COLLECTED), line(PASSED)], True),
+        ([line(PASSED), line(FAILED, test="tests/test_a.py")], False),
         ([line(PASSED), line(MISSING, "two", "")], True),
         ([line(MISSING, "two", "")], False),
     ],
