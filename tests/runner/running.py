@@ -46,6 +46,11 @@ class Setting:
     limit: float = 0.0
     build: bool = False
 
+    @property
+    def is_late(self) -> bool:
+        """Whether no further test begins."""
+        return bool(self.limit) and time.time() > self.limit - MARGIN
+
 
 @dataclass(frozen=True)
 class Result:
@@ -77,6 +82,8 @@ class Result:
     def __str__(self) -> str:
         if self.missing:
             return f"{self.run.environment}: missing, {self.missing}"
+        if self.is_late and not self.counts and not self.left:
+            return f"{self.run.environment}: not run, the time is over"
         if not self.counts and not self.left and self.status in _GOOD:
             return f"{self.run.environment}: no test is left to run"
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.counts.items())) or "no test"
@@ -100,10 +107,8 @@ def run_slice(chosen: Slice, environments: Mapping[str, Environment], setting: S
             missing[environment.name] = _note_missing(environment, setting)
         if reason := missing[environment.name]:
             results.append(Result(run, {}, 0, None, missing=reason))
-        elif (rest := _without_passed(run, setting)).parts:
-            results.append(_run(rest, environment, setting))
         else:
-            results.append(Result(run, {}, 0, 0))
+            results.append(_run(_without_passed(run, setting), environment, setting))
         click.echo(f"=== {results[-1]}")
     return results
 
@@ -164,6 +169,9 @@ def _known(setting: Setting) -> dict[tuple[str, str], Line]:
 
 
 def _run(run: Run, environment: Environment, setting: Setting) -> Result:
+    # Without a path pytest would run all tests.
+    if setting.is_late or not run.parts:
+        return Result(run, {}, 0, 0, is_late=setting.is_late)
     selection = environment.selections[run.selection]
     known = _known(setting).values()
     passed = [line.test for line in known if line.environment == run.environment and _is_done(line)]
@@ -187,8 +195,7 @@ def _run(run: Run, environment: Environment, setting: Setting) -> Result:
         chosen = json.loads(names.read_text(encoding="utf-8")) if names.exists() else []
     found = {line.test: line for line in table.read(setting.table)[before:] if line.outcome != COLLECTED}
     counts = Counter(line.outcome for line in found.values() if line.environment == environment.name)
-    is_late = bool(setting.limit) and time.time() > setting.limit - MARGIN
-    return Result(run, counts, len(set(chosen) - found.keys()), status, is_late=is_late)
+    return Result(run, counts, len(set(chosen) - found.keys()), status, is_late=setting.is_late)
 
 
 def _is_done(line: Line) -> bool:

@@ -192,11 +192,21 @@ def test_workers(project: Path) -> None:
     assert reasons["test_ending"].startswith("AssertionError")
 
 
-def test_after_the_deadline_no_test_begins(project: Path) -> None:
-    late = run(replace(setting(project), limit=time.time() + 60))
+def test_after_the_deadline_no_test_begins(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The time is over when pytest has started: at its first test, well before it would be stopped.
+    answers = iter([False])
+    monkeypatch.setattr(Setting, "is_late", property(lambda _: next(answers, True)))
+    monkeypatch.setattr(running, "MARGIN", 700)
+    late = run(replace(setting(project), limit=time.time() + 600))
     assert (late.is_fault, late.status, late.left, late.is_late) == (False, 0, 7, True)
     assert "7 not run (the time is over" in str(late)
     assert set(outcomes(project).values()) == {COLLECTED}
+
+
+def test_after_the_deadline_no_run_begins(project: Path) -> None:
+    late = run(replace(setting(project), limit=time.time() + 60))
+    assert (late.is_fault, str(late)) == (False, "one: not run, the time is over")
+    assert outcomes(project) == {}
 
 
 def test_what_hangs_is_stopped_at_the_limit(project: Path) -> None:
