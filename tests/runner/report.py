@@ -52,14 +52,19 @@ class Report:
         good |= {test.partition("::")[0] for test in good}
         return {test: tests[test] for test in sorted(tests.keys() - good)}
 
+    def unknown(self) -> list[str]:
+        """Return the environments of which the table has nothing, not even that they are missing."""
+        present = {line.environment for line in self.lines.values()}
+        return [name for name in self.environments if name not in present and name not in self.missing]
+
     def skips(self) -> Counter[tuple[str, str]]:
         """Return skips by environment and reason."""
         return Counter((line.environment, line.reason) for line in self.lines.values() if line.outcome == SKIPPED)
 
     @property
     def is_good(self) -> bool:
-        """Whether there are tests, none failed, and each passed somewhere."""
-        return bool(self.lines) and not self.failed() and not self.passed_nowhere()
+        """Whether there are tests, none failed, each passed somewhere, and no environment may have others."""
+        return bool(self.lines) and not self.failed() and not self.passed_nowhere() and not self.unknown()
 
     def text(self, *, whole: bool = False) -> str:
         """Return the report; ``whole`` lists all tests."""
@@ -67,8 +72,11 @@ class Report:
         for name in self.environments:
             of = self.counts(name)
             row = f"{name:14}{of[PASSED]:8}{of[FAILED]:8}{of[SKIPPED]:9}{of[XFAILED]:9}{of[COLLECTED]:9}"
-            why = self.missing.get(name) or ("" if of else "nothing is known")
-            rows.append(row if not why else f"{name:14}{'missing':>8}  {why}")
+            if name in self.missing:
+                row = f"{name:14}{'missing':>8}  {self.missing[name]}"
+            elif name in self.unknown():
+                row = f"{name:14}{'unknown':>8}  the table has nothing of it at these commits"
+            rows.append(row)
         failed = [f"{line.environment}: {line.test}: {line.reason}" for line in self.failed()]
         skipped = [f"{count} in {name}: {why}" for (name, why), count in self.skips().most_common()]
         nowhere = [f"{test} ({_where(lines)})" for test, lines in self.passed_nowhere().items()]

@@ -17,7 +17,7 @@ TEST = "tests/test_a.py::test_a"
 
 
 def report(*lines: Line) -> Report:
-    return Report.of(lines, ["one", "two"])
+    return Report.of(lines, sorted({line.environment for line in lines}))
 
 
 def line(outcome: str, environment: str = "one", test: str = TEST, reason: str = "") -> Line:
@@ -68,6 +68,13 @@ def test_it_lists_each_kind() -> None:
     assert f"failed: 1\n  one: {other}: assert 1 == 2\n" in text
     assert f"passed in no environment: 3\n  {TEST} (skipped in one)\n  {other} (failed in one)\n" in text
     assert "  tests/test_b.py::test_c (not run in one)" in text
+
+
+def test_an_environment_of_which_nothing_is_known() -> None:
+    """It may have tests that pass nowhere."""
+    found = Report.of([line(PASSED)], ["one", "two"])
+    assert (found.is_good, found.unknown()) == (False, ["two"])
+    assert "two            unknown  the table has nothing of it" in found.text()
 
 
 def test_an_environment_that_came_later_is_missing_no_more() -> None:
