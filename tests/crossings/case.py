@@ -296,9 +296,11 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "reload_state"  # distributed forms have other buffers, and checkpoints not those that are not persistent
         if kind == "fail" and values["net"] in _CHANGING:
             kind = "drop_gradients"  # a step that failed has changed them all the same
-        if kind == "generate" and (
-            values["precision"] not in ("float64", "float32") or not NETS[values["net"]].generates
-        ):
+        # Few models can: those that can do it in place of other events too.
+        generates = values["precision"] in ("float64", "float32") and NETS[values["net"]].generates
+        if generates and kind in ("evaluate", "double_batch", "lower_rate"):
+            kind = "generate"
+        if kind == "generate" and not generates:
             kind = "evaluate"
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"
