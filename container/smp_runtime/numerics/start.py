@@ -18,7 +18,9 @@ from smp_config.numerics import (
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.session import at_init
 from smp_runtime.model.distributed_model import when_wrapped
+from smp_runtime.model.invariants import Invariants
 from smp_runtime.numerics.guard import UpdateGuard
+from smp_runtime.numerics.invariants import JobInvariants
 from smp_runtime.numerics.recorder import Recorder
 from smp_runtime.numerics.trial import TrialRun
 
@@ -73,6 +75,8 @@ def folder_of(environ: Mapping[str, str]) -> Path | None:
 
 def _begin(session: Session) -> None:
     environ = os.environ
+    if session.ranks.cfg.check_invariants and not session.ranks.control.speaks_for_all:
+        session.ranks.keep(Invariants, lambda: JobInvariants(session))
     if (folder := folder_of(environ)) is not None:
         record_numerics(session, folder, every_steps(environ))
     elif VARIABLE not in environ and (every := session.ranks.cfg.record_numerics):
