@@ -18,10 +18,10 @@ from smp_config.whereabouts import FORWARD, here
 from smp_runtime.activations.marking import begin_step
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.job.invariants import invariants_of
 from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_window import GradientWindow
-from smp_runtime.model.invariants import invariants_of
 from smp_runtime.model.local_part import LocalPart, Placed, own_attributes
 from smp_runtime.model.options import WrapperOptions, check_arguments, check_shared
 from smp_runtime.model.placement_report import describe_placement

@@ -9,7 +9,7 @@ from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import batch_shares, seeing_own_batch, sharing_group
 from smp_runtime.data_parallel.sparse_gradients import sparse_tables
-from smp_runtime.model.invariants import invariants_of
+from smp_runtime.job.invariants import invariants_of
 from smp_runtime.model.stages import create_late
 from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.optimizer_shards import whole_shard

@@ -15,7 +15,7 @@ from smp_config import Group
 from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.data_parallel.uneven_batches import JoinedModel
 from smp_runtime.errors import SMPUserError
-from smp_runtime.model.invariants import invariants_of
+from smp_runtime.job.invariants import invariants_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -44,6 +44,7 @@ class Replicas:
         self._ranks = ranks
         self._window = window
         self._broadcasts_buffers = broadcasts_buffers
+        self._checks = invariants_of(ranks)
         self._joined: JoinedModel | None = None
         self.loads = 0
         self.are_equal = False
@@ -84,7 +85,7 @@ class Replicas:
             self._placed.sharded_state.take_back_gradients()
         if self._joined is not None:  # announce it to ranks that may be done already
             Join.notify_join_context(self._joined)
-        invariants_of(self._ranks).begin_pass(self._part, self._placed, inputs)
+        self._checks.begin_pass(self._part, self._placed, inputs)
         self.share_loaded_state()
         self._refresh_buffers()
 
@@ -95,10 +96,9 @@ class Replicas:
         group, members = self._ranks.groups.group(Group.DP), self._ranks.members(Group.DP)
         mine = self._ranks.rank_in(Group.DP)
         state, news = self._placed.sharded_state, torch.zeros(len(members) + 1, dtype=torch.int64, device="cpu")
-        checks = invariants_of(self._ranks)
         # Ranks that are done do not answer, and a hook of the script may leave each replica with gradients of its own.
         is_checked = not self.are_joined and self._window.hook is None
-        asked = checks.news(self._part) if is_checked else 0
+        asked = self._checks.news(self._part) if is_checked else 0
         news[mine], news[-1] = self.loads, int(self._placed.must_gather) + _GATHERING * asked
         self._ranks.collectives.all_reduce(news, group).wait()
         self._placed.must_gather = False
@@ -107,7 +107,7 @@ class Replicas:
             state.gather_parameters()
         self._share_loads(news[:-1], members)
         if is_checked:
-            checks.hear(asked, self._part, self._placed)
+            self._checks.hear(asked, self._part, self._placed)
 
     def _share_loads(self, counts: torch.Tensor, members: list[int]) -> None:
         """Copy the state of the rank that has loaded most often.

@@ -30,22 +30,22 @@ class FirstSteps:
 
     It decides from what each rank knows of itself and of the ranks whose numbers reach it. If any of them has a batch or
     parameters that are not finite, or did not look, there is nothing to say.
+
+    Attributes:
+        left: training passes that are still to be watched.
+        is_waiting: whether the next update is to be looked at.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._ranks = session.ranks
-        self._left = 0
+        self.left = 0
+        self.is_waiting = False
         self._has_begun = False  # a training pass that is not counted yet
         self._is_finite = True  # this rank's batch and parameters, in this pass
         self._is_certain = True  # the same for all ranks whose numbers meet
         self._since_update: bool | None = None  # the same for all passes since the last update; None before the first
         self._losses: list[tuple[int | None, torch.Tensor]] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Whether passes are watched."""
-        return self._left > 0
 
     @property
     def is_finite(self) -> bool:
@@ -54,7 +54,7 @@ class FirstSteps:
 
     def begin_again(self) -> None:
         """The next passes are the first ones."""
-        self._left = WATCHED_PASSES
+        self.left = WATCHED_PASSES
         if self._look_at_arguments not in self._session.arguments:
             self._session.arguments.append(self._look_at_arguments)
 
@@ -75,7 +75,8 @@ class FirstSteps:
         if inputs is not None:
             self._look_at(inputs)
         self._is_finite = self._is_finite and _are_ordinary(_values(part, placed), allows_masks=False)
-        self._has_begun, self._is_certain = True, self._is_certain and self._is_finite
+        self._has_begun = self.is_waiting = True
+        self._is_certain = self._is_certain and self._is_finite
 
     def hear(self, *, everyone: bool) -> None:
         """Learn whether the batches and parameters of all data parallel ranks are finite."""
@@ -95,8 +96,8 @@ class FirstSteps:
         """A training pass has ended."""
         self._since_update = self._is_certain and self._since_update is not False
         self._has_begun, self._is_finite, self._is_certain = False, True, True
-        self._left -= 1
-        if not self._left and self._look_at_arguments in self._session.arguments:
+        self.left -= 1
+        if not self.left and self._look_at_arguments in self._session.arguments:
             self._session.arguments.remove(self._look_at_arguments)
 
     def note_losses(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -105,11 +106,6 @@ class FirstSteps:
         for output in outputs:
             if output.is_floating_point() and not isinstance(output, LaterTensor):
                 self._losses.append((microbatch, output.detach().isnan().any()))
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an update is to be looked at."""
-        return self._has_begun or self._since_update is not None
 
     @torch.no_grad()
     def before_update(self, optimizer: TrainedOptimizer) -> None:
@@ -120,7 +116,7 @@ class FirstSteps:
         """
         if self._has_begun:  # a training without steps
             self._count()
-        is_certain, self._since_update = self._since_update, None
+        is_certain, self._since_update, self.is_waiting = self._since_update, None, False
         losses, self._losses = self._losses, []
         if not is_certain:
             return

@@ -16,9 +16,9 @@ from smp_config.numerics import (
     every_steps,
 )
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.invariants import Invariants
 from smp_runtime.job.session import at_init
 from smp_runtime.model.distributed_model import when_wrapped
-from smp_runtime.model.invariants import Invariants
 from smp_runtime.numerics.guard import UpdateGuard
 from smp_runtime.numerics.invariants import JobInvariants
 from smp_runtime.numerics.recorder import Recorder
