@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Elements that are projected at once, in float64.
 _CHUNK = 1 << 22
+#: Elements whose bits are summed at once: in float64 they stay in the cache of a processor.
+_SUMMED = 1 << 20
 #: Of a slice with no more elements the directions are kept: most parameters are small, and so is the time for their elements.
 _FEW = 2048
 
@@ -212,7 +214,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     if flat.element_size() == 8:
         return whole.sum().view(1)
     # Exact, since each sum of so many is below 2^53; and much faster than sums of whole numbers.
-    sums = [part.double().sum() for part in whole.split(_CHUNK)]
+    sums = [part.double().sum() for part in whole.split(_SUMMED)]
     return torch.stack(sums).long().sum().view(1) if sums else torch.zeros(1, dtype=torch.int64, device=flat.device)
 
 
