@@ -130,7 +130,11 @@ class DistributedModel(WrappedModule):
         if options.backward_passes_per_step > 1:
             reduce_before_updates(session)
         own_attributes(session)
-        self.module = recipe.replaced(module, ranks, has_values=not are_equal)
+        originals = dict(module.named_parameters())
+        self.module = recipe.replaced(module, ranks)
+        if not are_equal:  # else the values are still to come
+            invariants_of(ranks).check_replaced(originals, self.module)
+        del originals
         self.blueprint.note_wrapped(self.module, ranks.keep(Successors, Successors).note_freed)
         if ranks.cfg.checkpoint_attentions and not any(
             isinstance(p, DistributedAttentionLayer) for p in self.module.modules()

@@ -9,7 +9,6 @@ from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import batch_shares, seeing_own_batch, sharing_group
 from smp_runtime.data_parallel.sparse_gradients import sparse_tables
-from smp_runtime.job.invariants import invariants_of
 from smp_runtime.model.stages import create_late
 from smp_runtime.module_state import compiled_blocks
 from smp_runtime.parameters.optimizer_shards import whole_shard
@@ -28,17 +27,10 @@ if TYPE_CHECKING:
     from smp_runtime.model.stages import Stages
 
 
-def replaced(module: nn.Module, ranks: Ranks, *, has_values: bool) -> nn.Module:
-    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was.
-
-    Args:
-        has_values: whether the module's parameters have the values that training begins with.
-    """
+def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
+    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was."""
     checkpointed, compiled = marks(module), compiled_blocks.marks(module)
-    originals = dict(module.named_parameters())
     module = distribute(module, TensorGroup.of(ranks))
-    if has_values:
-        invariants_of(ranks).check_replaced(originals, module)
     carry_over(checkpointed, module)
     return compiled_blocks.carry_over(compiled, module)
 

@@ -1,4 +1,4 @@
-"""Watches the first steps of a layout: NaN in a loss or gradient, though the batch and the parameters are finite."""
+"""Watches the first steps of a layout: NaN in a loss or gradient, though the batch and the model are finite."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _ORDINARY = 1e8
 class FirstSteps:
     """Looks for NaN that appears between finite inputs and the update.
 
-    It decides from what each rank knows of itself and of the ranks whose numbers reach it. If any of them has a batch or
-    parameters that are not finite, or did not look, there is nothing to say.
+    It decides from what each rank knows of itself and of the ranks whose numbers reach it. If any of them has a batch, parameters
+    or buffers that are not finite, or did not look, there is nothing to say.
 
     Attributes:
         left: training passes that are still to be watched.
@@ -42,14 +42,14 @@ class FirstSteps:
         self.left = 0
         self.is_waiting = False
         self._has_begun = False  # a training pass that is not counted yet
-        self._is_finite = True  # this rank's batch and parameters, in this pass
+        self._is_finite = True  # this rank's batch, parameters and buffers, in this pass
         self._is_certain = True  # the same for all ranks whose numbers meet
         self._since_update: bool | None = None  # the same for all passes since the last update; None before the first
         self._losses: list[tuple[int | None, torch.Tensor]] = []
 
     @property
     def is_finite(self) -> bool:
-        """Whether this rank's batch and parameters are, as far as it has looked."""
+        """Whether this rank's batch and model are, as far as it has looked."""
         return self._has_begun and self._is_finite
 
     def begin_again(self) -> None:
@@ -63,7 +63,8 @@ class FirstSteps:
         return values
 
     def _look_at(self, inputs: Any) -> None:
-        self._is_finite = self._is_finite and _are_ordinary(tensors_in(inputs), allows_masks=True)
+        tensors = tensors_in(inputs)  # without any, the batch comes another way, and nobody has seen it
+        self._is_finite = self._is_finite and bool(tensors) and _are_ordinary(tensors, allows_masks=True)
 
     @torch.no_grad()
     def begin_pass(self, part: LocalPart, placed: Placed, inputs: Any) -> None:
@@ -74,7 +75,11 @@ class FirstSteps:
         """
         if inputs is not None:
             self._look_at(inputs)
-        self._is_finite = self._is_finite and _are_ordinary(_values(part, placed), allows_masks=False)
+        self._is_finite = (
+            self._is_finite
+            and _are_ordinary(_values(part, placed), allows_masks=False)
+            and _are_ordinary(list(part.buffers()), allows_masks=True)
+        )
         self._has_begun = self.is_waiting = True
         self._is_certain = self._is_certain and self._is_finite
 
@@ -139,11 +144,11 @@ class FirstSteps:
         more = f", and {len(bad) - 1} more losses or gradients are NaN" if len(bad) > 1 else ""
         return (
             f"{bad[0]} is NaN on rank {self._ranks.rank}{more}, in one of the first {WATCHED_PASSES} training passes of this "
-            "layout, though the batches and parameters of all ranks are finite. The update was not made. Possible causes: the "
-            "script's own computation, such as a mean over no tokens in one microbatch, a row of attention with every position "
-            "masked, or a square root of 0; else a fault of this library. Run the step in one process with the same batch: if the "
-            'loss is finite there, report it. SMP_NUMERICS_GUARDS=finite names the module; "check_invariants": False goes on '
-            "without this check"
+            "layout, though the batches, parameters and buffers of all ranks are finite. The update was not made. Possible "
+            "causes: the script's own computation, such as a mean over no tokens in one microbatch, a row of attention with every "
+            "position masked, or a square root of 0; else a fault of this library. Run the step in one process with the same "
+            "batch: if the loss is finite there, report it. SMP_NUMERICS_GUARDS=finite names the module; "
+            '"check_invariants": False goes on without this check'
         )
 
 

@@ -75,8 +75,6 @@ def folder_of(environ: Mapping[str, str]) -> Path | None:
 
 def _begin(session: Session) -> None:
     environ = os.environ
-    if session.ranks.cfg.check_invariants and not session.ranks.control.speaks_for_all:
-        session.ranks.keep(Invariants, lambda: JobInvariants(session))
     if (folder := folder_of(environ)) is not None:
         record_numerics(session, folder, every_steps(environ))
     elif VARIABLE not in environ and (every := session.ranks.cfg.record_numerics):
@@ -87,6 +85,9 @@ def _begin(session: Session) -> None:
         _follow_models(session, session.ranks.keep(UpdateGuard, lambda: UpdateGuard(session, guards, place)))
     if (trial := Trial.from_environment(environ)) is not None:
         TrialRun(session, trial)
+    # After the guards, which say more. Ranks that stand for absent ones have no values to compare.
+    if session.ranks.cfg.check_invariants and not session.ranks.control.speaks_for_all:
+        session.ranks.keep(Invariants, lambda: JobInvariants(session))
 
 
 def _follow_models(session: Session, watching: Recorder | UpdateGuard) -> None:
