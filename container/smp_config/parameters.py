@@ -140,6 +140,11 @@ class ModelParallelParameters(BaseModel):
         le=MOST_EVERY,
         description="Updates from one step recorded for smp-estimator diff to the next; 0: none.",
     )
+    check_invariants: StrictBool = Field(
+        True,
+        description="Compare copies of parameters after the first update and every 1,000, compare parts with the whole at "
+        "wrapping, and look for NaN in the first steps.",
+    )
     sdp_reduce_bucket_size: Whole = Field(500_000_000, ge=1, description="Elements per gradient bucket.")
     sdp_param_persistence_threshold: Whole = Field(
         1_000_000, ge=0, description="Parameters with fewer elements stay replicated; 0 shards everything."

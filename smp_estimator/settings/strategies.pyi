@@ -37,6 +37,7 @@ class ModelParallel(dict[str, Any]):
         deterministic_server: bool = False,
         deterministic: bool = False,
         record_numerics: int = 0,
+        check_invariants: bool = True,
         sdp_reduce_bucket_size: float = 500000000,
         sdp_param_persistence_threshold: float = 1000000,
         sdp_max_live_parameters: float = 1000000000,
@@ -91,6 +92,8 @@ class ModelParallel(dict[str, Any]):
             deterministic_server: Same order of requests on all data parallel ranks.
             deterministic: Runs at the same degrees are equal in every bit; what prevents it is an error or a warning.
             record_numerics: Updates from one step recorded for smp-estimator diff to the next; 0: none.
+            check_invariants: Compare copies of parameters after the first update and every 1,000, compare parts with the whole
+                at wrapping, and look for NaN in the first steps.
             sdp_reduce_bucket_size: Elements per gradient bucket.
             sdp_param_persistence_threshold: Parameters with fewer elements stay replicated; 0 shards everything.
             sdp_max_live_parameters: Most gathered elements at once.

@@ -54,6 +54,7 @@ DOCUMENTED_DEFAULTS = {
     "deterministic_server": False,
     "deterministic": False,
     "record_numerics": 0,
+    "check_invariants": True,
     "sdp_reduce_bucket_size": 5e8,
     "sdp_param_persistence_threshold": 1e6,
     "sdp_max_live_parameters": 1e9,

@@ -159,6 +159,7 @@ _OPTIONS: dict[str, list[Any]] = {
     "deterministic_server": [True],
     "deterministic": [True, False],
     "record_numerics": [0, 10],
+    "check_invariants": [True, False],
     "sdp_reduce_bucket_size": [5e8, 1000],
     "sdp_param_persistence_threshold": [0, 10],
     "sdp_max_live_parameters": [1e9],

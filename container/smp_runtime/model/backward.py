@@ -14,6 +14,7 @@ from smp_config import Group
 from smp_config.whereabouts import BACKWARD, here
 from smp_runtime.data_parallel.reducer import AccumulationScale
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.invariants import invariants_of
 from smp_runtime.nn.reached_calls import ReachedCalls
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Backward:
         self._stages = stages
         self._loss_scale = loss_scale
         self._averages_microbatches = averages_microbatches
+        self._checks = invariants_of(ranks)
         self._runs = False
         self._accumulation: AccumulationScale | None = None
         self._calls: ReachedCalls | None = None
@@ -54,6 +56,7 @@ class Backward:
                 "it in the function decorated with smp.step, right after the loss"
             )
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        self._checks.note_losses(outputs)
         scale = self._scale()
         gradients = _seeds(outputs, grad_tensors, scale)
         if pipeline is not None:

@@ -18,6 +18,7 @@ from smp_config.whereabouts import FORWARD, here
 from smp_runtime.activations.marking import begin_step
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
+from smp_runtime.job.invariants import invariants_of
 from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_window import GradientWindow
@@ -129,7 +130,11 @@ class DistributedModel(WrappedModule):
         if options.backward_passes_per_step > 1:
             reduce_before_updates(session)
         own_attributes(session)
+        originals = dict(module.named_parameters())
         self.module = recipe.replaced(module, ranks)
+        if not are_equal:  # else the values are still to come
+            invariants_of(ranks).check_replaced(originals, self.module)
+        del originals
         self.blueprint.note_wrapped(self.module, ranks.keep(Successors, Successors).note_freed)
         if ranks.cfg.checkpoint_attentions and not any(
             isinstance(p, DistributedAttentionLayer) for p in self.module.modules()
@@ -183,7 +188,13 @@ class DistributedModel(WrappedModule):
         self._stages.withdraw()
 
     def _place(self) -> None:
+        checks, has_values = invariants_of(self._ranks), not self._replicas.are_equal
+        if has_values:
+            checks.note_whole(self._part, self.precision)
         recipe.place(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
+        if has_values:
+            checks.check_shards(self._part, self._placed)
+        checks.begin_again()
         if self._ranks.rank_in(Group.DP) == 0:  # the first of each stage
             for text in describe_placement(self._part, self._placed.shards, self._ranks):
                 logger.info("%s", text)
@@ -285,7 +296,7 @@ class DistributedModel(WrappedModule):
         if is_outside and self._trains():
             self._window.open_after_failure()
             begin_step(self.module, None)
-            self._replicas.begin_training_pass()
+            self._replicas.begin_training_pass((args, kwargs))
         with self._window.forward(evaluates=is_outside and not self._trains()):
             return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
 

@@ -15,11 +15,15 @@ from smp_config import Group
 from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.data_parallel.uneven_batches import JoinedModel
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.invariants import invariants_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.gradient_window import GradientWindow
     from smp_runtime.model.local_part import LocalPart, Placed
+
+#: Ranks that have changed shards are counted in units of one, what :class:`.Invariants` add up in units of this.
+_GATHERING = 1 << 20
 
 
 class Replicas:
@@ -40,6 +44,7 @@ class Replicas:
         self._ranks = ranks
         self._window = window
         self._broadcasts_buffers = broadcasts_buffers
+        self._checks = invariants_of(ranks)
         self._joined: JoinedModel | None = None
         self.loads = 0
         self.are_equal = False
@@ -49,8 +54,12 @@ class Replicas:
         """Whether ranks may be done already, inside :meth:`join`."""
         return self._joined is not None
 
-    def begin_training_pass(self) -> None:
-        """What all data parallel ranks do together before a training step."""
+    def begin_training_pass(self, inputs: Any = None) -> None:
+        """What all data parallel ranks do together before a training step.
+
+        Args:
+            inputs: of the model, outside steps.
+        """
         if self._placed.is_away:
             is_copied = self._placed.is_copied
             has_left = self._placed.optimizer_shards is not None and not is_copied
@@ -76,6 +85,7 @@ class Replicas:
             self._placed.sharded_state.take_back_gradients()
         if self._joined is not None:  # announce it to ranks that may be done already
             Join.notify_join_context(self._joined)
+        self._checks.begin_pass(self._part, self._placed, inputs)
         self.share_loaded_state()
         self._refresh_buffers()
 
@@ -86,12 +96,25 @@ class Replicas:
         group, members = self._ranks.groups.group(Group.DP), self._ranks.members(Group.DP)
         mine = self._ranks.rank_in(Group.DP)
         state, news = self._placed.sharded_state, torch.zeros(len(members) + 1, dtype=torch.int64, device="cpu")
-        news[mine], news[-1] = self.loads, int(self._placed.must_gather)
+        # Ranks that are done do not answer, and a hook of the script may leave each replica with gradients of its own.
+        is_checked = not self.are_joined and self._window.hook is None
+        asked = self._checks.news(self._part) if is_checked else 0
+        news[mine], news[-1] = self.loads, int(self._placed.must_gather) + _GATHERING * asked
         self._ranks.collectives.all_reduce(news, group).wait()
         self._placed.must_gather = False
-        if state is not None and int(news[-1]) > 0:  # the script has changed what some rank's optimizer updates
+        asked, gathering = divmod(int(news[-1]), _GATHERING)
+        if state is not None and gathering > 0:  # the script has changed what some rank's optimizer updates
             state.gather_parameters()
-        counts = news[:-1]
+        self._share_loads(news[:-1], members)
+        if is_checked:
+            self._checks.hear(asked, self._part, self._placed)
+
+    def _share_loads(self, counts: torch.Tensor, members: list[int]) -> None:
+        """Copy the state of the rank that has loaded most often.
+
+        Args:
+            counts: how often each data parallel rank has loaded a state.
+        """
         if bool((counts == counts[0]).all()):
             return
         if self._placed.shards is not None:
@@ -99,7 +122,7 @@ class Replicas:
         source = int(counts.argmax())
         self._copy_all(members[source])
         self.loads = int(counts.max())
-        if mine != source:
+        if self._ranks.rank_in(Group.DP) != source:
             self._placed.refresh()
 
     def agree(self) -> None:

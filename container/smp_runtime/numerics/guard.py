@@ -17,8 +17,9 @@ import torch
 
 from smp_config import Group
 from smp_config.numerics import GRADIENT, GUARDS_VARIABLE, LOSS, OUTPUT, WEIGHT
-from smp_runtime.checkpoint.live_state import updated, weights
-from smp_runtime.errors import NumericsError, SMPUserError
+from smp_runtime.checkpoint.live_state import weights
+from smp_runtime.errors import NumericsError
+from smp_runtime.numerics.first_steps import gradients_of
 from smp_runtime.numerics.journal import part_name
 from smp_runtime.numerics.sketch import bits_of, plain_numbers
 from smp_runtime.step.step import first_scalar
@@ -156,7 +157,7 @@ class UpdateGuard:
             return
         if getattr(optimizer, "overflow", False):  # float16: the update is skipped, and the loss scale falls
             return
-        gradients = self._gradients(optimizer)
+        gradients = gradients_of(self._session.models, optimizer)
         loss, norm, is_finite = self._measured(losses, [gradient for _, gradient in gradients])
         if self._guards.finite and not is_finite:
             found = [
@@ -228,17 +229,6 @@ class UpdateGuard:
 
     def _models(self) -> list[DistributedModel]:
         return self._session.models  # type: ignore[return-value]  # the one class of them
-
-    def _gradients(self, optimizer: TrainedOptimizer) -> list[tuple[str, torch.Tensor]]:
-        """Those that the optimizer will use on this rank, by parameter."""
-        found: list[tuple[str, torch.Tensor]] = []
-        for model in self._models():
-            try:
-                entries = updated(model, optimizer)  # type: ignore[arg-type]  # the one class of them
-            except SMPUserError:  # another model's
-                continue
-            found += [(e.name, e.updated.grad) for e in entries if e.updated is not None and e.updated.grad is not None]
-        return [(name, gradient.coalesce().values() if gradient.is_sparse else gradient) for name, gradient in found]
 
     def _bad_weights(self) -> list[Bad]:
         return [

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Elements that are projected at once, in float64.
 _CHUNK = 1 << 22
+#: Elements whose bits are summed at once: in float64 they stay in the cache of a processor.
+_SUMMED = 1 << 20
 #: Of a slice with no more elements the directions are kept: most parameters are small, and so is the time for their elements.
 _FEW = 2048
 
@@ -46,7 +48,8 @@ _NAMES = (
 )
 _COMPUTABLE = frozenset(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: By the bytes of an element, the whole numbers of that size.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Constants of the finaliser of splitmix64, as signed numbers.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -207,11 +210,11 @@ def _no_bits(device: torch.device) -> torch.Tensor:
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's elements' bits, as whole numbers modulo 2^64: int64, ``[1]``."""
     flat = plain_numbers(tensor).reshape(-1)
-    whole = flat.view(_BITS[flat.element_size()])
+    whole = flat.view(BITS[flat.element_size()])
     if flat.element_size() == 8:
         return whole.sum().view(1)
     # Exact, since each sum of so many is below 2^53; and much faster than sums of whole numbers.
-    sums = [part.double().sum() for part in whole.split(_CHUNK)]
+    sums = [part.double().sum() for part in whole.split(_SUMMED)]
     return torch.stack(sums).long().sum().view(1) if sums else torch.zeros(1, dtype=torch.int64, device=flat.device)
 
 

@@ -16,9 +16,11 @@ from smp_config.numerics import (
     every_steps,
 )
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job.invariants import Invariants
 from smp_runtime.job.session import at_init
 from smp_runtime.model.distributed_model import when_wrapped
 from smp_runtime.numerics.guard import UpdateGuard
+from smp_runtime.numerics.invariants import JobInvariants
 from smp_runtime.numerics.recorder import Recorder
 from smp_runtime.numerics.trial import TrialRun
 
@@ -83,6 +85,9 @@ def _begin(session: Session) -> None:
         _follow_models(session, session.ranks.keep(UpdateGuard, lambda: UpdateGuard(session, guards, place)))
     if (trial := Trial.from_environment(environ)) is not None:
         TrialRun(session, trial)
+    # After the guards, which say more. Ranks that stand for absent ones have no values to compare.
+    if session.ranks.cfg.check_invariants and not session.ranks.control.speaks_for_all:
+        session.ranks.keep(Invariants, lambda: JobInvariants(session))
 
 
 def _follow_models(session: Session, watching: Recorder | UpdateGuard) -> None:

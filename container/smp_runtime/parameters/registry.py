@@ -133,6 +133,11 @@ class Successors:
         if (made := self._made.get(replaced, None)) is not None:
             self._made[stand_in] = made
 
+    def made_of(self, replaced: nn.Parameter) -> list[nn.Parameter]:
+        """Return the parameters that have the elements of a replaced one; empty if it is not replaced, or if nobody knows."""
+        references = self._made.get(replaced, None) or ()
+        return [made for reference in references if (made := reference()) is not None]
+
     def follow(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """``parameters`` with successors in place of replaced ones.
 
@@ -145,7 +150,7 @@ class Successors:
             if references is None:
                 found[parameter] = None
                 continue
-            made = [successor for reference in references if (successor := reference()) is not None]
+            made = self.made_of(parameter)
             if not made:
                 raise SMPUserError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} of a module that tensor parallelism has "
