@@ -100,7 +100,7 @@ SEED ?= 1
 COUNT ?= 1000
 REPORT ?= crossings.jsonl
 test-crossings: $(VENV)/.installed
-	PYTHONPATH=tests $(BIN)/python -m crossings.fuzz $(if $(CASE),case '$(CASE)',run --seed $(SEED) --count $(COUNT) --out $(REPORT))
+	PYTHONPATH=tests $(BIN)/python -m crossings.fuzz $(if $(CASE),case '$(CASE)',run --seed $(SEED) --count $(COUNT) $(addprefix --only ,$(ONLY)) --out $(REPORT))
 
 test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/$(RUNNER) pytest sdk-floor --sample -- $(SHARED_OUT)
