@@ -106,7 +106,6 @@ def _sums(rows: torch.Tensor) -> torch.Tensor:
     return rows.double().sum(1).long()  # much faster than a sum of whole numbers
 
 
-@functools.lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
     """Odd numbers: their product with a difference of one bit is never 0 modulo 2^64."""
     return torch.arange(_PIECES, device=device) * 2 + 3
