@@ -27,6 +27,7 @@ class Record:
         first: the weights before the first update, by name.
         last: all of the state dict at the end, by name, in float64.
         parameters: the names of those that are trained.
+        exact: the names of those whose float32 weights are in ``last``, not the rounded ones that the model has.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Record:
     first: dict[str, torch.Tensor] = field(default_factory=dict)
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
+    exact: set[str] = field(default_factory=set)
 
 
 def grouped(module: nn.Module) -> list[dict[str, Any]]:
@@ -197,8 +199,9 @@ class Training:
                 p.detach().add_(0.01)
 
     def reload_state(self, step: int) -> None:
-        """What model and optimizer give is loaded again."""
-        self.model.load_state_dict(self.model.state_dict())
+        """What the model gives is loaded again, smaller, so that a load counts; what the optimizer gives as it is."""
+        state = self.model.state_dict()
+        self.model.load_state_dict({name: v * 0.75 if v.is_floating_point() else v for name, v in state.items()})
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def evaluate(self, step: int) -> None:
@@ -324,7 +327,8 @@ class Job(Training):
         smp.init(case.settings(self.topology))
         if case.recorded:
             smp.record_numerics(self._folder, every=2)
-        torch.manual_seed(seed)
+        # Replicas take the weights of the first; stages have theirs from the random numbers of the rank that they are on.
+        torch.manual_seed(seed + (smp.rdp_rank() if smp.pp_size() == 1 else 0))
         with default_dtype(case.dtype):
             with smp.delay_param_initialization(enabled=case.delayed):
                 module = net.make()
@@ -384,6 +388,16 @@ class Job(Training):
         rank, size = (smp.rdp_rank(), smp.rdp_size()) if common else (smp.dp_rank(), smp.dp_size())
         mean = float(call(*part(batch, rank, size)).reduce_mean())
         return sum(smp.allgather(mean, smp.RDP_GROUP if common else smp.DP_GROUP)) / size
+
+    def run(self) -> Record:
+        """See :class:`Training`; an update may be smaller than what rounding changes, so float32 weights are compared."""
+        super().run()
+        if self.case.is_half:
+            masters = self.optimizer.full_state_dict()["fp16_states"]["masters"]
+            for names in (record.names for record in self.model.registry if record.name in masters):
+                self.record.last |= dict.fromkeys(names, masters[names[0]].double())
+                self.record.exact |= {*names}
+        return self.record
 
     def clip(self) -> None:
         """See :class:`Training`."""
