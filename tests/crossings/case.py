@@ -292,7 +292,9 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "reload_state"  # distributed forms have other buffers, and checkpoints not those that are not persistent
         if kind == "fail" and values["net"] in _CHANGING:
             kind = "drop_gradients"  # a step that failed has changed them all the same
-        if kind == "generate" and (values["precision"] not in ("float64", "float32") or not NETS[values["net"]].generates):
+        if kind == "generate" and (
+            values["precision"] not in ("float64", "float32") or not NETS[values["net"]].generates
+        ):
             kind = "evaluate"
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"

@@ -214,7 +214,9 @@ class Training:
     def generate(self, step: int) -> None:
         """Write on, greedily; what comes out is a score."""
         prompts = self.net.batch(step, 2, LENGTH)[0]
-        tokens = self.model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False)
+        tokens = self.model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=False
+        )
         self.record.scores += [float(token) for token in tokens.flatten()]
 
     @property

@@ -78,6 +78,10 @@ class _Wholes:
         return whole if fits else None
 
 
+class _TracedWholes(_Wholes):
+    """The same of a call that only traces the model."""
+
+
 @dataclass
 class _Call:
     """A call of a block.
@@ -153,7 +157,7 @@ class BlockEntry:
         return mapped(lambda leaf: self._mine(block, leaf, batch), result)
 
     def _gathered(self, block: nn.Module, batch: int, args: Any, kwargs: Any) -> Any:
-        wholes = self._group.ranks.keep(_Wholes, _Wholes)
+        wholes = self._wholes()
         leaves = leaves_of((args, kwargs))
         for leaf in leaves:
             if not _carries(leaf, batch):
@@ -189,8 +193,13 @@ class BlockEntry:
         if (own := of_own_rows(leaf)) is not None:
             return own
         mine = collectives.sliced(leaf, self._group, 0)
-        self._group.ranks.keep(_Wholes, _Wholes).note(mine, leaf)
+        self._wholes().note(mine, leaf)
         return mine
+
+    def _wholes(self) -> _Wholes:
+        """What is remembered. A tracing call is one rank's alone, and what it remembers of the batch has its own rows only."""
+        kept = _TracedWholes if self._group.is_tracing else _Wholes
+        return self._group.ranks.keep(kept, kept)
 
     def _agree(self, block: nn.Module, leaves: list[Any], batch: int) -> None:
         """Find out that all ranks call the block with tensors of the same shapes."""
