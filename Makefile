@@ -38,13 +38,14 @@ WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel
 DOCS := .venv-docs
 TRACKERS := .venv-trackers
 
-.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-crossings test-trackers test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
+.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-crossings test-mutants test-trackers test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
 	@echo "make test-crossings  drawn combinations of features beside one process: SEED=1 COUNT=3000, or CASE='{…}'"
+	@echo "make test-mutants mistakes in the runtime, each against the same drawn cases; ONLY=\"…\": some of tests/crossings/mutants.json"
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
 	@echo "make test-v3      ModelTrainer of SDK v3: the notebook side, and jobs as processes of this machine"
 	@echo "make test-trackers TensorBoard, MLflow and wandb: what their own readers find of a job"
@@ -101,6 +102,11 @@ COUNT ?= 1000
 REPORT ?= crossings.jsonl
 test-crossings: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m crossings.fuzz $(if $(CASE),case '$(CASE)',run --seed $(SEED) --count $(COUNT) --out $(REPORT))
+
+# What drawn combinations would find: the runtime with one mistake each, until a case shows it. It goes on where the report ends.
+MUTANTS ?= mutants.jsonl
+test-mutants: $(VENV)/.installed
+	PYTHONPATH=tests $(BIN)/python -m crossings.mutants run $(addprefix --only ,$(ONLY)) --out $(MUTANTS)
 
 test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/python -m pytest $(FLOOR_TESTS) -m "not job and not full" $(SHARED_OUT)

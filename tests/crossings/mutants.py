@@ -271,11 +271,12 @@ class Verdict:
         return self.number >= 0
 
 
-def judge(mutant: Mutant, cases: Sequence[Case], kind_of: Callable[[int], str]) -> Verdict:
+def judge(mutant: Mutant, cases: Sequence[Case], kind_of: Callable[[int], str], most: int) -> Verdict:
     """Run cases until one has another outcome than the runtime as it is, which passes it or refuses it by name.
 
     Args:
         kind_of: of a case's outcome without the mutant, by its number.
+        most: cases to run.
     """
     begin, tried = time.monotonic(), 0
 
@@ -284,7 +285,7 @@ def judge(mutant: Mutant, cases: Sequence[Case], kind_of: Callable[[int], str]) 
 
     try:
         with trial_of(mutant) as trial:
-            for number in in_order(cases, mutant.first):
+            for number in in_order(cases, mutant.first)[:most]:
                 outcome = trial.run(cases[number])
                 tried += 1
                 if outcome.kind == "equal":
@@ -311,9 +312,12 @@ def main() -> None:
 )
 @click.option("--count", default=120, help="cases")
 @click.option(
+    "--most", type=int, help="give up on a mutant after so many cases, and leave it out of the report; default: all"
+)
+@click.option(
     "--out", type=click.Path(path_type=Path), help="report, a line of JSON each; what it has is not run again"
 )
-def run(only: tuple[str, ...], seed: str, count: int, out: Path | None) -> None:
+def run(only: tuple[str, ...], seed: str, count: int, most: int | None, out: Path | None) -> None:
     """Run mutants; the exit code is 1 if less than nine in ten are caught."""
     mutants = [mutant for mutant in read_mutants() if not only or mutant.id in only]
     digests = {mutant.id: mutant.digest() for mutant in mutants}  # says at once which do not fit the code
@@ -323,9 +327,9 @@ def run(only: tuple[str, ...], seed: str, count: int, out: Path | None) -> None:
     with Unchanged(cases) as unchanged:
         for mutant in mutants:
             if mutant.id not in verdicts:
-                verdicts[mutant.id] = found = judge(mutant, cases, unchanged.kind_of)
+                verdicts[mutant.id] = found = judge(mutant, cases, unchanged.kind_of, most or count)
                 _tell(mutant, found)
-                if out is not None:
+                if out is not None and (found.is_caught or not most):
                     line = {"seed": seed, "count": count, "digest": digests[mutant.id], **asdict(found)}
                     with out.open("a", encoding="utf-8") as report:
                         report.write(json.dumps(line) + "\n")
