@@ -30,20 +30,25 @@ BASE_IMAGE ?=
 IMAGE ?= smp-estimator:cpu
 LOCAL_BASE := smp-estimator-base:bookworm
 
-# Files whose tests touch Transformers most: with its version 5 too.
-WITH_5 := $(addprefix tests/,tensor_parallel/test_huggingface.py tensor_parallel/test_kept_weights.py \
-	tensor_parallel/test_replaced_settings.py pipeline/test_transformers.py activations/test_transformers.py \
-	checkpoints/test_transformers_format.py checkpoints/test_save_pretrained.py planning/test_model_config.py)
+# tests/runner/environments.py has the tests of each environment; each target runs it with the environment's own Python.
+RUNNER := python tests/runner
+
+# Of `make test-all`: SLICE=3/9, LIMIT=900 (seconds), BUILD=no (only environments that are there); TABLE, of `make test-report` too.
+SLICE ?=
+LIMIT ?= 0
+BUILD ?= yes
+TABLE ?= test-table.jsonl
 
 DOCS := .venv-docs
 TRACKERS := .venv-trackers
 
-.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-crossings test-mutants test-trackers test-v3 test-full test-torch test-clients test-clients-full test-matrix lint type format clean help
+.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-crossings test-mutants test-trackers test-v3 test-full test-all test-report test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
 	@echo "make test-full    the tests, with the big matrices whole"
+	@echo "make test-all     all tests in all environments, in slices, into test-table.jsonl: SLICE=3/9, LIMIT=900, BUILD=no; test-report says what is missing"
 	@echo "make test-crossings  drawn combinations of features beside one process: SEED=1 COUNT=3000, or CASE='{…}'"
 	@echo "make test-mutants mistakes in the runtime, each against the same drawn cases; ONLY=\"…\": some of tests/crossings/mutants.json"
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
@@ -80,13 +85,8 @@ bench-quick: $(VENV)/.installed
 
 test: test-sdk-floor test-newest
 
-# The sample of tests/clients runs in `make test-clients`, with both versions of Transformers.
 test-newest: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not full" $(SHARED_OUT) --durations=25 --durations-min=3 --ignore=tests/clients
-
-# What touches the SDK most; all of the notebook side with `make test-full`.
-FLOOR_TESTS := $(addprefix tests/estimator/test_,cloud.py cloud_requests.py huggingface.py images.py passthrough.py process_session.py sdk_found.py)
-test-full: FLOOR_TESTS := tests/estimator
+	$(BIN)/$(RUNNER) pytest newest --sample -- $(SHARED_OUT) --durations=25 --durations-min=3
 
 # The notebook side with the oldest SDK that is supported. It wants an older protobuf, and imports pytz unasked.
 $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
@@ -109,7 +109,7 @@ test-mutants: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m crossings.mutants run $(addprefix --only ,$(ONLY)) --out $(MUTANTS)
 
 test-sdk-floor: $(FLOOR)/.installed
-	$(FLOOR)/bin/python -m pytest $(FLOOR_TESTS) -m "not job and not full" $(SHARED_OUT)
+	$(FLOOR)/bin/$(RUNNER) pytest sdk-floor --sample -- $(SHARED_OUT)
 
 # The notebook side with SDK v3, and whole jobs of it; the SDK wants packages that v2 has in other versions, or not at all.
 $(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
@@ -122,8 +122,7 @@ $(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
 
 # With environments of version 2 that are there already, losses are compared.
 test-v3: $(SDK3)/.installed
-	SMP_TEST_SDK_PYTHONS=$(wildcard $(CURDIR)/$(BIN)/python) $(SDK3)/bin/python -m pytest tests/model_trainer tests/migration \
-		-m "not full" $(SHARED_OUT)
+	$(SDK3)/bin/$(RUNNER) pytest sdk-3 --sample -- $(SHARED_OUT)
 
 # Trackers, which want packages that nothing else here needs.
 $(TRACKERS)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-trackers.txt
@@ -132,7 +131,7 @@ $(TRACKERS)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-track
 	@touch $@
 
 test-trackers: $(TRACKERS)/.installed
-	$(TRACKERS)/bin/python -m pytest tests/trackers tests/tracking
+	$(TRACKERS)/bin/$(RUNNER) pytest trackers
 
 # The index has no CPU build of other versions: several GB are fetched the first time. Some PyTorchs want their own sympy.
 $(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
@@ -156,15 +155,11 @@ test-torch: $(OTHER)/.installed
 	@touch $@
 
 CLIENTS := $(SHARED_OUT) --durations=15 --durations-min=5
-# As a sample, what is Transformers' own runs beside the clients.
-test-clients: SAMPLE := -m "not full"
-test-clients: BESIDE := $(WITH_5)
+test-clients: SAMPLE := --sample
 test-clients test-clients-full: .venv-clients-4/.installed .venv-clients-5/.installed
 	rm -f .venv-clients-*/outcomes.jsonl
-	SMP_CLIENT_OUTCOMES=.venv-clients-4/outcomes.jsonl .venv-clients-4/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients
-	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/python -m pytest $(CLIENTS) $(SAMPLE) tests/clients $(BESIDE)
-	$(if $(BESIDE),,.venv-clients-5/bin/python -m pytest $(CLIENTS) -m "not full" $(WITH_5))
-	.venv-clients-5/bin/python -m pytest --timeout 600 tests/docs/test_pages_run.py -k lora.md
+	SMP_CLIENT_OUTCOMES=.venv-clients-4/outcomes.jsonl .venv-clients-4/bin/$(RUNNER) pytest clients-4 $(SAMPLE) -- $(CLIENTS)
+	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/$(RUNNER) pytest clients-5 $(SAMPLE) -- $(CLIENTS)
 	.venv-clients-5/bin/python tests/support/client_table.py .venv-clients-4/outcomes.jsonl .venv-clients-5/outcomes.jsonl
 
 # One environment at a time, each removed after its tests: several GB are fetched where the index has no CPU build. MATRIX: only
@@ -173,8 +168,18 @@ MATRIX ?=
 test-matrix:
 	$(PYTHON) tests/support/version_matrix.py run $(MATRIX)
 
-test-full: $(VENV)/.installed test-sdk-floor
-	$(BIN)/python -m pytest $(SHARED_OUT)
+test-full: $(VENV)/.installed $(FLOOR)/.installed
+	$(FLOOR)/bin/$(RUNNER) pytest sdk-floor -- $(SHARED_OUT)
+	$(BIN)/$(RUNNER) pytest newest -- $(SHARED_OUT)
+
+# Everything, in slices of at most 15 minutes; what the table has as passed at this commit is not run again.
+test-all: $(VENV)/.installed
+	SMP_TEST_IMAGE=$(IMAGE) $(BIN)/$(RUNNER) run --table $(TABLE) --slice "$(SLICE)" --limit $(LIMIT) \
+		$(if $(filter no,$(BUILD)),--no-build) -- $(SHARED_OUT)
+
+# What the table has of this commit: fails if a test failed, or passed in no environment.
+test-report: $(VENV)/.installed
+	$(BIN)/$(RUNNER) report --table $(TABLE)
 
 image: $(VENV)/.installed
 ifeq ($(BASE_IMAGE),)
@@ -191,8 +196,8 @@ push:
 	@docker/push.sh $(IMAGE)
 
 test-docker: image $(SDK3)/.installed
-	SMP_TEST_IMAGE=$(IMAGE) $(BIN)/python -m pytest tests/docker
-	SMP_TEST_IMAGE=$(IMAGE) $(SDK3)/bin/python -m pytest tests/docker/test_model_trainer.py
+	SMP_TEST_IMAGE=$(IMAGE) $(BIN)/$(RUNNER) pytest docker
+	SMP_TEST_IMAGE=$(IMAGE) $(SDK3)/bin/$(RUNNER) pytest docker-sdk-3
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -23,9 +23,18 @@ import pytest
 MOST_RANKS = 4
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    from runner import recording
+
+    recording.add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    from runner import recording
     from support import matrix
     from support.client_cases import Cases
+
+    recording.register(config)
 
     matrix.is_whole = "not full" not in config.option.markexpr
     config.pluginmanager.register(Cases())

@@ -48,11 +48,11 @@ AXES: dict[str, tuple[Any, ...]] = {
     "schedule": ("interleaved", "simple", "zero_bubble", "virtual_stages"),
     "fast_mode": (True, False),
     "precision": ("float64", "float32", "autocast", "bf16", "fp16"),
-    "checkpointing": ("none", "each", "some", "offload"),
+    "checkpointing": ("none", "each", "some", "inner", "offload"),
     "compiled": (False, True),
     "delayed": (False, True),
     "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "lamb", "novograd"),
-    "clipping": ("none", "master", "torch"),
+    "clipping": ("none", "master", "torch", "total"),
     "passes": (1, 2),
     "counted_passes": (False, True),
     "host_collectives": (False, True),
@@ -61,6 +61,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "manual": (False, True),
     "whole_experts": (False, True),
     "recorded": (False, True),
+    "scaled": (False, True),
     "grouped": (False, True),
     "begins_frozen": (False, True),
     "net": tuple(NETS),
@@ -133,6 +134,7 @@ class Case:
     manual: bool = False
     whole_experts: bool = False
     recorded: bool = False
+    scaled: bool = False
     grouped: bool = False
     begins_frozen: bool = False
     net: str = "perceptron"
@@ -270,6 +272,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["counted_passes"] = False
     if pp == 1:
         values["manual"] = False
+    if values["precision"] in ("bf16", "fp16"):
+        values["scaled"] = False  # the optimizer does it
     if values["schedule"] == "virtual_stages":
         values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)
@@ -292,14 +296,16 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
             kind = "reload_state"  # distributed forms have other buffers, and checkpoints not those that are not persistent
         if kind == "fail" and values["net"] in _CHANGING:
             kind = "drop_gradients"  # a step that failed has changed them all the same
-        if kind == "generate" and (
-            values["precision"] not in ("float64", "float32") or not NETS[values["net"]].generates
-        ):
+        # Few models can: those that can do it in place of other events too.
+        generates = values["precision"] in ("float64", "float32") and NETS[values["net"]].generates
+        if generates and kind in ("evaluate", "double_batch", "lower_rate"):
+            kind = "generate"
+        if kind == "generate" and not generates:
             kind = "evaluate"
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"
         moves = kind.startswith("resume") or kind == "reshape"
-        if moves and step == 0:
+        if step == 0 and (moves or kind == "swap_weights"):
             kind, moves = "reload_state", False  # the first step decides what goes where
         if moves:
             stages = TOPOLOGIES[topology][1]

@@ -308,7 +308,7 @@ def main() -> None:
 @main.command()
 @click.option("--only", multiple=True, help="id of a mutant; default: all")
 @click.option(
-    "--seed", default="140", help="of the cases; this one has more pairs of values among its first 120 than 198 others"
+    "--seed", default="115", help="of the cases; this one has more pairs of values among its first 120 than 198 others"
 )
 @click.option("--count", default=120, help="cases")
 @click.option(

@@ -356,6 +356,20 @@ class Gains(nn.Module):
         return self.leave(x)
 
 
+class Clamped(Perceptron):
+    """A forward pass that keeps a parameter small, as critics of GANs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((WIDTH,), 0.4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.shift.clamp_(-0.25, 0.25)
+        return super().forward(x + self.shift)
+
+
 class Adapted(nn.Module):
     """A linear map that trains a product of two narrow matrices only, as LoRA does."""
 
@@ -436,6 +450,7 @@ NETS: dict[str, Net] = {
     "buffered": Net(Buffered, _vectors, _square, varies=True),
     "initialised": Net(Initialised, _vectors, _square, varies=True),
     "gains": Net(Gains, _vectors, _square, varies=True),
+    "clamped": Net(Clamped, _vectors, _square, varies=True),
     "adapters": Net(Adapters, _vectors, _square, varies=True),
     "mixture": Net(Mixture, _vectors, _square, varies=True),
     "gpt2": _of_transformers("GPT2", "transformer.h", **_GPT2, **_NO_DROPOUT),

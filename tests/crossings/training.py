@@ -103,11 +103,15 @@ class Training:
             self.optimizer.zero_grad()
             whole = [self.backward(part(batch, number, self.case.passes)) for number in range(self.passes)]
             self.record.losses.append(sum(whole) / len(whole))
-            self._change_gradients()
-            self.clip()
-            self.optimizer.step()
+            self.update()
         self.record.last = self.weights()
         return self.record
+
+    def update(self) -> None:
+        """Change the weights by the gradients."""
+        self._change_gradients()
+        self.clip()
+        self.optimizer.step()
 
     def _change_gradients(self) -> None:
         """Do to gradients what the script does between backward and the update."""
@@ -342,10 +346,12 @@ class Job(Training):
             self.model = model = smp.DistributedModel(module, backward_passes_per_step=counted)
             made = make_optimizer(case.optimizer, grouped(model) if case.grouped else model.parameters())
             self.optimizer = smp.DistributedOptimizer(made, static_loss_scale=SCALE)
+        scaler = self._scaler = smp.amp.GradScaler(init_scale=SCALE, enabled=case.scaled)
         if case.checkpointing != "none":
             for number, block in enumerate(net.blocks(self.module)):
                 if case.checkpointing != "some" or number % 2:
-                    smp.set_activation_checkpointing(block)
+                    inner = next(iter(block.children()), block) if case.checkpointing == "inner" else block
+                    smp.set_activation_checkpointing(inner)
 
         if case.manual:
             blocks = net.blocks(self.module)
@@ -356,7 +362,7 @@ class Job(Training):
         def train(*batch: torch.Tensor) -> torch.Tensor:
             with self._autocast():
                 loss = net.loss(model, *batch)
-            model.backward(loss / case.passes)
+            model.backward(scaler.scale(loss / case.passes))
             return loss
 
         @smp.step
@@ -378,6 +384,17 @@ class Job(Training):
     def backward(self, batch: Batch) -> float:
         """See :class:`Training`."""
         return self._mean(self._train, batch)
+
+    def update(self) -> None:
+        """See :class:`Training`; with a scaler of the script's where the case says so."""
+        if not self.case.scaled:
+            super().update()
+            return
+        self._change_gradients()
+        self._scaler.unscale_(self.optimizer)
+        self.clip()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
 
     def score(self, batch: Batch) -> float:
         """See :class:`Training`."""
@@ -407,6 +424,11 @@ class Job(Training):
             self.record.norms.append(float(self.optimizer.clip_master_grads(LIMIT)))
         elif self.case.clipping == "torch":
             self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
+        elif self.case.clipping == "total":
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), LIMIT, norm)
+            self.record.norms.append(float(norm))
 
     def resume_partial(self, step: int, *, partial: bool = True) -> None:
         """Save, leave the job, and go on in another with other degrees and other first weights."""
@@ -415,7 +437,7 @@ class Job(Training):
         tag = str(step)
         smp.save_checkpoint(self._folder, tag=tag, partial=partial, model=self.model, optimizer=self.optimizer)
         smp.barrier()
-        self.model = self.optimizer = self._train = self._score = None
+        self.model = self.optimizer = self._train = self._score = self._scaler = None
         smp.shutdown()
         self._join(SEED + step)
         if self.is_frozen:
@@ -450,6 +472,8 @@ class Job(Training):
         import smdistributed.modelparallel.torch as smp
 
         smp.reshape(self.case.settings(self.topology))
+        if step % 2:  # before another step has run
+            self.reload_state(step)
 
 
 def train_case(text: str, folder: str) -> Record:
