@@ -203,9 +203,13 @@ class Training:
                 p.detach().add_(0.01)
 
     def reload_state(self, step: int) -> None:
-        """What the model gives is loaded again, smaller, so that a load counts; what the optimizer gives as it is."""
+        """What model and optimizer give is loaded again; the weights smaller, so that it counts."""
+        self.load_again(0.75)
+
+    def load_again(self, factor: float = 1.0) -> None:
+        """Load what model and optimizer give, the model's state times a factor."""
         state = self.model.state_dict()
-        self.model.load_state_dict({name: v * 0.75 if v.is_floating_point() else v for name, v in state.items()})
+        self.model.load_state_dict({name: v * factor if v.is_floating_point() else v for name, v in state.items()})
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def evaluate(self, step: int) -> None:
@@ -473,7 +477,7 @@ class Job(Training):
 
         smp.reshape(self.case.settings(self.topology))
         if step % 2:  # before another step has run
-            self.reload_state(step)
+            self.load_again()
 
 
 def train_case(text: str, folder: str) -> Record:
