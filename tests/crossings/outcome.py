@@ -131,6 +131,8 @@ def compare(case: Case, alone: Record, ranks: list[Record]) -> str:
                 allowed = limit if what != "norms" else max(3 * limit, 1e-7)
                 if not abs(one - other) <= allowed * max(abs(other), 0.1):
                     return f"rank {rank}: {what}[{number}] is {one!r} for {other!r}"
+        if record.stale:
+            return f"rank {rank}: rounded weights that are not the float32 ones: {sorted(record.stale)[:4]}"
         if found := _different_state(case, alone, record, is_first=rank == 0):
             return f"rank {rank}: {found}"
     return ""

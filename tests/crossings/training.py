@@ -28,6 +28,7 @@ class Record:
         last: all of the state dict at the end, by name, in float64.
         parameters: the names of those that are trained.
         exact: the names of those whose float32 weights are in ``last``, not the rounded ones that the model has.
+        stale: the names of those whose rounded weights are not these.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -37,6 +38,7 @@ class Record:
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     exact: set[str] = field(default_factory=set)
+    stale: set[str] = field(default_factory=set)
 
 
 def grouped(module: nn.Module) -> list[dict[str, Any]]:
@@ -417,9 +419,14 @@ class Job(Training):
         super().run()
         if self.case.is_half:
             masters = self.optimizer.full_state_dict()["fp16_states"]["masters"]
-            for names in (record.names for record in self.model.registry if record.name in masters):
-                self.record.last |= dict.fromkeys(names, masters[names[0]].double())
-                self.record.exact |= {*names}
+            dtype = torch.bfloat16 if self.case.precision == "bf16" else torch.float16
+            for record in (record for record in self.model.registry if record.name in masters):
+                master = masters[record.name]
+                either = master.double(), master.to(dtype).double()  # batch norms are not rounded
+                last = {name: self.record.last[name] for name in record.names}
+                self.record.exact |= last.keys()
+                self.record.stale |= {n for n, value in last.items() if not any(torch.equal(value, e) for e in either)}
+                self.record.last |= dict.fromkeys(last, either[0])
         return self.record
 
     def clip(self) -> None:
