@@ -42,7 +42,7 @@ TABLE ?= test-table.jsonl
 DOCS := .venv-docs
 TRACKERS := .venv-trackers
 
-.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-crossings test-trackers test-v3 test-full test-all test-report test-torch test-clients test-clients-full test-matrix lint type format clean help
+.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-crossings test-mutants test-trackers test-v3 test-full test-all test-report test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
@@ -50,6 +50,7 @@ help:
 	@echo "make test-full    the tests, with the big matrices whole"
 	@echo "make test-all     all tests in all environments, in slices, into test-table.jsonl: SLICE=3/9, LIMIT=900, BUILD=no; test-report says what is missing"
 	@echo "make test-crossings  drawn combinations of features beside one process: SEED=1 COUNT=3000, or CASE='{…}'"
+	@echo "make test-mutants mistakes in the runtime, each against the same drawn cases; ONLY=\"…\": some of tests/crossings/mutants.json"
 	@echo "make test-torch   the runtime's tests with another PyTorch, what it keeps private first: TORCH=2.8.0"
 	@echo "make test-v3      ModelTrainer of SDK v3: the notebook side, and jobs as processes of this machine"
 	@echo "make test-trackers TensorBoard, MLflow and wandb: what their own readers find of a job"
@@ -101,6 +102,11 @@ COUNT ?= 1000
 REPORT ?= crossings.jsonl
 test-crossings: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m crossings.fuzz $(if $(CASE),case '$(CASE)',run --seed $(SEED) --count $(COUNT) $(addprefix --only ,$(ONLY)) --out $(REPORT))
+
+# What drawn combinations would find: the runtime with one mistake each, until a case shows it. It goes on where the report ends.
+MUTANTS ?= mutants.jsonl
+test-mutants: $(VENV)/.installed
+	PYTHONPATH=tests $(BIN)/python -m crossings.mutants run $(addprefix --only ,$(ONLY)) --out $(MUTANTS)
 
 test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/$(RUNNER) pytest sdk-floor --sample -- $(SHARED_OUT)

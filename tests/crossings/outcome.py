@@ -131,6 +131,8 @@ def compare(case: Case, alone: Record, ranks: list[Record]) -> str:
                 allowed = limit if what != "norms" else max(3 * limit, 1e-7)
                 if not abs(one - other) <= allowed * max(abs(other), 0.1):
                     return f"rank {rank}: {what}[{number}] is {one!r} for {other!r}"
+        if record.stale:
+            return f"rank {rank}: rounded weights that are not the float32 ones: {sorted(record.stale)[:4]}"
         if found := _different_state(case, alone, record, is_first=rank == 0):
             return f"rank {rank}: {found}"
     return ""
@@ -157,7 +159,7 @@ def _different_state(case: Case, alone: Record, record: Record, *, is_first: boo
             return f"{name} is off by {float(difference.max()):.3g}"
         off += float(difference.square().sum())
         moved += float((right - alone.first[name]).square().sum())
-        size += float(right.square().sum())
+        size += float(right.square().sum()) if name not in record.exact else 0.0
     if case.is_rounded and not off**0.5 <= _UPDATES * moved**0.5 + _ROUNDING[case.precision] * size**0.5:
         return f"updates are off by {(off / moved) ** 0.5:.3g} of their norm"
     return ""

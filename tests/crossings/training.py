@@ -27,6 +27,8 @@ class Record:
         first: the weights before the first update, by name.
         last: all of the state dict at the end, by name, in float64.
         parameters: the names of those that are trained.
+        exact: the names of those whose float32 weights are in ``last``, not the rounded ones that the model has.
+        stale: the names of those whose rounded weights are not these.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -35,6 +37,8 @@ class Record:
     first: dict[str, torch.Tensor] = field(default_factory=dict)
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
+    exact: set[str] = field(default_factory=set)
+    stale: set[str] = field(default_factory=set)
 
 
 def grouped(module: nn.Module) -> list[dict[str, Any]]:
@@ -201,8 +205,13 @@ class Training:
                 p.detach().add_(0.01)
 
     def reload_state(self, step: int) -> None:
-        """What model and optimizer give is loaded again."""
-        self.model.load_state_dict(self.model.state_dict())
+        """What model and optimizer give is loaded again; the weights smaller, so that it counts."""
+        self.load_again(0.75)
+
+    def load_again(self, factor: float = 1.0) -> None:
+        """Load what model and optimizer give, the model's state times a factor."""
+        state = self.model.state_dict()
+        self.model.load_state_dict({name: v * factor if v.is_floating_point() else v for name, v in state.items()})
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def evaluate(self, step: int) -> None:
@@ -330,7 +339,8 @@ class Job(Training):
         smp.init(case.settings(self.topology))
         if case.recorded:
             smp.record_numerics(self._folder, every=2)
-        torch.manual_seed(seed)
+        # Replicas take the weights of the first; stages have theirs from the random numbers of the rank that they are on.
+        torch.manual_seed(seed + (smp.rdp_rank() if smp.pp_size() == 1 else 0))
         with default_dtype(case.dtype):
             with smp.delay_param_initialization(enabled=case.delayed):
                 module = net.make()
@@ -404,6 +414,21 @@ class Job(Training):
         mean = float(call(*part(batch, rank, size)).reduce_mean())
         return sum(smp.allgather(mean, smp.RDP_GROUP if common else smp.DP_GROUP)) / size
 
+    def run(self) -> Record:
+        """See :class:`Training`; an update may be smaller than what rounding changes, so float32 weights are compared."""
+        super().run()
+        if self.case.is_half:
+            masters = self.optimizer.full_state_dict()["fp16_states"]["masters"]
+            dtype = torch.bfloat16 if self.case.precision == "bf16" else torch.float16
+            for record in (record for record in self.model.registry if record.name in masters):
+                master = masters[record.name]
+                either = master.double(), master.to(dtype).double()  # batch norms are not rounded
+                last = {name: self.record.last[name] for name in record.names}
+                self.record.exact |= last.keys()
+                self.record.stale |= {n for n, value in last.items() if not any(torch.equal(value, e) for e in either)}
+                self.record.last |= dict.fromkeys(last, either[0])
+        return self.record
+
     def clip(self) -> None:
         """See :class:`Training`."""
         if self.case.clipping == "master":
@@ -459,7 +484,7 @@ class Job(Training):
 
         smp.reshape(self.case.settings(self.topology))
         if step % 2:  # before another step has run
-            self.reload_state(step)
+            self.load_again()
 
 
 def train_case(text: str, folder: str) -> Record:
