@@ -30,6 +30,9 @@ FIXED = {
     "what is created late is loaded before the first step": Case(
         topology="pp2-tp2", microbatches=2, precision="fp16", delayed=True, net="images", events=(Event(0, "reload_state"),)
     ),
+    "layers that are frozen and divided go on undivided": Case(
+        topology="tp2", prescaled=True, events=(Event(1, "freeze"), Event(2, "reshape", "dp2"))
+    ),
     "stages by hand with a batch per tensor parallel rank": Case(topology="pp2-tp2", microbatches=2, manual=True),
     "patches of images on a stage that is divided": Case(topology="pp2-tp2", microbatches=2, precision="bf16", net="vit"),
     "a late Llama is traced": Case(topology="pp2", microbatches=4, delayed=True, net="llama", schedule="simple"),

@@ -175,8 +175,10 @@ class _Move:
             types_stay = not model.precision.is_half
             module = model.blueprint.build(_parameter, torch.zeros_like, types_stay=types_stay)
             self._follow_buffers(module)
+            self._follow_flags(module)
         with _same_random_numbers(session):
             model.rebuild(module)
+            self._follow_flags(model.module)  # by the names of distributed modules, which the script's has not
             reader = LiveReader(session.ranks, self._found, self._offer)
             if optimizer is not None:
                 optimizer.take_over(model, LiveLoading(session, model, None, reader).groups(self._groups))
@@ -207,6 +209,14 @@ class _Move:
             for part in module.modules() if former is not None else ():  # under its other names, too
                 for key in [key for key, buffer in part._buffers.items() if buffer is former]:
                     part._buffers[key] = made
+
+    def _follow_flags(self, module: nn.Module) -> None:
+        """Let parameters that a strategy has put others in place of be frozen as these are."""
+        made = dict(module.named_parameters(remove_duplicate=False))
+        for name, record in self._found.manifest.parameters.items():
+            for known in (name, *record.aliases):
+                if known in made and made[known].requires_grad != record.trained:
+                    made[known].requires_grad_(record.trained)
 
     def _partition(self) -> None:
         """Decide which stage gets which module, so that whatever the script reads next is in its place.
