@@ -93,12 +93,16 @@ class Block(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """A stack of residual blocks."""
+    """A stack of blocks between two linear maps.
 
-    def __init__(self) -> None:
+    Args:
+        make: a block.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module] = Block, count: int = 4) -> None:
         super().__init__()
         self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(make() for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.enter(x)
@@ -300,21 +304,6 @@ class Expert(nn.Module):
         return x + parts[0] + parts[1]
 
 
-class Mixture(nn.Module):
-    """Blocks with a choice of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Expert() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.leave(x)
-
-
 class Averaging(Perceptron):
     """A running average that each forward pass in training changes and uses."""
 
@@ -339,21 +328,6 @@ class Gain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.tanh(self.mix(self.norm(x))) * self.gain
-
-
-class Gains(nn.Module):
-    """Blocks that scale their branches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Gain() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.leave(x)
 
 
 class Clamped(Perceptron):
@@ -384,20 +358,12 @@ class Adapted(nn.Module):
         return x + torch.tanh(self.base(y) + self.widen(self.narrow(y)) * 2.0)
 
 
-class Adapters(nn.Module):
+class Adapters(Perceptron):
     """Frozen blocks with adapters that train."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Adapted() for _ in range(4))
+        super().__init__(Adapted)
         self.enter.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.leave(x)
 
 
 def _image_model(name: str, layers: str, **settings: Any) -> Net:
@@ -449,10 +415,10 @@ NETS: dict[str, Net] = {
     "late_head": Net(LateHead, _late_batch, _late_loss),
     "buffered": Net(Buffered, _vectors, _square, varies=True),
     "initialised": Net(Initialised, _vectors, _square, varies=True),
-    "gains": Net(Gains, _vectors, _square, varies=True),
+    "gains": Net(lambda: Perceptron(Gain), _vectors, _square, varies=True),
     "clamped": Net(Clamped, _vectors, _square, varies=True),
     "adapters": Net(Adapters, _vectors, _square, varies=True),
-    "mixture": Net(Mixture, _vectors, _square, varies=True),
+    "mixture": Net(lambda: Perceptron(Expert, 2), _vectors, _square, varies=True),
     "gpt2": _of_transformers("GPT2", "transformer.h", **_GPT2, **_NO_DROPOUT),
     "llama": _of_transformers("Llama", "model.layers", num_key_value_heads=1, **_LLAMA),
     "averaging": Net(Averaging, _vectors, _square, varies=True),
