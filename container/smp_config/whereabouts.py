@@ -342,9 +342,9 @@ def begin(environ: Mapping[str, str], rank: int) -> Notes:
 
 
 def _ignore_stacks_signal() -> None:
-    """Let the signal for stacks end nobody: not before its handler is there, nor when the interpreter ends without it."""
+    """Ignore the signal for stacks while it has no handler: before it is registered, and when the interpreter ends."""
     if STACKS_SIGNAL is not None:
-        with contextlib.suppress(ValueError):  # not the main thread, which alone may say so
+        with contextlib.suppress(ValueError):  # only the main thread may set this
             signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 

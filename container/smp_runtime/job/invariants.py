@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Invariants:
-    """The checks of a job, as the model calls them; this class checks nothing.
+    """Does nothing where the model calls the checks of a job.
 
     ``numerics/invariants.py`` keeps a subclass in its place, unless ``check_invariants`` is false. ``part`` is the part of the
     model that lies on this rank, and ``placed`` what the strategies have made of it: :class:`.LocalPart` and :class:`.Placed`.
@@ -33,10 +33,10 @@ class Invariants:
         """Check that the shards hold the values that :meth:`note_whole` has seen; all ranks of the stage call it."""
 
     def begin_again(self) -> None:
-        """A model was laid out: its next steps are first steps."""
+        """Count the next steps as first steps: a model was laid out."""
 
     def begin_pass(self, part: Any, placed: Any, inputs: Any = None) -> None:
-        """A training pass begins.
+        """Begin a training pass.
 
         Args:
             inputs: of the model, where no step has shown them.

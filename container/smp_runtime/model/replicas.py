@@ -55,7 +55,7 @@ class Replicas:
         return self._joined is not None
 
     def begin_training_pass(self, inputs: Any = None) -> None:
-        """What all data parallel ranks do together before a training step.
+        """Share loaded state and buffers before a training step; all data parallel ranks call it.
 
         Args:
             inputs: of the model, outside steps.

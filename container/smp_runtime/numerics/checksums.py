@@ -1,4 +1,4 @@
-"""Checksums of tensors that tell copies apart, and the live tensors of which several ranks have copies."""
+"""Checksums that differ where copies of a tensor differ, and the tensors that several ranks hold copies of."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of this rank of which others may have a copy.
+    """A tensor of this rank that other ranks may hold a copy of.
 
     Attributes:
         exact: a number for its elements, equal on ranks whose copies are equal in every bit.

@@ -30,7 +30,7 @@ _MODULUS = 2**64
 
 
 class _Cut(NamedTuple):
-    """A parameter, and what this rank has of it."""
+    """A parameter and this rank's parts of it."""
 
     name: str
     parts: Sequence[torch.Tensor]  # none if another rank has it

@@ -53,7 +53,7 @@ class FirstSteps:
         return self._has_begun and self._is_finite
 
     def begin_again(self) -> None:
-        """The next passes are the first ones."""
+        """Count the next passes as first ones."""
         self.left = WATCHED_PASSES
         if self._look_at_arguments not in self._session.arguments:
             self._session.arguments.append(self._look_at_arguments)
@@ -68,7 +68,7 @@ class FirstSteps:
 
     @torch.no_grad()
     def begin_pass(self, part: LocalPart, placed: Placed, inputs: Any) -> None:
-        """A training pass begins.
+        """Begin a training pass.
 
         Args:
             inputs: of the model; None inside a step, whose arguments were seen.
@@ -89,7 +89,7 @@ class FirstSteps:
             self._is_certain = self._is_certain and everyone
 
     def end_step(self) -> None:
-        """A step has ended; a pipeline's stages tell each other whether their parameters are finite."""
+        """End a step; the stages of a pipeline agree on whether their parameters are finite."""
         if self._has_begun:
             if self._ranks.size(Group.PP) > 1:
                 said = self._ranks.control.allgather(self._is_certain, self._ranks.members(Group.PP))
@@ -98,7 +98,7 @@ class FirstSteps:
         self._is_finite = True
 
     def _count(self) -> None:
-        """A training pass has ended."""
+        """Count a training pass that has ended."""
         self._since_update = self._is_certain and self._since_update is not False
         self._has_begun, self._is_finite, self._is_certain = False, True, True
         self.left -= 1

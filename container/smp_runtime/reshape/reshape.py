@@ -211,7 +211,7 @@ class _Move:
                     part._buffers[key] = made
 
     def _follow_flags(self, module: nn.Module) -> None:
-        """Let parameters that a strategy has put others in place of be frozen as these are."""
+        """Freeze and unfreeze parameters as those of the former layout are; a strategy may have replaced the script's own."""
         made = dict(module.named_parameters(remove_duplicate=False))
         for name, record in self._found.manifest.parameters.items():
             for known in (name, *record.aliases):

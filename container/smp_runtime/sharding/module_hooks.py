@@ -417,7 +417,7 @@ class ModuleUses:
         self.gradients.end(list(now.reached.values()))
 
     def note_gradient(self, unit: ShardedUnit, index: int) -> None:
-        """A parameter has got its gradient; with the last of a pass, that pass needs the unit no more.
+        """Note that a parameter has got its gradient; the last one of a pass ends its use of the unit.
 
         Gradients of weights that a pipeline has left for later come in a pass of their own, which keeps nothing gathered.
         """
@@ -430,7 +430,7 @@ class ModuleUses:
             self._complete(now, unit)
 
     def _complete(self, now: _Pass, unit: ShardedUnit) -> None:
-        """A pass has passed all its uses of a unit; other passes may be amid theirs."""
+        """End a pass's uses of a unit, which is freed unless another pass still uses it."""
         unit.open_uses -= now.held.pop(id(unit), set())
         if not unit.open_uses:
             unit.forget_uses()

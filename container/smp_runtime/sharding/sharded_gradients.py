@@ -178,7 +178,7 @@ class ShardedGradients:
 
     @torch.no_grad()
     def arrived(self, unit: ShardedUnit, index: int, parameter: torch.Tensor) -> bool:
-        """Backward has added to a parameter's gradient, which is taken; returns whether there was one."""
+        """Take the gradient that backward has added to a parameter; returns whether there was one."""
         gradient = get_gradient(parameter)
         if gradient is None:
             return False

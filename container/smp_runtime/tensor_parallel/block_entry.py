@@ -79,7 +79,7 @@ class _Wholes:
 
 
 class _TracedWholes(_Wholes):
-    """The same of a call that only traces the model."""
+    """Batches of calls that only trace the model, each with this rank's rows alone."""
 
 
 @dataclass
@@ -197,7 +197,7 @@ class BlockEntry:
         return mine
 
     def _wholes(self) -> _Wholes:
-        """What is remembered. A tracing call is one rank's alone, and what it remembers of the batch has its own rows only."""
+        """Return what is remembered; a tracing call runs on one rank alone and has its rows only, so it keeps its own."""
         kept = _TracedWholes if self._group.is_tracing else _Wholes
         return self._group.ranks.keep(kept, kept)
 
