@@ -40,6 +40,16 @@ TOPOLOGIES: dict[str, tuple[int, int, int, int, bool]] = {
     "pp2-tp2-s2": (8, 2, 2, 2, False),
 }
 
+#: For those in which ranks share parameters, others of as many ranks and stages.
+_UNSHARDED = {
+    "s2": "o2",
+    "s4": "o4",
+    "s2-dp2": "o4",
+    "tp2-s2": "tp2-o2",
+    "pp2-s2": "pp2-o2",
+    "pp2-tp2-s2": "pp2-tp2-dp2",
+}
+
 #: Of each axis the plain value first: shrinking goes there.
 AXES: dict[str, tuple[Any, ...]] = {
     "topology": tuple(TOPOLOGIES),
@@ -63,6 +73,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "recorded": (False, True),
     "scaled": (False, True),
     "grouped": (False, True),
+    "small_buckets": (False, True),
     "begins_frozen": (False, True),
     "net": tuple(NETS),
 }
@@ -79,6 +90,7 @@ EVENTS = (
     "reload_state",
     "change_weights",
     "scale_gradients",
+    "scale_clipped",
     "leave_pass_out",
     "lower_rate",
     "swap_weights",
@@ -136,6 +148,7 @@ class Case:
     recorded: bool = False
     scaled: bool = False
     grouped: bool = False
+    small_buckets: bool = False
     begins_frozen: bool = False
     net: str = "perceptron"
     events: tuple[Event, ...] = ()
@@ -154,12 +167,13 @@ class Case:
     def is_comparable(self) -> bool:
         """Whether a job of these settings may be started, and does what one process does."""
         kinds = {event.kind for event in self.events}
-        splits, shards = False, False
+        splits, shards, gathers = False, False, False
         for name in self._topologies("resume_partial", "resume_full", "reshape"):
             _, _, tp, sdp, _ = TOPOLOGIES[name]
-            splits, shards = splits or tp > 1, shards or (tp > 1 and sdp > 1)
+            splits, shards, gathers = splits or tp > 1, shards or (tp > 1 and sdp > 1), gathers or sdp > 1
         # Sharded data parallelism wants one batch of a tensor parallel group; other code in a divided model sees the group's batch.
-        reads_one_batch = self.prescaled or not (shards or (splits and self.net == "averaging"))
+        reads_own = self.net == "averaging" or NETS[self.net].branches
+        reads_one_batch = self.prescaled or not (shards or (splits and reads_own))
         # What a step that failed has written into buffers stays; of what is frozen when the model is wrapped nothing trains later.
         events_fit = not ("fail" in kinds and self.net in _CHANGING) and not ("freeze" in kinds and self.begins_frozen)
         # Distributed forms of a model may divide its weights into other tensors, and have other buffers.
@@ -168,6 +182,7 @@ class Case:
         stages_fit = not self.manual or len({TOPOLOGIES[name][1] for name in self._topologies("reshape")}) == 1
         return (
             reads_one_batch
+            and not (gathers and NETS[self.net].branches)  # ranks that share parameters gather the same ones
             and events_fit
             and stages_fit
             and not ("generate" in kinds and (self.is_rounded or not NETS[self.net].generates))
@@ -278,15 +293,18 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)
     case = Case(**values, events=events)
+    if not case.is_comparable and NETS[case.net].branches:
+        events = tuple(dataclasses.replace(e, goes_to=_UNSHARDED.get(e.goes_to, e.goes_to)) for e in events)
+        case = dataclasses.replace(case, topology=_UNSHARDED.get(case.topology, case.topology), events=events)
     return case if case.is_comparable else dataclasses.replace(case, prescaled=True)
 
 
 def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ...]:
-    """Up to three, each before another step."""
+    """Up to three, which may come before the same step."""
     topology, found = values["topology"], []
     world = TOPOLOGIES[topology][0]
     others = [name for name, (ranks, *_) in TOPOLOGIES.items() if ranks == world]
-    for step in sorted(chance.sample(range(STEPS), chance.choice((0, 1, 2, 3)))):
+    for step in sorted(chance.choices(range(STEPS), k=chance.choice((0, 1, 2, 3)))):
         kind = chance.choice(EVENTS)
         if kind == "shorten_samples" and not NETS[values["net"]].varies:
             kind = "double_batch"

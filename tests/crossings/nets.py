@@ -24,6 +24,7 @@ class Net:
         batch: ``batch(step, size, length)``: the samples of a step, float32 or whole numbers.
         loss: ``loss(model, *batch)``: a mean over samples.
         layers: the attribute that has the list of its blocks.
+        branches: whether the samples decide which of its modules run.
         varies: whether samples may have another length.
         from_transformers: whether the library makes it.
         generates: whether it has a method ``generate``.
@@ -33,6 +34,7 @@ class Net:
     batch: Callable[[int, int, int], Batch]
     loss: Callable[..., torch.Tensor]
     layers: str = "layers"
+    branches: bool = False
     varies: bool = False
     from_transformers: bool = False
     generates: bool = False
@@ -259,6 +261,22 @@ def _late_loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor, uses: to
     return (model(x, uses) - target).square().mean()
 
 
+class Forked(nn.Module):
+    """Two heads, of which the first number of a batch chooses one: replicas and passes train different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.left, self.right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        head = self.left if float(x[0, 0, 0]) > 0 else self.right
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return head(x)
+
+
 class Buffered(nn.Module):
     """Buffers of which no state dict has all: rotations that are not persistent, and an average that forward changes."""
 
@@ -413,6 +431,7 @@ NETS: dict[str, Net] = {
     "tied": Net(Tied, _tokens, _next_token, varies=True),
     "nested": Net(Nested, _vectors, _square, varies=True),
     "late_head": Net(LateHead, _late_batch, _late_loss),
+    "forked": Net(Forked, _vectors, _square, branches=True, varies=True),
     "buffered": Net(Buffered, _vectors, _square, varies=True),
     "initialised": Net(Initialised, _vectors, _square, varies=True),
     "gains": Net(lambda: Perceptron(Gain), _vectors, _square, varies=True),

@@ -30,6 +30,19 @@ FIXED = {
     "what is created late is loaded before the first step": Case(
         topology="pp2-tp2", microbatches=2, precision="fp16", delayed=True, net="images", events=(Event(0, "reload_state"),)
     ),
+    "and by replicas that would have drawn other values": Case(
+        topology="pp2-dp2", microbatches=2, delayed=True, events=(Event(0, "reload_state"),)
+    ),
+    "sharded masters of experts that are whole on one rank": Case(
+        topology="tp2-o2", prescaled=True, precision="bf16", whole_experts=True, net="mixtral"
+    ),
+    "gradients of a pipeline are halved after clipping": Case(
+        topology="pp2-s2", microbatches=2, precision="fp16", clipping="master", small_buckets=True,
+        events=(Event(1, "scale_clipped"), Event(3, "scale_gradients"), Event(3, "scale_clipped")),
+    ),
+    "replicas and passes train different parameters": Case(
+        topology="o2", optimizer="adamw", passes=2, net="forked", events=(Event(2, "scale_gradients"),)
+    ),
     "layers that are frozen and divided go on undivided": Case(
         topology="tp2", prescaled=True, events=(Event(1, "freeze"), Event(2, "reshape", "dp2"))
     ),

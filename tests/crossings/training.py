@@ -92,15 +92,15 @@ class Training:
     def _begin_step(self) -> None:
         """Take back what an event has changed for one step."""
         self.size, self.length, self.passes = BATCH, LENGTH, self.case.passes
-        self.gradient_factor, self.drops_gradients = 1.0, False
+        self.gradient_factor, self.clipped_factor, self.drops_gradients = 1.0, 1.0, False
 
     def run(self) -> Record:
         """All steps with their events."""
-        events = {event.step: event for event in self.case.events}
         for step in range(STEPS):
             self._begin_step()
-            if step in events:
-                self.apply(events[step])
+            for event in self.case.events:
+                if event.step == step:
+                    self.apply(event)
             batch = self.batch(step)
             self.optimizer.zero_grad()
             whole = [self.backward(part(batch, number, self.case.passes)) for number in range(self.passes)]
@@ -113,14 +113,18 @@ class Training:
         """Change the weights by the gradients."""
         self._change_gradients()
         self.clip()
+        self._scale(self.clipped_factor)
         self.optimizer.step()
+
+    def _scale(self, factor: float) -> None:
+        if factor != 1.0:
+            for p in self.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(factor)
 
     def _change_gradients(self) -> None:
         """Do to gradients what the script does between backward and the update."""
-        if self.gradient_factor != 1.0:
-            for p in self.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(self.gradient_factor)
+        self._scale(self.gradient_factor)
         if self.drops_gradients:
             for p in self.net.blocks(self.module)[-1].parameters():
                 p.grad = None
@@ -157,6 +161,10 @@ class Training:
     def scale_gradients(self, step: int) -> None:
         """The script halves the next step's gradients."""
         self.gradient_factor = 0.5
+
+    def scale_clipped(self, step: int) -> None:
+        """The same behind the clipping."""
+        self.clipped_factor = 0.5
 
     def leave_pass_out(self, step: int) -> None:
         """The next update comes after one of its passes."""
@@ -339,8 +347,7 @@ class Job(Training):
         smp.init(case.settings(self.topology))
         if case.recorded:
             smp.record_numerics(self._folder, every=2)
-        # Replicas take the weights of the first; stages have theirs from the random numbers of the rank that they are on.
-        torch.manual_seed(seed + (smp.rdp_rank() if smp.pp_size() == 1 else 0))
+        torch.manual_seed(seed + smp.rdp_rank())  # replicas take the weights of the first
         with default_dtype(case.dtype):
             with smp.delay_param_initialization(enabled=case.delayed):
                 module = net.make()
@@ -349,7 +356,10 @@ class Job(Training):
             if smp.tp_size() > 1:
                 smp.set_tensor_parallelism(module)
             counted = case.passes if case.counted_passes else 1
-            self.model = model = smp.DistributedModel(module, backward_passes_per_step=counted)
+            bucket_mebibytes = 1e-3 if case.small_buckets else 25
+            self.model = model = smp.DistributedModel(
+                module, backward_passes_per_step=counted, bucket_cap_mb=bucket_mebibytes
+            )
             made = make_optimizer(case.optimizer, grouped(model) if case.grouped else model.parameters())
             self.optimizer = smp.DistributedOptimizer(made, static_loss_scale=SCALE)
         scaler = self._scaler = smp.amp.GradScaler(init_scale=SCALE, enabled=case.scaled)
@@ -399,6 +409,7 @@ class Job(Training):
         self._change_gradients()
         self._scaler.unscale_(self.optimizer)
         self.clip()
+        self._scale(self.clipped_factor)
         self._scaler.step(self.optimizer)
         self._scaler.update()
 

@@ -290,6 +290,29 @@ def test_inputs_go_where_a_parameter_of_another_stage_is(ranks):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
+def _types(delayed):
+    """The types of a model's parameters, by name, after a step in half precision."""
+    import torch
+    from torch import nn
+
+    import smdistributed.modelparallel.torch as smp
+
+    with smp.delay_param_initialization(enabled=delayed):
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = smp.DistributedModel(net)
+    step = training_step(model, lambda model, x: model(x).float().pow(2).mean())
+    step(torch.randn(4, 4))
+    return {name: parameter.dtype for name, parameter in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_parameters_of_another_stage_have_the_type_that_they_train_in(ranks, delayed):
+    (expected,) = ranks(_types, 1, delayed, config={"bf16": True})
+    assert {expected["0.weight"], expected["1.weight"]} == {torch.bfloat16, torch.float32}
+    for found in ranks(_types, 2, delayed, config={"partitions": 2, "bf16": True}):
+        assert found == expected
+
+
 def _scripted(path):
     """A scripted layer on stage 0, in a pipeline or alone; its state is loaded later."""
     import torch

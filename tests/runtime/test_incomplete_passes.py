@@ -18,7 +18,8 @@ STRATEGIES = {
     "bf16": {"bf16": True},
     "fp16 state": {"fp16": True, "shard_optimizer_state": True},
 }
-#: What a script does, one letter each: a pass, an update, clearing, clipping, a step that raises, a pass under ``no_sync``.
+#: What a script does, one letter each: a pass, an update, clearing, clipping, halving gradients, dropping those of the last
+#: layer, a step that raises, a pass under ``no_sync``.
 COURSES = {
     "end of an epoch": "pppucppucpuc",
     "cleared in the middle": "pcpppuc",
@@ -26,6 +27,9 @@ COURSES = {
     "updated again": "pupuc",
     "after a step that raises": "pxucppxuc",
     "under no_sync": "nucnpuc",
+    "halved": "phucpphpucppphuc",
+    "halved under no_sync": "nhnphuc",
+    "dropped": "pducpdpuc",
 }
 
 
@@ -62,6 +66,12 @@ def _go(course, train, optimizer, clip, parameters, fail, no_sync):
             optimizer.zero_grad()
         elif action == "l":
             clip(parameters, 0.01)
+        elif action == "h":
+            for parameter in parameters:
+                parameter.grad.mul_(0.5)
+        elif action == "d":
+            for parameter in parameters[2:]:
+                parameter.grad = None
         else:
             fail()
 
@@ -153,6 +163,69 @@ def test_updates_inside_no_sync_stay_those_of_each_rank(ranks):
 
     first, second = ranks(run, WORLD, config={"ddp": True})
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "state", "sharding"])
+def test_a_parameter_that_only_an_earlier_pass_used_has_its_gradient(ranks, strategy):
+    def go(net, train, optimizer):
+        seen = []
+        for update in range(3):
+            for layer in (0, 1) if update < 2 else (1, 1):
+                train(layer, 2 * update + layer)
+            for parameter in net.parameters():
+                seen.append(parameter.grad is not None)
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+            if update == 1:
+                net.layers[0].bias.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        net = _net()
+        model = smp.DistributedModel(net)
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+        def train(layer, number):
+            net.forward = lambda x: torch.tanh(net.layers[layer](x)).square().mean()
+            model(_batch(number, smp.rank())).backward()
+
+        return go(net, train, optimizer), model.state_dict()
+
+    def train(layer, number):
+        for rank in range(WORLD):
+            (torch.tanh(net.layers[layer](_batch(number, rank))).square().mean() / WORLD).backward()
+
+    net = _net()
+    expected = go(net, train, torch.optim.AdamW(net.parameters(), lr=0.01))
+    for seen, found in ranks(run, WORLD, config={"ddp": True, **STRATEGIES[strategy]}):
+        assert seen == expected
+        torch.testing.assert_close(dict(found), dict(net.state_dict()), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["state", "sharding", "fp16 state"])
+def test_updates_inside_no_sync_are_refused_with_sharded_state(ranks, strategy):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+        from smp_runtime.errors import SMPUserError
+
+        model = smp.DistributedModel(_net().float())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        with model.no_sync():
+            model(_batch(0, smp.rank()).float()).backward()
+            with pytest.raises(SMPUserError, match=r"inside model.no_sync\(\), where gradients are not averaged"):
+                optimizer.step()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        optimizer.step()
+        return before, model.state_dict()
+
+    (before, after), (_, other) = ranks(run, WORLD, config={"ddp": True, **STRATEGIES[strategy]})
+    for name, value in after.items():
+        assert torch.equal(value, other[name])
+        assert not torch.equal(value, before[name])
 
 
 def test_inside_join_an_incomplete_group_is_refused(ranks):

@@ -26,7 +26,7 @@ from smp_runtime.model.local_part import LocalPart, Placed, own_attributes
 from smp_runtime.model.options import WrapperOptions, check_arguments, check_shared
 from smp_runtime.model.placement_report import describe_placement
 from smp_runtime.model.replicas import Replicas
-from smp_runtime.model.stages import Stages, TracingOptions
+from smp_runtime.model.stages import Stages, TracingOptions, agree_on_late_values
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
 from smp_runtime.model.wrapped_module import WrappedModule
 from smp_runtime.module_state.blueprint import Blueprint
@@ -132,6 +132,7 @@ class DistributedModel(WrappedModule):
         own_attributes(session)
         originals = dict(module.named_parameters())
         self.module = recipe.replaced(module, ranks)
+        agree_on_late_values(ranks, self.module)
         if not are_equal:  # else the values are still to come
             invariants_of(ranks).check_replaced(originals, self.module)
         del originals

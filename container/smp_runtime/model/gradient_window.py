@@ -98,8 +98,13 @@ class GradientWindow:
             elif (window := weak()) is not None:
                 window.close_after_backward()
 
+        def complete_for_reader() -> None:
+            if (window := weak()) is not None:
+                window._complete_for_reader()  # noqa: SLF001 - a method of this class
+
         if self.shards is not None:  # gathers parameters before the first gradient comes
             self.shards.uses.backward_begins = agreement.tell
+            self.shards.script_gradients.reduce = complete_for_reader
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(gradient_comes)
 
@@ -227,22 +232,44 @@ class GradientWindow:
         Inside :meth:`no_sync` a script updates with each rank's own gradients on purpose.
 
         Raises:
-            SMPUserError: ranks may be done already, and would not take part.
+            SMPUserError: ranks may be done already, and would not take part; or no rank has gradients of its own.
         """
-        unreduced, self._unreduced = self._unreduced, 0
-        if not unreduced or self._reducer is None or self._passes_per_reduction == _NEVER:
+        unreduced = self._unreduced
+        if not unreduced or self._reducer is None:
             return
+        if self._passes_per_reduction == _NEVER:
+            if self.shards is None and self._deliver is None:
+                self._unreduced = 0
+                return
+            raise SMPUserError(
+                "optimizer.step() came inside model.no_sync(), where gradients are not averaged, but with sharded state each rank "
+                "updates its part of every weight for all of them; run the last backward pass before the update outside no_sync()"
+            )
+        self._unreduced = 0
         if self.is_joined:
             raise SMPUserError(
                 f"optimizer.step() came after {unreduced} of backward_passes_per_step={self._passes_per_reduction} passes inside "
                 "model.join(), where ranks that are done cannot reduce these gradients; update after complete groups of passes "
                 "only, or leave backward_passes_per_step out"
             )
+        self._reduce_now()
+        self._passes = 0
+
+    def _complete_for_reader(self) -> None:
+        """The script reads gradients that lie in shards: it finds the reduced ones; every rank calls it.
+
+        Later passes of the group add theirs.
+        """
+        if self.is_incomplete:
+            self._unreduced = 0
+            self._reduce_now()
+
+    def _reduce_now(self) -> None:
+        assert self._reducer is not None
         self._reducer.begin_window(reduces=True)
         self._reducer.finish_window(measures=False)
         if self.shards is not None:
             self.shards.finish_window(reduces=True)
-        self._passes = 0
         self.open()
 
     @contextlib.contextmanager

@@ -35,7 +35,6 @@ from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.schedule.policies import policy_named
 from smp_runtime.pipeline.transport.tensor_channels import directed_groups
 from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
-from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensors.torch_private import swap_contents, tree_map
 
 if TYPE_CHECKING:
@@ -243,9 +242,11 @@ class Stages:
         scripts = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
         scripted = {id(parameter) for script in scripts for parameter in script.parameters()}
         local = {id(parameter) for parameter in part.parameters()}
+        wide = self.precision.wide_parameters(part.module.modules())
         for record in part.registry:
             if id(record.parameter) not in local:
-                dtype = self.precision.type_of(record.parameter)
+                is_wide = id(record.parameter) in wide
+                dtype = record.parameter.dtype if is_wide else self.precision.type_of(record.parameter)
                 if id(record.parameter) in scripted:
                     make_absent_in_place(record.parameter, record.name, record.placement.stage, dtype)
                 else:
@@ -294,12 +295,21 @@ def _state_bytes(optimizer: TrainedOptimizer | None) -> float:
     return 4.0 if settings.get("momentum") else 0.0
 
 
+def agree_on_late_values(ranks: Ranks, module: nn.Module) -> None:
+    """Let replicas, and those that cut parts from the same tensors, create ``module`` from the numbers of the first of them.
+
+    At wrapping, which every rank does: later one alone may ask for the state.
+    """
+    members = ranks.members(Group.DP if ranks.cfg.ddp else Group.TP)
+    if len(members) > 1:
+        ranks.keep(Deferrals, Deferrals).agree(module, lambda numbers: ranks.control.broadcast(numbers, members))
+
+
 def create_late(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
     """Create late parameters: whole weights at once, or stand-ins whose values go straight into shards."""
     part = stages.part
     if ranks.cfg.sharded_data_parallel_degree == 1:
-        agree = TensorGroup.of(ranks).agree  # parts are cut from the same numbers
-        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created(), agree=agree)
+        materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created())
         part.register()
         stages.drop_others()
         stages.cast_buffers_of_others()

@@ -160,11 +160,10 @@ class ModelState:
 
     def _compute(self, state: dict[str, Any], prefix: str) -> None:
         """Put values into a state of a model that is created late, before its parameters have a place: those that they will get."""
-        module, ranks = self._part.module, self._ranks
+        module = self._part.module
         named = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
         tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
-        agree = TensorGroup.of(ranks).agree
-        found = values_of(ranks.keep(Deferrals, Deferrals), tensors, agree)
+        found = values_of(self._ranks.keep(Deferrals, Deferrals), tensors)
         slices = slices_by_name(module)
         for name, value in state.items():
             if not _is_without_values(value):

@@ -332,10 +332,12 @@ class DistributedOptimizer(SavedOptimizer):
         if self._model is None:
             return
         self._model.adopt_writes()
+        edits_only = self._model.sharded_state is not None and self._masters.are_current
         if self._model.sharded_state is not None:
             self._model.sharded_state.take_back_gradients()
         with self._writes.ignored():
-            overflow = self._masters.bring(self.loss_scale if self._ranks.cfg.fp16 else None)
+            scale = self.loss_scale if self._ranks.cfg.fp16 else None
+            overflow = self._masters.bring(scale, edits_only=edits_only)
         if overflow is not None and self._ranks.cfg.fp16:
             self.overflow = overflow
 

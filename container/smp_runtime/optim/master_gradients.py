@@ -33,16 +33,21 @@ class MasterGradients:
         self._optimizer_shards = optimizer_shards
         self._is_ready = False
         self._overflow = False
-        self._step = 0
         #: By optimizer shard, the model's gradient that was brought, held so that nothing else gets its memory, and its version.
         self._brought: dict[OptimizerShard, tuple[torch.Tensor, int]] = {}
 
+    @property
+    def are_current(self) -> bool:
+        """Whether the gradients were brought, and nothing has changed them since."""
+        return self._is_ready and not any(self._is_new(shard, shard.gradient) for shard in self._optimizer_shards)
+
     @torch.no_grad()
-    def bring(self, scale: float | None) -> bool | None:
+    def bring(self, scale: float | None, *, edits_only: bool = False) -> bool | None:
         """Give every optimizer shard its gradient, in the type of what is updated, divided by ``scale``; every rank calls it.
 
         Args:
             scale: the loss scale of fp16; None leaves the gradients as they are, and no rank waits for another.
+            edits_only: what is new of sharded gradients is the script's doing, which had them in hand as they were brought.
 
         Returns:
             Whether any rank of the job has a gradient that is not finite, if there is a scale; None if nothing has come
@@ -53,7 +58,8 @@ class MasterGradients:
         """
         found = [(shard, shard.gradient) for shard in self._optimizer_shards]
         news = [(shard, gradient) for shard, gradient in found if self._is_new(shard, gradient)]
-        if self._is_ready and not self._any_stage_has(news):
+        # With a scale another rank may have news: the ranks look for overflows together.
+        if self._is_ready and not news and (scale is None or self._ranks.size(Group.WORLD) == 1):
             return None
         unscaled, narrow = [], []
         for shard, gradient in news:
@@ -63,13 +69,17 @@ class MasterGradients:
                 self._brought.pop(shard, None)
                 continue
             is_same = former is not None and held is not None and _place(held) == _place(gradient)
-            if is_same and scale is not None:
+            is_divided = edits_only and shard.is_fragment and gradient.dtype is shard.optimized.dtype
+            if is_same and scale is not None and not is_divided:
                 raise SMPUserError(
-                    f"backward added to the gradients of {len(news)} parts of parameters after update_master_grads or "
-                    f"clip_master_grads, which had divided them by the loss scale {scale:g} already; call these once, after the "
-                    "last backward pass before optimizer.step()"
+                    f"backward or the script changed the gradients of {len(news)} parts of parameters after update_master_grads "
+                    f"or clip_master_grads, which had divided them by the loss scale {scale:g} already; call these once, after "
+                    "the last backward pass and after what the script does to gradients"
                 )
             self._brought[shard] = (gradient, gradient._version)
+            if is_divided:
+                set_gradient(shard.optimized, gradient.view(shard.optimized.shape))
+                continue
             if gradient.dtype is shard.optimized.dtype:  # float32 gradients of a shard belong to nobody else
                 brought = gradient if gradient.is_sparse else gradient.view(shard.optimized.shape)
                 set_gradient(shard.optimized, brought)
@@ -83,7 +93,7 @@ class MasterGradients:
         unscaled += _widened(narrow)
         overflow = False if scale is None else self._unscale(unscaled, scale)
         self._overflow = overflow or (self._is_ready and self._overflow)
-        self._is_ready, self._step = True, self._ranks.step.count
+        self._is_ready = True
         self._note_versions()
         return self._overflow
 
@@ -125,12 +135,6 @@ class MasterGradients:
             return (former is None) != (gradient is None)
         brought, version = former
         return _place(gradient) != _place(brought) or gradient._version != version
-
-    def _any_stage_has(self, news: Sequence[object]) -> bool:
-        """Whether to bring what is new, the same on all ranks: they agree on overflows together."""
-        if self._ranks.size(Group.PP) > 1:  # backward may pass some stages without adding to any gradient
-            return self._ranks.step.count != self._step
-        return bool(news)
 
     def _unscale(self, gradients: Sequence[torch.Tensor], scale: float) -> bool:
         ranks = self._ranks

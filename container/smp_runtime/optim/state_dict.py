@@ -115,11 +115,13 @@ class SavedOptimizer(torch.optim.Optimizer):
         state, half = self._gathered_state(to_first=to_first), self.fp16_states(keep=keeps)
         if self._model is None or not half or not keeps:
             return state if first else {}
-        names = sorted(half["masters"])
-        named = {record.name: record.parameter for record in self._model.registry}
-        values = {number: {"master": half["masters"][name]} for number, name in enumerate(names)}
-        whole = whole_values(ranks, self._session.records, [named[name] for name in names], values, to_first=to_first)
-        masters = {names[number]: found["master"] for number, found in whole.items()}
+        # Numbered by the registry, which all ranks have alike: a rank may have no master of what another rank keeps whole.
+        records = list(self._model.registry)
+        masters = half["masters"]
+        values = {n: {"master": masters[record.name]} for n, record in enumerate(records) if record.name in masters}
+        parameters = [record.parameter for record in records]
+        whole = whole_values(ranks, self._session.records, parameters, values, to_first=to_first)
+        masters = {records[number].name: found["master"] for number, found in whole.items()}
         if ranks.size(Group.PP) > 1:
             masters = of_all_stages(ranks, masters, to_first=to_first)
         return {**state, HALF_KEY: {**half, "masters": masters}} if first else {}

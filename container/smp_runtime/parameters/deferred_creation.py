@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.creation_appearance import Appearances
@@ -65,6 +66,7 @@ class Deferral(TorchDispatchMode):
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._owned: set[int] = set()
         self._start: torch.Tensor | None = None
+        self._agreed: RandomNumbers | None = None
         #: By the number of the random draw that it comes before, a state that the script has set the generator to.
         self._seedings: dict[int, torch.Tensor] = {}
         self._draws = 0
@@ -196,6 +198,20 @@ class Deferral(TorchDispatchMode):
             raise AssertionError("a deferral that was never entered has no start")
         return RandomNumbers(self._start, self._seedings)
 
+    def agree(self, share: Callable[[Any], Any]) -> None:
+        """Choose the random numbers to replay from, once.
+
+        Args:
+            share: turns this rank's numbers into those that all ranks replay from; every one of them calls it.
+        """
+        if self._agreed is None:
+            self._agreed = RandomNumbers(*share(tuple(self.numbers)))
+
+    @property
+    def agreed(self) -> RandomNumbers:
+        """The random numbers to replay from; this rank's own before :meth:`agree`."""
+        return self._agreed or self.numbers
+
     @property
     def left(self) -> torch.Tensor:
         """The state in which the script found the random generator behind the context."""
@@ -304,6 +320,13 @@ class Deferral(TorchDispatchMode):
 
 class Deferrals(list[Deferral]):
     """Records of models whose parameters are not computed yet; kept once per job."""
+
+    def agree(self, module: nn.Module, share: Callable[[Any], Any]) -> None:
+        """Let the ranks replay the creation of ``module`` from the same random numbers, see :meth:`Deferral.agree`."""
+        tensors = [*module.parameters(), *module.buffers()]
+        for deferral in self:
+            if any(deferral.owns(tensor) for tensor in tensors):
+                deferral.agree(share)
 
 
 @contextlib.contextmanager

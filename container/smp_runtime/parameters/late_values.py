@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_runtime.parameters.deferred_creation import Deferral, Deferrals, RandomNumbers, view_like
+from smp_runtime.parameters.deferred_creation import Deferral, Deferrals, view_like
 from smp_runtime.tensors.torch_private import storage_key, swap_contents
 
 #: A parameter as it was recorded, and the one of the module that waits for its values.
 StandIn = tuple[nn.Parameter, nn.Parameter]
-
-#: Turns this rank's states of the random generator into those that all ranks replay from.
-Agree = Callable[[Any], Any]
 
 
 def stand_ins(deferrals: Deferrals, module: nn.Module, make: Callable[[nn.Parameter], torch.Tensor]) -> list[StandIn]:
@@ -41,7 +38,6 @@ def materialize(
     *,
     replaced: list[StandIn] | None = None,
     take: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
-    agree: Agree = lambda states: states,
 ) -> None:
     """Replay the deferrals that ``module`` was created in, and take them off the list.
 
@@ -60,24 +56,21 @@ def materialize(
         waiting.add(meta, functools.partial(take, parameter))
     for buffer, places in _late_buffers(module):
         waiting.add(buffer, functools.partial(_place, places, device))
-    before, is_own = _replay(deferrals, waiting, agree)
+    before, is_own = _replay(deferrals, waiting)
     for deferral in waiting.replayed:
         deferrals.remove(deferral)
     if before is not None and is_own and torch.equal(torch.get_rng_state(), before[0]):
         torch.set_rng_state(before[1])
 
 
-def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor], agree: Agree) -> dict[int, torch.Tensor]:
-    """Return copies on the CPU, by ``id``, of what will be the values of tensors; the record stays as it is.
-
-    All ranks call it that replay together.
-    """
+def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return copies on the CPU, by ``id``, of what will be the values of tensors; the record stays as it is."""
     found: dict[int, torch.Tensor] = {}
     waiting = _Waiting()
     for tensor in tensors:
         if tensor.is_meta:
             waiting.add(tensor, functools.partial(_keep_copy, found, id(tensor)))
-    _replay(deferrals, waiting, agree)
+    _replay(deferrals, waiting)
     return found
 
 
@@ -128,9 +121,7 @@ class _Waiting:
             take(view_like(meta, {storage: real}))
 
 
-def _replay(
-    deferrals: Deferrals, waiting: _Waiting, agree: Agree
-) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, bool]:
+def _replay(deferrals: Deferrals, waiting: _Waiting) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, bool]:
     """Replay the deferrals that something waits for.
 
     Returns:
@@ -144,7 +135,7 @@ def _replay(
             continue
         waiting.replayed.append(deferral)
         numbers = deferral.numbers
-        agreed = RandomNumbers(*agree(tuple(numbers)))
+        agreed = deferral.agreed
         continues = before is not None and torch.equal(numbers.start, before[0])
         if before is not None and continues:
             agreed = agreed._replace(start=before[1])

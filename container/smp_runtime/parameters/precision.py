@@ -109,7 +109,7 @@ class Precision:
                     setattr(owner, name, cast)
 
     def type_of(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the type that a parameter has where it is, once it was converted."""
+        """Return the type that a parameter has where it is, once it was converted; not for :meth:`wide_parameters`."""
         return self.compute or parameter.dtype if parameter.is_floating_point() else parameter.dtype
 
     def wide_parameters(self, modules: Iterable[nn.Module]) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,11 +52,15 @@ class ScriptGradients:
 
     Args:
         shards: the state that the gradients belong to.
+
+    Attributes:
+        reduce: reduces what has only accumulated so far, if there is anything; before the script reads or sets a gradient.
     """
 
     def __init__(self, shards: GathersUnits, ranks: Ranks) -> None:
         self._shards = shards
         self._ranks = ranks
+        self.reduce: Callable[[], None] = lambda: None
         self._delivered: dict[int, _Delivered] = {}
         #: Parameters whose gradient the script has in hand, or has set.
         self._held: dict[nn.Parameter, None] = {}
@@ -66,26 +70,30 @@ class ScriptGradients:
 
         Args:
             reduced: those of this rank's shard, ``[shard_elements]``.
-            used: for each parameter of the unit, whether any rank used it.
+            used: for each parameter of the unit, whether any rank used it since the last reduction.
         """
-        self._delivered[id(unit)] = _Delivered(unit, reduced, list(used))
+        former = self._delivered.get(id(unit))  # to which these were added
+        found = list(used) if former is None else [one or other for one, other in zip(used, former.used, strict=True)]
+        self._delivered[id(unit)] = _Delivered(unit, reduced, found)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return ``parameter.grad``; gathered, if it is read for the first time after a reduction."""
         gradient = get_gradient(parameter)
-        if gradient is None and parameter not in self._held and self._delivered and self._is_between_passes:
-            place = self._shards.place_of(parameter)
-            delivered = None if place is None else self._delivered.get(id(place[0]))
-            if place is not None and delivered is not None and delivered.used[place[1]]:
-                self._give(delivered)
-                return get_gradient(parameter)
-        return gradient
+        place = None if gradient is not None else self._shards.place_of(parameter)
+        if place is None or parameter in self._held or not self._is_between_passes:
+            return gradient
+        self.reduce()
+        delivered = self._delivered.get(id(place[0]))
+        if delivered is not None and delivered.used[place[1]]:
+            self._give(delivered)
+        return get_gradient(parameter)
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Set ``parameter.grad``, and note that the script has done so."""
-        set_gradient(parameter, value)
         if self._is_between_passes:
+            self.reduce()  # else what has accumulated would come after this, and count too
             self._held.setdefault(parameter, None)
+        set_gradient(parameter, value)
 
     @torch.no_grad()
     def take_back(self) -> None:

@@ -330,7 +330,7 @@ class ShardedGradients:
         self._gathers.forget()
         group, device = self._ranks.process_group(Group.RDP), self._units[0].device
         news = Flags(news, device, self._ranks.collectives, group, self._ranks.size(Group.RDP)).land()
-        self._used_anywhere |= news[:used] > 0
+        self._used_anywhere = news[:used] > 0
         self._used.zero_()
         if not self._ranks.control.speaks_for_all:  # else there is nobody who could have gathered anything else
             refuse_unequal(self._sharing, [int(digest) for digest in news[used + groups :]])
@@ -357,7 +357,7 @@ class ShardedGradients:
         self._used_anywhere.zero_()
 
     def ready(self) -> Iterator[tuple[ShardedUnit, torch.Tensor, list[bool]]]:
-        """Of each unit, this rank's shard of the averaged gradients, and which of its parameters any rank used."""
+        """Of each unit, this rank's shard of the averaged gradients, and which of its parameters any rank used since the last."""
         for unit in self._units:
             flat = self._ready.get(self._dtype or unit.dtype)
             if flat is not None:

@@ -400,15 +400,8 @@ def make_stand_ins(ranks: Ranks, module: nn.Module) -> list[StandIn]:
 
 
 def create_shards(ranks: Ranks, module: nn.Module, made: list[StandIn], shards: ShardedParameters) -> None:
-    """Run the creation that was deferred; every rank of a stage draws the numbers of its first one and keeps its part."""
-    materialize(
-        ranks.keep(Deferrals, Deferrals),
-        module,
-        ranks.device,
-        replaced=made,
-        take=shards.receive,
-        agree=lambda state: ranks.control.broadcast(state, ranks.members(Group.DP)),
-    )
+    """Run the creation that was deferred; every rank of a stage draws the same numbers and keeps its part."""
+    materialize(ranks.keep(Deferrals, Deferrals), module, ranks.device, replaced=made, take=shards.receive)
 
 
 logger = logging.getLogger("smp")
