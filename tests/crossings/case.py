@@ -323,7 +323,8 @@ def _events(chance: random.Random, values: Mapping[str, Any]) -> tuple[Event, ..
         if kind == "leave_pass_out" and values["passes"] == 1:
             kind = "scale_gradients"
         moves = kind.startswith("resume") or kind == "reshape"
-        if step == 0 and (moves or kind == "swap_weights"):
+        is_unplaced = step == 0 or any(event.step == step and event.goes_to for event in found)
+        if is_unplaced and (moves or kind == "swap_weights"):
             kind, moves = "reload_state", False  # the first step decides what goes where
         if moves:
             stages = TOPOLOGIES[topology][1]

@@ -180,15 +180,14 @@ class Skips(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """LSTMs over a sequence, each of which gives several tensors."""
+    """LSTMs over a sequence, each of which gives several tensors; nothing comes before them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+        self.leave = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
         for layer in self.layers:
             x = x + layer(x)[0]
         return self.leave(x)

@@ -6,6 +6,7 @@ and a fresh session. A pool that saw a failure is thrown away, so no case inheri
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -137,11 +138,12 @@ def _serve(pipe: Any, rank: int, port: int, environ: dict[str, str]) -> None:
     session = importlib.import_module(_INIT)
 
     gc.freeze()  # what every case needs is not looked at when a case's rest is collected
-    pipe.send_bytes(b"ready")
+    with contextlib.suppress(ConnectionError):  # a pool that ends already
+        pipe.send_bytes(b"ready")
     while True:
         try:
             function, args, world_size, config, init, env, case, process_mode = cloudpickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         before = dict(os.environ)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), TORCHELASTIC_RESTART_COUNT=str(case), **env)

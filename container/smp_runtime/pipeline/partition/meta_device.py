@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from smp_runtime.tensors.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
@@ -29,6 +30,9 @@ _CONSTANTS = {
     torch.ops.aten.zeros,
 }
 
+#: Functions that compare the devices of their arguments before any operation runs.
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
 
 @contextlib.contextmanager
 def values_left_out(device: torch.device) -> Iterator[None]:
@@ -37,8 +41,24 @@ def values_left_out(device: torch.device) -> Iterator[None]:
     Args:
         device: where the model will be trained: ``torch.autocast`` for the meta device, which PyTorch has not, is that of this one.
     """
-    with _autocast_of(device.type), _OnMeta(device):
+    with _autocast_of(device.type), _OnMeta(device), _BeforeAutocast(device):
         yield
+
+
+class _BeforeAutocast(TorchFunctionMode):
+    """Leaves out the values of numbers beside a tensor of the meta device, which autocast would cast alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._kind = device.type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        concerns = torch.is_autocast_enabled(self._kind) or getattr(func, "__name__", "") in _RECURRENT
+        leaves = tree_leaves((args, kwargs)) if concerns else ()
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+            args, kwargs = tree_map(_without_numbers, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 class _OnMeta(TorchDispatchMode):
@@ -62,6 +82,10 @@ class _OnMeta(TorchDispatchMode):
 
 def _without_value(leaf: Any) -> Any:
     return leaf.to(_META) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _without_numbers(leaf: Any) -> Any:
+    return leaf.to(_META) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 @contextlib.contextmanager
