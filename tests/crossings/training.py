@@ -41,11 +41,18 @@ class Record:
     stale: set[str] = field(default_factory=set)
 
 
+def mark_biases(module: nn.Module) -> None:
+    """Put an attribute on some parameters, before anything is done with the model."""
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            parameter.is_slow = True  # type: ignore[attr-defined]
+
+
 def grouped(module: nn.Module) -> list[dict[str, Any]]:
-    """Two groups of parameters, with rates of their own."""
-    named = list(module.named_parameters())
-    biases = [p for name, p in named if name.endswith("bias")]
-    return [{"params": [p for name, p in named if not name.endswith("bias")]}, {"params": biases, "lr": 2e-3}]
+    """Two groups of parameters, with rates of their own; :func:`mark_biases` has chosen."""
+    slow = [p for p in module.parameters() if getattr(p, "is_slow", False)]
+    chosen = set(map(id, slow))
+    return [{"params": [p for p in module.parameters() if id(p) not in chosen]}, {"params": slow, "lr": 2e-3}]
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -268,6 +275,7 @@ class Alone(Training):
         torch.manual_seed(SEED)
         with default_dtype(case.dtype):
             self.model = self.net.make()
+            mark_biases(self.model)
             if case.begins_frozen:
                 self.net.blocks(self.model)[0].requires_grad_(False)
             groups = grouped(self.model) if case.grouped else self.model.parameters()
@@ -351,6 +359,7 @@ class Job(Training):
         with default_dtype(case.dtype):
             with smp.delay_param_initialization(enabled=case.delayed):
                 module = net.make()
+            mark_biases(module)
             if case.begins_frozen:
                 net.blocks(module)[0].requires_grad_(False)
             if smp.tp_size() > 1:
