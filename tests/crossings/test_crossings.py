@@ -36,6 +36,7 @@ FIXED = {
     "sharded masters of experts that are whole on one rank": Case(
         topology="tp2-o2", prescaled=True, precision="bf16", whole_experts=True, net="mixtral"
     ),
+    "and on a stage": Case(topology="pp2-tp2", microbatches=2, prescaled=True, whole_experts=True, net="mixtral"),
     "gradients of a pipeline are halved after clipping": Case(
         topology="pp2-s2", microbatches=2, precision="fp16", clipping="master", small_buckets=True,
         events=(Event(1, "scale_clipped"), Event(3, "scale_gradients"), Event(3, "scale_clipped")),

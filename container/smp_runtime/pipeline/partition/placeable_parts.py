@@ -119,7 +119,9 @@ def _followers(root: ModuleNode, traced: bool) -> Iterator[tuple[str, str]]:
 
     def visit(node: ModuleNode, above: str) -> Iterator[tuple[str, str]]:
         idle = node.is_container or (traced and node.calls == 0 and not any(n.calls for n in node.walk()))
-        follows = node is not root and idle and not node.parameters and (node.is_container or not node.elements)
+        # Parameters without elements count: another tensor parallel rank has an expert's.
+        is_bare = not node.parameters and (node.is_container or not any(inner.parameters for inner in node.walk()))
+        follows = node is not root and idle and is_bare
         if follows:
             yield node.path, above
         for child in node.children:
