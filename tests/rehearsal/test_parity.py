@@ -99,7 +99,7 @@ CASES = {
         ("--model", "moe"),
     ),
 }
-SAMPLE = {"cnn"}
+SAMPLE = {"mlp"}
 
 
 def environment(parameters):

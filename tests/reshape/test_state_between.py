@@ -52,8 +52,8 @@ def _read(names, path):
     return losses
 
 
-def test_state_is_as_before_until_the_next_step(ranks, tmp_path):
-    names = "pp2-tp2 pp4 tp2-s2 pp2-s2".split()
+@pytest.mark.parametrize("names", [["pp2-tp2"], pytest.param(["pp4", "tp2-s2", "pp2-s2"], marks=pytest.mark.full)])
+def test_state_is_as_before_until_the_next_step(ranks, tmp_path, names):
     expected = ranks(train_alone, 1, 2 + len(names), config={})[0]
     config = settings_of("dp2")
     for losses in ranks(_read, 4, names, str(tmp_path / "saved"), config=config, env=told(tmp_path), timeout=120):

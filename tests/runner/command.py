@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -36,9 +35,6 @@ _ENVIRONMENT = click.option(
 @click.group()
 def main() -> None:
     """Run all tests in all environments, in slices, and keep a table of their outcomes."""
-    # A shell that starts this in the background has it ignore Ctrl-C, and tests that send it would inherit that.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
 
 
 @main.command()
