@@ -18,8 +18,8 @@ STRATEGIES = {
     "bf16": {"bf16": True},
     "fp16 state": {"fp16": True, "shard_optimizer_state": True},
 }
-#: What a script does, one letter each: a pass, an update, clearing, clipping, halving gradients, dropping those of the last
-#: layer, a step that raises, a pass under ``no_sync``.
+#: What a script does, one letter each: a pass, an update, clearing, clipping, halving gradients in place, setting halves,
+#: dropping those of the last layer, a step that raises, a pass under ``no_sync``.
 COURSES = {
     "end of an epoch": "pppucppucpuc",
     "cleared in the middle": "pcpppuc",
@@ -28,6 +28,8 @@ COURSES = {
     "after a step that raises": "pxucppxuc",
     "under no_sync": "nucnpuc",
     "halved": "phucpphpucppphuc",
+    "halved after a whole group": "pppphuc",
+    "replaced": "psucppspuc",
     "halved under no_sync": "nhnphuc",
     "dropped": "pducpdpuc",
 }
@@ -69,6 +71,9 @@ def _go(course, train, optimizer, clip, parameters, fail, no_sync):
         elif action == "h":
             for parameter in parameters:
                 parameter.grad.mul_(0.5)
+        elif action == "s":
+            for parameter in parameters:
+                parameter.grad = parameter.grad * 0.5
         elif action == "d":
             for parameter in parameters[2:]:
                 parameter.grad = None

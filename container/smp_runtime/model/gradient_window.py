@@ -98,13 +98,8 @@ class GradientWindow:
             elif (window := weak()) is not None:
                 window.close_after_backward()
 
-        def complete_for_reader() -> None:
-            if (window := weak()) is not None:
-                window._complete_for_reader()  # noqa: SLF001 - a method of this class
-
         if self.shards is not None:  # gathers parameters before the first gradient comes
             self.shards.uses.backward_begins = agreement.tell
-            self.shards.script_gradients.reduce = complete_for_reader
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(gradient_comes)
 
@@ -140,6 +135,19 @@ class GradientWindow:
             bucket_view=self._bucket_view,
         )
         self.open()
+        self._reduce_for_readers(state or self.shards)
+
+    def _reduce_for_readers(self, state: ShardedState | ShardedParameters | None) -> None:
+        """From now on a script that reads or sets gradients which lie in shards finds what has accumulated reduced."""
+        weak = weakref.ref(self)
+
+        def reduce() -> None:
+            if (window := weak()) is not None and window.is_incomplete:
+                window._unreduced = 0  # noqa: SLF001 - of this class
+                window._reduce_now()  # noqa: SLF001 - of this class
+
+        if state is not None:
+            state.script_gradients.reduce = reduce
 
     def install_hook(self) -> None:
         """Let the communication hook that was given average the gradients, instead of an all-reduce or reduce-scatter.
@@ -242,8 +250,9 @@ class GradientWindow:
                 self._unreduced = 0
                 return
             raise SMPUserError(
-                "optimizer.step() came inside model.no_sync(), where gradients are not averaged, but with sharded state each rank "
-                "updates its part of every weight for all of them; run the last backward pass before the update outside no_sync()"
+                "optimizer.step() or clipping came inside model.no_sync(), where gradients are not averaged, but with sharded "
+                "state each rank updates its part of every weight for all of them; run the last backward pass before the update "
+                "outside no_sync()"
             )
         self._unreduced = 0
         if self.is_joined:
@@ -255,16 +264,8 @@ class GradientWindow:
         self._reduce_now()
         self._passes = 0
 
-    def _complete_for_reader(self) -> None:
-        """The script reads gradients that lie in shards: it finds the reduced ones; every rank calls it.
-
-        Later passes of the group add theirs.
-        """
-        if self.is_incomplete:
-            self._unreduced = 0
-            self._reduce_now()
-
     def _reduce_now(self) -> None:
+        """Reduce what has accumulated; later passes of the group add theirs. Every rank calls it."""
         assert self._reducer is not None
         self._reducer.begin_window(reduces=True)
         self._reducer.finish_window(measures=False)

@@ -300,7 +300,8 @@ def agree_on_late_values(ranks: Ranks, module: nn.Module) -> None:
 
     At wrapping, which every rank does: later one alone may ask for the state.
     """
-    members = ranks.members(Group.DP if ranks.cfg.ddp else Group.TP)
+    has_replicas = ranks.cfg.ddp or ranks.cfg.sharded_data_parallel_degree > 1
+    members = ranks.members(Group.DP if has_replicas else Group.TP)
     if len(members) > 1:
         ranks.keep(Deferrals, Deferrals).agree(module, lambda numbers: ranks.control.broadcast(numbers, members))
 

@@ -78,13 +78,12 @@ class ScriptGradients:
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return ``parameter.grad``; gathered, if it is read for the first time after a reduction."""
-        gradient = get_gradient(parameter)
-        place = None if gradient is not None else self._shards.place_of(parameter)
+        place = self._shards.place_of(parameter)
         if place is None or parameter in self._held or not self._is_between_passes:
-            return gradient
+            return get_gradient(parameter)
         self.reduce()
         delivered = self._delivered.get(id(place[0]))
-        if delivered is not None and delivered.used[place[1]]:
+        if get_gradient(parameter) is None and delivered is not None and delivered.used[place[1]]:
             self._give(delivered)
         return get_gradient(parameter)
 
