@@ -438,7 +438,7 @@ NETS: dict[str, Net] = {
     "adapters": Net(Adapters, _vectors, _square, varies=True),
     "mixture": Net(lambda: Perceptron(Expert, 2), _vectors, _square, varies=True),
     "gpt2": _of_transformers("GPT2", "transformer.h", **_GPT2, **_NO_DROPOUT),
-    "llama": _of_transformers("Llama", "model.layers", num_key_value_heads=1, **_LLAMA),
+    "llama": _of_transformers("Llama", "model.layers", num_key_value_heads=2, **_LLAMA),
     "averaging": Net(Averaging, _vectors, _square, varies=True),
     "vit": _image_model(
         "ViT",
