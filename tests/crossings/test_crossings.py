@@ -41,6 +41,9 @@ FIXED = {
         topology="pp2-s2", microbatches=2, precision="fp16", clipping="master", small_buckets=True,
         events=(Event(1, "scale_clipped"), Event(3, "scale_gradients"), Event(3, "scale_clipped")),
     ),
+    "microbatches on threads under the script's autocast": Case(
+        topology="pp2-s2", microbatches=4, precision="autocast", manual=True, net="adapters"
+    ),
     "replicas and passes train different parameters": Case(
         topology="o2", optimizer="adamw", passes=2, net="forked", events=(Event(2, "scale_gradients"),)
     ),

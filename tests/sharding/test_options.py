@@ -210,6 +210,33 @@ def test_what_is_needed_at_once_above_the_cap_is_gathered_and_named_once(ranks):
 
 
 @pytest.mark.parametrize("half", [False, True])
+def test_autocast_keeps_no_casts_of_sharded_weights(ranks):
+    """Microbatches of a pipeline, which run on threads, would share them by chance."""
+
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        class Layer(nn.Linear):
+            def forward(self, x):
+                seen.append(torch.is_autocast_cache_enabled())
+                if x.shape[0] == 3:
+                    raise ValueError("three rows")
+                return super().forward(x)
+
+        seen = []
+        model = smp.DistributedModel(nn.Sequential(Layer(8, 8), Layer(8, 8)))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(2, 8))
+            with pytest.raises(ValueError, match="three rows"):
+                model(torch.randn(3, 8))
+            seen.append(torch.is_autocast_cache_enabled())
+        return seen
+
+    config = {"ddp": True, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+    for seen in ranks(run, 2, config=config):
+        assert seen == [False, False, False, True]
+
+
 def test_autocast_is_warned_of_once_where_it_copies_weights(ranks, half):
     def run():
         import smdistributed.modelparallel.torch as smp

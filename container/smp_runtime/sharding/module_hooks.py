@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from smp_runtime.errors import SMPUserError
 from smp_runtime.sharding.call_results import lasting, tensors_in
 from smp_runtime.sharding.flat_unit import ShardedUnit, Use
-from smp_runtime.sharding.watched_parameters import WatchedParameters, refuse_copy
+from smp_runtime.sharding.watched_parameters import REGISTERED, WatchedParameters, refuse_copy
 from smp_runtime.tensors.torch_private import (
     at_end_of_backward,
     backward_pass,
@@ -29,19 +28,21 @@ if TYPE_CHECKING:
     from smp_runtime.sharding.live_parameters import LiveParameters
     from smp_runtime.sharding.sharded_gradients import ShardedGradients
 
-#: Where a module keeps the parameters that it uses but does not hold.
-_REGISTERED = "_smp_registered_parameters"
-
 
 @dataclasses.dataclass
 class _Call:
-    """A module call that is running, with its inputs, the units that it needs and its use of each."""
+    """A module call that is running, with its inputs, the units that it needs and its use of each.
+
+    Attributes:
+        caches: whether autocast keeps what it casts, which it does not inside of a call that needs units.
+    """
 
     module: nn.Module
     inputs: Any
     units: list[ShardedUnit]
     uses: list[Use]
     start: int
+    caches: bool
 
 
 @dataclasses.dataclass
@@ -140,7 +141,7 @@ class ModuleUses:
             )
             if self.units_held_by(part) and not isinstance(part._parameters, WatchedParameters):
                 part._parameters = WatchedParameters(part._parameters, self)
-            for parameter in part.__dict__.get(_REGISTERED, ()):
+            for parameter in part.__dict__.get(REGISTERED, ()):
                 used = self._unit_of.get(id(parameter))
                 if used is not None and used not in own:
                     own.append(used)
@@ -176,7 +177,7 @@ class ModuleUses:
                 return "experts are fetched as tokens want them"
             if unit is not None and unit.module is not block:
                 return "parameters are fetched in parts, of what is larger than half of sdp_max_live_parameters or shares some"
-        if any(_REGISTERED in part.__dict__ for part in inside):
+        if any(REGISTERED in part.__dict__ for part in inside):
             return "a module inside uses parameters of another, by smp.register_parameter"
         for part in inside:
             for handle in self._hooks.pop(id(part), ()):
@@ -201,8 +202,12 @@ class ModuleUses:
         units = list(self._registered.get(id(module), ()))
         uses: list[Use] = []
         self._clock += 1
-        call = _Call(module, (args, kwargs), units, uses, self._clock)
+        call = _Call(module, (args, kwargs), units, uses, self._clock, torch.is_autocast_cache_enabled())
         self._calls.running.append(call)
+        if units:
+            # Threads have one cache: microbatches would share casts of weights by chance, and backward take its own order on
+            # each rank.
+            torch.set_autocast_cache_enabled(False)
         for unit in units:
             uses.append(self._enter(unit, call))
 
@@ -233,6 +238,7 @@ class ModuleUses:
         call = self._calls.running.pop()
         if call.module is not module:
             raise AssertionError("module calls ended in another order than they began")
+        torch.set_autocast_cache_enabled(call.caches)
         self._clock += 1
         for unit, use in zip(call.units, call.uses, strict=False):
             use.end = self._clock
@@ -473,28 +479,3 @@ class _Saved:
 
     unit: ShardedUnit
     tensor: torch.Tensor
-
-
-def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Tell that ``module`` uses a parameter of another module in its ``forward``.
-
-    With sharded data parallelism the parameter then has its values whenever ``module`` is called. Call it while the
-    model is created or any time before ``smp.DistributedModel``; without sharding it changes nothing.
-
-    Args:
-        module: that uses the parameter.
-        parameter: that another module has.
-
-    Raises:
-        SMPUserError: the first argument is no module, or the second no parameter.
-
-    Example:
-        >>> smp.register_parameter(head, embedding.weight)  # head multiplies by it
-    """
-    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
-        raise SMPUserError(
-            f"register_parameter got a {type(module).__name__} and a {type(parameter).__name__}; pass the module that "
-            "uses the parameter, and the parameter: smp.register_parameter(self, self.layer1.weight)"
-        )
-    # Past nn.Module.__setattr__, so that it is no parameter of the module's own.
-    module.__dict__.setdefault(_REGISTERED, []).append(parameter)

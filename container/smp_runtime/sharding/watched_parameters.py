@@ -1,4 +1,4 @@
-"""A module's parameters, which tell when one of them is read."""
+"""A module's parameters, which tell when one of them is read; and those of others that it uses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
+
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
     import torch
+
+#: Where a module keeps the parameters that it uses but does not hold.
+REGISTERED = "_smp_registered_parameters"
 
 
 class Reads(Protocol):
@@ -49,3 +54,28 @@ def refuse_copy(how: str) -> SMPUserError:
         f"a module inside smp.DistributedModel cannot be {how} with sharded data parallelism, since this rank has only its shard "
         "of the parameters; call model.state_dict() on every rank and save it, or load it into an unwrapped model"
     )
+
+
+def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Tell that ``module`` uses a parameter of another module in its ``forward``.
+
+    With sharded data parallelism the parameter then has its values whenever ``module`` is called. Call it while the
+    model is created or any time before ``smp.DistributedModel``; without sharding it changes nothing.
+
+    Args:
+        module: that uses the parameter.
+        parameter: that another module has.
+
+    Raises:
+        SMPUserError: the first argument is no module, or the second no parameter.
+
+    Example:
+        >>> smp.register_parameter(head, embedding.weight)  # head multiplies by it
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise SMPUserError(
+            f"register_parameter got a {type(module).__name__} and a {type(parameter).__name__}; pass the module that "
+            "uses the parameter, and the parameter: smp.register_parameter(self, self.layer1.weight)"
+        )
+    # Past nn.Module.__setattr__, so that it is no parameter of the module's own.
+    module.__dict__.setdefault(REGISTERED, []).append(parameter)

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from smp_runtime.model.creation import compile, delay_param_initialization, model_creation, partition, set_partition
     from smp_runtime.replacement.registration import tp_register, tp_register_with_module
     from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
-    from smp_runtime.sharding.module_hooks import register_parameter
+    from smp_runtime.sharding.watched_parameters import register_parameter
     from smp_runtime.tensors.weight_gradients import weight_gradient_later
     from smp_runtime.tracking.start import log
 
@@ -270,7 +270,7 @@ __getattr__, __dir__ = lazy_names(
         ),
         "smp_runtime.replacement.registration": ("tp_register", "tp_register_with_module"),
         "smp_runtime.replacement.scopes": ("set_tensor_parallelism", "tensor_parallelism"),
-        "smp_runtime.sharding.module_hooks": ("register_parameter",),
+        "smp_runtime.sharding.watched_parameters": ("register_parameter",),
         "smp_runtime.tensors.weight_gradients": ("weight_gradient_later",),
         "smp_runtime.tracking.start": ("log",),
     },
