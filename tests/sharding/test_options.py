@@ -209,7 +209,6 @@ def test_what_is_needed_at_once_above_the_cap_is_gathered_and_named_once(ranks):
         assert all("144 at once, more than sdp_max_live_parameters (72)" in sentence for sentence in told)
 
 
-@pytest.mark.parametrize("half", [False, True])
 def test_autocast_keeps_no_casts_of_sharded_weights(ranks):
     """Microbatches of a pipeline, which run on threads, would share them by chance."""
 
@@ -237,6 +236,7 @@ def test_autocast_keeps_no_casts_of_sharded_weights(ranks):
         assert seen == [False, False, False, True]
 
 
+@pytest.mark.parametrize("half", [False, True])
 def test_autocast_is_warned_of_once_where_it_copies_weights(ranks, half):
     def run():
         import smdistributed.modelparallel.torch as smp
