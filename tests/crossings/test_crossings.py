@@ -37,6 +37,9 @@ FIXED = {
         topology="tp2-o2", prescaled=True, precision="bf16", whole_experts=True, net="mixtral"
     ),
     "and on a stage": Case(topology="pp2-tp2", microbatches=2, prescaled=True, whole_experts=True, net="mixtral"),
+    "and with sharded parameters, where each rank has other tokens": Case(
+        topology="tp2-s2", microbatches=4, prescaled=True, passes=2, counted_passes=True, whole_experts=True, net="mixtral"
+    ),
     "gradients of a pipeline are halved after clipping": Case(
         topology="pp2-s2", microbatches=2, precision="fp16", clipping="master", small_buckets=True,
         events=(Event(1, "scale_clipped"), Event(3, "scale_gradients"), Event(3, "scale_clipped")),
@@ -99,6 +102,7 @@ LONGER = {
     "gradients of weights come later than others of the same sharded block",
     "a running average on one stage in half precision",
     "a head of some batches only",
+    "and with sharded parameters, where each rank has other tokens",
 }
 
 

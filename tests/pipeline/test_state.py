@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.pipeline_models import built
+from torch import nn
 
 
 def _job(start, stop, path, save_at=None, loads=None):
@@ -166,3 +167,27 @@ def test_stages_give_each_other_what_the_partition_has_moved(ranks):
         assert all(torch.equal(full[name], made[0][1][name] + 1) for name in full)
     with pytest.raises(AssertionError, match=r"missing \['1\.weight'"):
         ranks(_moved, 2, other, 3, True, config=config)
+
+
+def test_writing_into_parameters_that_have_no_values_is_refused(ranks):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+        from smp_runtime.errors import SMPUserError
+
+        with smp.delay_param_initialization():
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            nn.init.ones_(module[0].weight)  # recorded
+        model = smp.DistributedModel(module)
+        with torch.no_grad():
+            model.module[1].weight.clamp_(-0.1, 0.1)
+
+        @smp.step
+        def step(x):
+            model.backward(model(x).square().mean())
+
+        with pytest.raises(
+            SMPUserError, match=r"written into 1 parameters that have no values .*, the first 1\.weight"
+        ):
+            step(torch.ones(2, 4))
+
+    ranks(run, 2, config={"partitions": 2})

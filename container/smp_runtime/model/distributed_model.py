@@ -34,6 +34,7 @@ from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.optim.accumulated import reduce_before_updates
 from smp_runtime.optim.clipping import clip_over_ranks
 from smp_runtime.parameters.known_parameters import KnownParameters
+from smp_runtime.parameters.late_values import LateWrites
 from smp_runtime.parameters.precision import Precision
 from smp_runtime.parameters.registry import Successors
 
@@ -167,6 +168,7 @@ class DistributedModel(WrappedModule):
             averages_microbatches=options.averages_microbatches,
         )
         self._state = ModelState(part, placed, ranks)
+        self._late_writes = LateWrites(() if self.partitioned else self.module.named_parameters())
         if self.partitioned:
             self._place()
             if ranks.rank == 0:
@@ -251,6 +253,7 @@ class DistributedModel(WrappedModule):
             with torch.inference_mode(False), torch.no_grad():
                 self.partition(microbatch, first_step=first_step)
             return
+        self._late_writes.refuse()
         training = self.training
         try:
             assignment = self._stages.decide(microbatch, first_step=first_step)

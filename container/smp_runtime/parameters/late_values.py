@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.deferred_creation import Deferral, Deferrals, view_like
 from smp_runtime.tensors.torch_private import storage_key, swap_contents
 
@@ -72,6 +73,32 @@ def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor]) -> dict[int
             waiting.add(tensor, functools.partial(_keep_copy, found, id(tensor)))
     _replay(deferrals, waiting)
     return found
+
+
+class LateWrites:
+    """Notices that a script writes into parameters which have no values yet: nothing would come of it.
+
+    Args:
+        parameters: by name, those of a model whose first step will give them values.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._versions = {name: (p, p._version) for name, p in parameters if p.is_meta}
+
+    def refuse(self) -> None:
+        """Make sure that there was none, before the library itself writes.
+
+        Raises:
+            SMPUserError: a parameter has been written into.
+        """
+        written = [name for name, (parameter, version) in self._versions.items() if parameter._version != version]
+        self._versions = {}
+        if written:
+            raise SMPUserError(
+                f"the script has written into {len(written)} parameters that have no values before the first step of a "
+                f"pipeline, the first {written[0]}: they were created by smp.delay_param_initialization() or smp.model_creation(); "
+                "write inside that context, load a state with model.load_state_dict(), or write after the first step"
+            )
 
 
 #: The dictionaries of buffers that have a tensor, and its name in each.

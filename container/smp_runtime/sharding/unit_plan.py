@@ -140,8 +140,8 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _is_experts(name: str, module: nn.Module) -> bool:
-    """Whether a list, by its name and contents, has the experts of a mixture."""
-    shapes = {tuple(p.shape for p in expert.parameters()) for expert in module.children()}
+    """Whether a list, by its name and contents, has the experts of a mixture; those of other ranks have no elements here."""
+    shapes = {tuple(p.shape for p in expert.parameters() if p.numel()) for expert in module.children()}
     return "experts" in name and isinstance(module, nn.ModuleList | nn.ModuleDict) and len(shapes - {()}) == 1
 
 
