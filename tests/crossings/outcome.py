@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from crossings.alone import Alone
 from crossings.case import TOPOLOGIES
+from crossings.job import train_case
 from crossings.nets import NETS
-from crossings.training import Alone, Record, train_case
 from support.rank_pool import RankFailed, RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from crossings.case import Case
+    from crossings.training import Record
 
 
 #: Errors by which the library may refuse what is combined, and why.
@@ -150,8 +152,8 @@ def _different_state(case: Case, alone: Record, record: Record, *, is_first: boo
     for name, value in record.first.items():
         if not case.is_half and name in names and not torch.allclose(value, alone.first[name], rtol=1e-6, atol=1e-7):
             return f"{name} begins with other values"
-    # What a script writes into the model, or loads of it, is rounded, and float32 weights take it over.
-    is_written = any(event.kind in ("swap_weights", "change_weights", "reload_state") for event in case.events)
+    # Weights that a script puts back are rounded ones, and float32 weights take them over.
+    is_put_back = any(event.kind == "swap_weights" for event in case.events)
     off, moved, size = 0.0, 0.0, 0.0
     for name in names:
         value, right = record.last[name], alone.last[name]
@@ -162,7 +164,7 @@ def _different_state(case: Case, alone: Record, record: Record, *, is_first: boo
             return f"{name} is off by {float(difference.max()):.3g}"
         off += float(difference.square().sum())
         moved += float((right - alone.first[name]).square().sum())
-        size += float(right.square().sum()) if is_written or name not in record.exact else 0.0
+        size += float(right.square().sum()) if is_put_back or name not in record.exact else 0.0
     if case.is_rounded and not off**0.5 <= _UPDATES * moved**0.5 + _ROUNDING[case.precision] * size**0.5:
         return f"updates are off by {(off / moved) ** 0.5:.3g} of their norm"
     return ""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
+from crossings.alone import Alone
 from crossings.case import AXES, EVENTS, TOPOLOGIES, Case, Event, draw
 from crossings.outcome import Runner
 from crossings.shrinking import shrink
-from crossings.training import Alone, Record
+
+if TYPE_CHECKING:
+    from crossings.training import Record
 
 #: Each was wrong once, or has what the others lack; together they have every value of the axes that costs little.
 FIXED = {

@@ -1,0 +1,84 @@
+"""A case trained by one process in plain PyTorch, without rounding to half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from crossings.training import LIMIT, SEED, Training, default_dtype, grouped, make_optimizer, mark_biases
+from support.models import part
+from torch import nn
+
+if TYPE_CHECKING:
+    from crossings.case import Case
+    from crossings.nets import Batch
+
+
+class Alone(Training):
+    """One process, in plain PyTorch and without rounding to half precision."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self._statistics: dict[int, list[torch.Tensor]] = {}
+        torch.manual_seed(SEED)
+        with default_dtype(case.dtype):
+            self.model = self.net.make()
+            mark_biases(self.model)
+            if case.begins_frozen:
+                self.net.blocks(self.model)[0].requires_grad_(False)
+            groups = grouped(self.model) if case.grouped else self.model.parameters()
+            self.optimizer = make_optimizer(case.optimizer, groups)
+        self.record.parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self.record.first = self.weights()
+
+    @property
+    def module(self) -> nn.Module:
+        """See :class:`Training`."""
+        return self.model
+
+    def backward(self, batch: Batch) -> float:
+        """See :class:`Training`; each replica begins with the running statistics of the first."""
+        self._statistics.clear()
+        return self._loss(batch, lambda loss, pieces: (loss / pieces / self.case.passes).backward())
+
+    def score(self, batch: Batch) -> float:
+        """See :class:`Training`; each replica has the running statistics of its last batch."""
+        return self._loss(batch, lambda loss, pieces: None)
+
+    def _loss(self, batch: Batch, use: Callable[[torch.Tensor, int], None]) -> float:
+        replicas, microbatches = self.case.replicas(self.topology), self.case.microbatches
+        first, total = [buffer.clone() for buffer in self.model.buffers()], 0.0
+        for replica in reversed(range(replicas)):  # those of the first stay
+            self._take(self._statistics.get(replica, first) if replica else first)
+            for number in range(microbatches):
+                piece = part(part(batch, replica, replicas), number, microbatches)
+                loss = self.net.loss(self.model, *piece)
+                use(loss, replicas * microbatches)
+                total += float(loss.detach()) / (replicas * microbatches)
+            self._statistics[replica] = [buffer.clone() for buffer in self.model.buffers()]
+        return total
+
+    def _take(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self.model.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+    def clip(self) -> None:
+        """See :class:`Training`."""
+        if self.case.clipping != "none":
+            self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
+
+    @torch.no_grad()
+    def write_buffers(self, step: int) -> None:
+        """See :class:`Training`; every replica writes into its own."""
+        super().write_buffers(step)
+        for statistics in self._statistics.values():
+            for value in statistics:
+                if value.is_floating_point():
+                    value.mul_(0.75)
+
+    def resume_partial(self, step: int) -> None:
+        """One process goes on; replicas have the running statistics of the first."""
+        self._statistics.clear()
+
+    resume_full = reshape = resume_partial

@@ -1,0 +1,197 @@
+"""A case trained as a job: one rank of it, as a script trains it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from crossings.case import Case
+from crossings.training import LIMIT, SCALE, SEED, Record, Training, default_dtype, grouped, make_optimizer, mark_biases
+from support.models import part
+from torch import nn
+
+if TYPE_CHECKING:
+    from crossings.nets import Batch
+
+
+class Job(Training):
+    """A rank of the job, as a script trains it.
+
+    Args:
+        folder: for checkpoints; the same on all ranks.
+    """
+
+    def __init__(self, case: Case, folder: str) -> None:
+        super().__init__(case)
+        self._folder = folder
+        self._join(SEED)
+        self.record.first = self.weights() if case.delayed else {}
+
+    def _join(self, seed: int) -> None:
+        import smdistributed.modelparallel.torch as smp
+
+        case, net = self.case, self.net
+        smp.init(case.settings(self.topology))
+        if case.recorded:
+            smp.record_numerics(self._folder, every=2)
+        torch.manual_seed(seed + smp.rdp_rank())  # replicas take the weights of the first
+        with default_dtype(case.dtype):
+            with smp.delay_param_initialization(enabled=case.delayed):
+                module = net.make()
+            mark_biases(module)
+            if case.begins_frozen:
+                net.blocks(module)[0].requires_grad_(False)
+            if smp.tp_size() > 1:
+                smp.set_tensor_parallelism(module)
+            counted = case.passes if case.counted_passes else 1
+            bucket_mebibytes = 1e-3 if case.small_buckets else 25
+            self.model = model = smp.DistributedModel(
+                module, backward_passes_per_step=counted, bucket_cap_mb=bucket_mebibytes
+            )
+            made = make_optimizer(case.optimizer, grouped(model) if case.grouped else model.parameters())
+            self.optimizer = smp.DistributedOptimizer(made, static_loss_scale=SCALE)
+        scaler = self._scaler = smp.amp.GradScaler(init_scale=SCALE, enabled=case.scaled)
+        if case.checkpointing != "none":
+            for number, block in enumerate(net.blocks(self.module)):
+                if case.checkpointing != "some" or number % 2:
+                    inner = next(iter(block.children()), block) if case.checkpointing == "inner" else block
+                    smp.set_activation_checkpointing(inner)
+
+        if case.manual:
+            blocks = net.blocks(self.module)
+            for number, block in enumerate(blocks):
+                smp.set_partition(block, number * smp.pp_size() // len(blocks))
+
+        @smp.step
+        def train(*batch: torch.Tensor) -> torch.Tensor:
+            with self._autocast():
+                loss = net.loss(model, *batch)
+            model.backward(scaler.scale(loss / case.passes))
+            return loss
+
+        @smp.step
+        def score(*batch: torch.Tensor) -> torch.Tensor:
+            with self._autocast():
+                return net.loss(model, *batch)
+
+        self._train, self._score = train, score
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.case.precision == "autocast")
+
+    @property
+    def module(self) -> nn.Module:
+        """See :class:`Training`."""
+        found: nn.Module = self.model.module
+        return found
+
+    def backward(self, batch: Batch) -> float:
+        """See :class:`Training`."""
+        return self._mean(self._train, batch)
+
+    def update(self) -> None:
+        """See :class:`Training`; with a scaler of the script's where the case says so."""
+        if not self.case.scaled:
+            super().update()
+            return
+        self._change_gradients()
+        self._scaler.unscale_(self.optimizer)
+        self.clip()
+        self._scale(self.clipped_factor)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+
+    def score(self, batch: Batch) -> float:
+        """See :class:`Training`."""
+        return self._mean(self._score, batch)
+
+    def _mean(self, call: Callable[..., Any], batch: Batch) -> float:
+        import smdistributed.modelparallel.torch as smp
+
+        common = self.case.prescaled
+        rank, size = (smp.rdp_rank(), smp.rdp_size()) if common else (smp.dp_rank(), smp.dp_size())
+        mean = float(call(*part(batch, rank, size)).reduce_mean())
+        return sum(smp.allgather(mean, smp.RDP_GROUP if common else smp.DP_GROUP)) / size
+
+    def run(self) -> Record:
+        """See :class:`Training`; an update may be smaller than what rounding changes, so float32 weights are compared."""
+        super().run()
+        if self.case.is_half:
+            masters = self.optimizer.full_state_dict()["fp16_states"]["masters"]
+            dtype = torch.bfloat16 if self.case.precision == "bf16" else torch.float16
+            for record in (record for record in self.model.registry if record.name in masters):
+                master = masters[record.name]
+                either = master.double(), master.to(dtype).double()  # batch norms are not rounded
+                last = {name: self.record.last[name] for name in record.names}
+                self.record.exact |= last.keys()
+                self.record.stale |= {n for n, value in last.items() if not any(torch.equal(value, e) for e in either)}
+                self.record.last |= dict.fromkeys(last, either[0])
+        return self.record
+
+    def clip(self) -> None:
+        """See :class:`Training`."""
+        if self.case.clipping == "master":
+            self.record.norms.append(float(self.optimizer.clip_master_grads(LIMIT)))
+        elif self.case.clipping == "torch":
+            self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
+        elif self.case.clipping == "total":
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), LIMIT, norm)
+            self.record.norms.append(float(norm))
+
+    def resume_partial(self, step: int, *, partial: bool = True) -> None:
+        """Save, leave the job, and go on in another with other degrees and other first weights."""
+        import smdistributed.modelparallel.torch as smp
+
+        tag = str(step)
+        smp.save_checkpoint(self._folder, tag=tag, partial=partial, model=self.model, optimizer=self.optimizer)
+        smp.barrier()
+        self.model = self.optimizer = self._train = self._score = self._scaler = None
+        smp.shutdown()
+        self._join(SEED + step)
+        if self.is_frozen:
+            self.hold_frozen()
+        smp.resume_from_checkpoint(self._folder, tag=tag, partial=partial)
+
+    def resume_full(self, step: int) -> None:
+        """The same by a full checkpoint."""
+        self.resume_partial(step, partial=False)
+
+    def fail(self, step: int) -> None:
+        """See :class:`Training`."""
+        import smdistributed.modelparallel.torch as smp
+
+        net, model = self.net, self.model
+
+        @smp.step
+        def train(*batch: torch.Tensor) -> torch.Tensor:
+            with self._autocast():
+                loss = net.loss(model, *batch)
+            model.backward(loss)
+            raise ValueError("the script's own")
+
+        try:
+            self._mean(train, self.batch(50))
+        except (ValueError, RuntimeError) as error:  # a pipeline's has the stage and its module
+            assert "the script's own" in str(error)
+            self.optimizer.zero_grad()
+
+    def reshape(self, step: int) -> None:
+        """Go over to other degrees."""
+        import smdistributed.modelparallel.torch as smp
+
+        smp.reshape(self.case.settings(self.topology))
+        if step % 2:  # before another step has run
+            self.load_again()
+
+
+def train_case(text: str, folder: str) -> Record:
+    """Train a case on this rank.
+
+    Args:
+        text: of :meth:`Case.to_json`.
+    """
+    return Job(Case.from_json(text), folder).run()
