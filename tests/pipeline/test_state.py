@@ -169,25 +169,25 @@ def test_stages_give_each_other_what_the_partition_has_moved(ranks):
         ranks(_moved, 2, other, 3, True, config=config)
 
 
-def test_writing_into_parameters_that_have_no_values_is_refused(ranks):
+@pytest.mark.parametrize("name", ["1.weight", "2.running_var"])
+def test_writing_into_tensors_that_have_no_values_is_refused(ranks, name):
     def run():
         import smdistributed.modelparallel.torch as smp
         from smp_runtime.errors import SMPUserError
 
         with smp.delay_param_initialization():
-            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
             nn.init.ones_(module[0].weight)  # recorded
         model = smp.DistributedModel(module)
+        tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
         with torch.no_grad():
-            model.module[1].weight.clamp_(-0.1, 0.1)
+            tensors[name].mul_(0.5)
 
         @smp.step
         def step(x):
             model.backward(model(x).square().mean())
 
-        with pytest.raises(
-            SMPUserError, match=r"written into 1 parameters that have no values .*, the first 1\.weight"
-        ):
+        with pytest.raises(SMPUserError, match=f"written into 1 tensors that have no values .*, the first {name}"):
             step(torch.ones(2, 4))
 
     ranks(run, 2, config={"partitions": 2})

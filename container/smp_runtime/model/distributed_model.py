@@ -168,12 +168,12 @@ class DistributedModel(WrappedModule):
             averages_microbatches=options.averages_microbatches,
         )
         self._state = ModelState(part, placed, ranks)
-        self._late_writes = LateWrites(() if self.partitioned else self.module.named_parameters())
         if self.partitioned:
             self._place()
             if ranks.rank == 0:
                 name, elements = type(self.module).__name__, f"{self.registry.elements:,}"
                 logger.info("Partition assignments:\n  %s: %s parameters, rank 0", name, elements)
+        self._late_writes = LateWrites(self.module)
         self._replicas.follow_loads()
 
     def rebuild(self, module: nn.Module) -> None:

@@ -138,7 +138,7 @@ class GradientWindow:
         self._reduce_for_readers(state or self.shards)
 
     def _reduce_for_readers(self, state: ShardedState | ShardedParameters | None) -> None:
-        """From now on a script that reads or sets gradients which lie in shards finds what has accumulated reduced."""
+        """Reduce accumulated gradients as soon as the script reads or sets a gradient that lies in shards."""
         weak = weakref.ref(self)
 
         def reduce() -> None:
@@ -240,7 +240,7 @@ class GradientWindow:
         Inside :meth:`no_sync` a script updates with each rank's own gradients on purpose.
 
         Raises:
-            SMPUserError: ranks may be done already, and would not take part; or no rank has gradients of its own.
+            SMPUserError: ranks may be done already, and would not take part; or it comes inside :meth:`no_sync` with sharded state.
         """
         unreduced = self._unreduced
         if not unreduced or self._reducer is None:
@@ -265,7 +265,7 @@ class GradientWindow:
         self._passes = 0
 
     def _reduce_now(self) -> None:
-        """Reduce what has accumulated; later passes of the group add theirs. Every rank calls it."""
+        """Reduce the accumulated gradients; every rank calls it. Later passes of the group add to them."""
         assert self._reducer is not None
         self._reducer.begin_window(reduces=True)
         self._reducer.finish_window(measures=False)

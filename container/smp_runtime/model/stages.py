@@ -296,9 +296,9 @@ def _state_bytes(optimizer: TrainedOptimizer | None) -> float:
 
 
 def agree_on_late_values(ranks: Ranks, module: nn.Module) -> None:
-    """Let replicas, and those that cut parts from the same tensors, create ``module`` from the numbers of the first of them.
+    """Agree on the random numbers that a late ``module`` is created from: those of the first rank of each stage.
 
-    At wrapping, which every rank does: later one alone may ask for the state.
+    Every rank wraps the model. Later a single rank may ask for its state, so that is too late to agree.
     """
     has_replicas = ranks.cfg.ddp or ranks.cfg.sharded_data_parallel_degree > 1
     members = ranks.members(Group.DP if has_replicas else Group.TP)

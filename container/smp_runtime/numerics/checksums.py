@@ -31,7 +31,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of this rank that other ranks may hold a copy of.
+    """A tensor that other ranks may hold a copy of.
 
     Attributes:
         exact: a number for its elements, equal on ranks whose copies are equal in every bit.

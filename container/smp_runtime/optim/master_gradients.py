@@ -38,7 +38,7 @@ class MasterGradients:
 
     @property
     def are_current(self) -> bool:
-        """Whether the gradients were brought, and nothing has changed them since."""
+        """Return whether the gradients were brought and are unchanged since."""
         return self._is_ready and not any(self._is_new(shard, shard.gradient) for shard in self._optimizer_shards)
 
     @torch.no_grad()
@@ -47,7 +47,8 @@ class MasterGradients:
 
         Args:
             scale: the loss scale of fp16; None leaves the gradients as they are, and no rank waits for another.
-            edits_only: what is new of sharded gradients is the script's doing, which had them in hand as they were brought.
+            edits_only: only the script has changed sharded gradients since the last call. It has read them divided by ``scale``,
+                so they are not divided again.
 
         Returns:
             Whether any rank of the job has a gradient that is not finite, if there is a scale; None if nothing has come

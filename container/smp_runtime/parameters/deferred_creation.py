@@ -209,7 +209,7 @@ class Deferral(TorchDispatchMode):
 
     @property
     def agreed(self) -> RandomNumbers:
-        """The random numbers to replay from; this rank's own before :meth:`agree`."""
+        """Return the random numbers to replay from; those of this rank before :meth:`agree`."""
         return self._agreed or self.numbers
 
     @property
@@ -322,7 +322,7 @@ class Deferrals(list[Deferral]):
     """Records of models whose parameters are not computed yet; kept once per job."""
 
     def agree(self, module: nn.Module, share: Callable[[Any], Any]) -> None:
-        """Let the ranks replay the creation of ``module`` from the same random numbers, see :meth:`Deferral.agree`."""
+        """Agree on the random numbers that ``module`` is created from; see :meth:`Deferral.agree`."""
         tensors = [*module.parameters(), *module.buffers()]
         for deferral in self:
             if any(deferral.owns(tensor) for tensor in tensors):

@@ -76,28 +76,28 @@ def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor]) -> dict[int
 
 
 class LateWrites:
-    """Notices that a script writes into parameters which have no values yet: nothing would come of it.
+    """The parameters and buffers of a model that have no values before its first step, with their versions.
 
-    Args:
-        parameters: by name, those of a model whose first step will give them values.
+    Writing into them has no effect then, so it is refused.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._versions = {name: (p, p._version) for name, p in parameters if p.is_meta}
+    def __init__(self, module: nn.Module) -> None:
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        self._versions = {name: (tensor, tensor._version) for name, tensor in tensors if tensor.is_meta}
 
     def refuse(self) -> None:
-        """Make sure that there was none, before the library itself writes.
+        """Check that the script has written into none of them; call it before the library itself writes.
 
         Raises:
-            SMPUserError: a parameter has been written into.
+            SMPUserError: it has.
         """
-        written = [name for name, (parameter, version) in self._versions.items() if parameter._version != version]
+        written = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
         self._versions = {}
         if written:
             raise SMPUserError(
-                f"the script has written into {len(written)} parameters that have no values before the first step of a "
-                f"pipeline, the first {written[0]}: they were created by smp.delay_param_initialization() or smp.model_creation(); "
-                "write inside that context, load a state with model.load_state_dict(), or write after the first step"
+                f"the script has written into {len(written)} tensors that have no values before the first step of a pipeline, "
+                f"the first {written[0]}: smp.delay_param_initialization() or smp.model_creation() created them; write inside that "
+                "context, load a state with model.load_state_dict(), or write after the first step"
             )
 
 

@@ -31,10 +31,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Call:
-    """A module call that is running, with its inputs, the units that it needs and its use of each.
+    """A running module call.
 
     Attributes:
-        caches: whether autocast keeps what it casts, which it does not inside of a call that needs units.
+        units: those that the call needs.
+        uses: the call's use of each unit.
+        start: when it began, by the clock of the calls.
+        caches: whether autocast caches casts of weights outside this call.
     """
 
     module: nn.Module
@@ -205,8 +208,8 @@ class ModuleUses:
         call = _Call(module, (args, kwargs), units, uses, self._clock, torch.is_autocast_cache_enabled())
         self._calls.running.append(call)
         if units:
-            # Threads have one cache: microbatches would share casts of weights by chance, and backward take its own order on
-            # each rank.
+            # All threads share autocast's cache. Microbatches would share casts of weights, depending on timing, and the order
+            # of backward, and with it that of the collectives, would differ between ranks.
             torch.set_autocast_cache_enabled(False)
         for unit in units:
             uses.append(self._enter(unit, call))

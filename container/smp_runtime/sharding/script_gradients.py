@@ -54,7 +54,7 @@ class ScriptGradients:
         shards: the state that the gradients belong to.
 
     Attributes:
-        reduce: reduces what has only accumulated so far, if there is anything; before the script reads or sets a gradient.
+        reduce: reduces accumulated gradients, if there are any; called before the script reads or sets one.
     """
 
     def __init__(self, shards: GathersUnits, ranks: Ranks) -> None:
@@ -90,7 +90,7 @@ class ScriptGradients:
     def write(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """Set ``parameter.grad``, and note that the script has done so."""
         if self._is_between_passes:
-            self.reduce()  # else what has accumulated would come after this, and count too
+            self.reduce()  # a later reduction would add the accumulated gradients to this one
             self._held.setdefault(parameter, None)
         set_gradient(parameter, value)
 

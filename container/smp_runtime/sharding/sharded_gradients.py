@@ -357,7 +357,7 @@ class ShardedGradients:
         self._used_anywhere.zero_()
 
     def ready(self) -> Iterator[tuple[ShardedUnit, torch.Tensor, list[bool]]]:
-        """Of each unit, this rank's shard of the averaged gradients, and which of its parameters any rank used since the last."""
+        """Yield each unit with its shard of the averaged gradients and which parameters any rank used since the last reduction."""
         for unit in self._units:
             flat = self._ready.get(self._dtype or unit.dtype)
             if flat is not None:

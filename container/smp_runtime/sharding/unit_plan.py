@@ -140,7 +140,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _is_experts(name: str, module: nn.Module) -> bool:
-    """Whether a list, by its name and contents, has the experts of a mixture; those of other ranks have no elements here."""
+    """Return whether a list holds the experts of a mixture, by its name and shapes; other ranks' experts are empty here."""
     shapes = {tuple(p.shape for p in expert.parameters() if p.numel()) for expert in module.children()}
     return "experts" in name and isinstance(module, nn.ModuleList | nn.ModuleDict) and len(shapes - {()}) == 1
 

@@ -1,4 +1,4 @@
-"""A module's parameters, which tell when one of them is read; and those of others that it uses."""
+"""A module's parameters, which report reads, and the registration of parameters that other modules hold."""
 
 from __future__ import annotations
 

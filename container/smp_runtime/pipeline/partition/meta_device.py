@@ -46,7 +46,7 @@ def values_left_out(device: torch.device) -> Iterator[None]:
 
 
 class _BeforeAutocast(TorchFunctionMode):
-    """Leaves out the values of numbers beside a tensor of the meta device, which autocast would cast alone."""
+    """Moves floating point arguments to the meta device before autocast, which casts only those that are not on it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
