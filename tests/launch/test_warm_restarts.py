@@ -260,6 +260,14 @@ def test_a_standby_that_has_died_is_done_without(host):
     assert "nobody has its imports (Connection refused)" in errors
 
 
+#: Where ``driver(code)`` has the process hold a CUDA driver whose calls return ``code``.
+DRIVER = (
+    "import ctypes; from types import SimpleNamespace as N; from smp_launch.warm import imports; "
+    "driver = lambda code: (setattr(imports, '_mapped_files', lambda: ['/usr/lib/libcuda.so.1']), "
+    "setattr(ctypes, 'CDLL', lambda name: N(cuDeviceGetCount=lambda count: code)))"
+)
+
+
 @pytest.mark.parametrize(
     ("imported", "why"),
     [
@@ -272,6 +280,8 @@ def test_a_standby_that_has_died_is_done_without(host):
         ("kept = open('/dev/zero')", "has opened /dev/zero"),
         ("import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)", "handles signals"),
         ("import types; sys.modules['mpi4py.MPI'] = types.ModuleType('MPI')", "has joined MPI"),
+        (f"{DRIVER}; driver(0)", "has initialized the CUDA driver"),
+        (f"{DRIVER}; driver(3)", None),
     ],
 )
 def test_what_forks_must_not_share(imported, why):

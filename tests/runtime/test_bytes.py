@@ -48,6 +48,7 @@ SAMPLE = {
 }  # fmt: skip
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize(
     ("world", "precision", "sharded"),
     sampled(itertools.product((2, 4), ("fp32", "bf16", "fp16"), (False, True)), SAMPLE),

@@ -61,6 +61,7 @@ def _count(microbatches, passes, updates=2):
     return counting.sent / updates, {name: count / updates for name, count in counting.calls.items()}
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize(
     ("world", "degree", "microbatches", "passes"),
     [(2, 2, 1, 1), (4, 2, 1, 1), (4, 4, 3, 1), (4, 2, 1, 3), pytest.param(4, 2, 3, 3, marks=pytest.mark.full)],

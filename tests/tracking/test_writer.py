@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from smp_emulation.checked import emulated
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tracking import writer as module
 from smp_runtime.tracking.points import LaterPoint, Point, checked
@@ -118,3 +119,19 @@ def test_what_is_no_number_is_refused(value: object, message: str) -> None:
 def test_numbers_of_all_kinds_are_taken() -> None:
     found = checked({"a": 1, "b": True, "c": torch.ones(1, 1), "d": torch.tensor(3), "e": float("nan")})
     assert [float(found[name]) for name in "abcd"] == [1.0, 1.0, 1.0, 3.0]
+
+
+def test_what_waits_for_a_device_uses_no_other() -> None:
+    used = []
+
+    def wait(point: LaterPoint) -> None:
+        point.arrived()
+        used.append(torch.cuda.current_device())
+
+    with emulated(devices=2):
+        torch.cuda.set_device(1)
+        point = LaterPoint(0, 0.0, {"loss": torch.ones((), device="cuda")})
+        thread = threading.Thread(target=wait, args=(point,))
+        thread.start()
+        thread.join()
+    assert used == [1]

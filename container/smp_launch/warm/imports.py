@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import select
@@ -28,6 +29,9 @@ REPORTED_STEP = 2
 
 #: Seconds for the report to be taken.
 _PATIENCE = 2.0
+
+#: The CUDA driver's library, and what its calls return before somebody has initialized it in this process.
+_DRIVER, _NOT_INITIALIZED = "libcuda.so", 3
 
 #: Packages that join their job when they are imported.
 _JOINS = ("mpi4py",)
@@ -156,7 +160,29 @@ class Shared:
         torch = sys.modules.get("torch")
         if torch is not None and (torch.cuda.is_initialized() or torch.distributed.is_initialized()):
             return "what the script imports has begun to use a GPU, or joined a process group"
+        if _has_begun_driver():
+            return "what the script imports has initialized the CUDA driver"
         return None
+
+
+def _has_begun_driver() -> bool:
+    """Whether this process has initialized the CUDA driver, after which no fork of it can use a GPU.
+
+    PyTorch does not know of it where ``torch.cuda.is_available()`` or another library did that.
+    """
+    if not any(os.path.basename(file).startswith(_DRIVER) for file in _mapped_files()):
+        return False
+    count = ctypes.c_int()
+    return ctypes.CDLL(f"{_DRIVER}.1").cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED
+
+
+def _mapped_files() -> Iterator[str]:
+    """Give the files that lie in this process's memory, its libraries among them."""
+    with open("/proc/self/maps") as file:
+        for line in file:
+            fields = line.rstrip().split(maxsplit=5)
+            if len(fields) == 6:
+                yield fields[5]
 
 
 def _open_files() -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from smp_runtime.module_state.entries import REGISTRIES, Entries
 from smp_runtime.tensors.nested import tensors_in
-from smp_runtime.tensors.random_state import OtherGenerators
+from smp_runtime.tensors.random_state import OtherGenerators, number_of
 from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 
 logger = logging.getLogger("smp")
@@ -134,9 +134,8 @@ def restored(model: nn.Module, *, keeps_tree: bool = False) -> Iterator[Snapshot
         keeps_tree: as for :meth:`Snapshot.put_back`.
     """
     snapshot, generators = Snapshot(model), OtherGenerators()
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(gpus):
+        with torch.random.fork_rng(_gpus_of(model)):
             yield snapshot
     finally:
         generators.restore(draws=False)
@@ -152,3 +151,12 @@ def _put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
     if buffer.shape != value.shape:  # resized in place
         buffer.resize_(value.shape)
     buffer.copy_(value)
+
+
+def _gpus_of(model: nn.Module) -> list[int]:
+    """Return the numbers of the GPUs that ``model`` may draw on: the current one, and those of its tensors."""
+    if not torch.cuda.is_initialized():
+        return []
+    tensors = (*model.parameters(), *model.buffers())
+    numbers = {number_of(tensor.device) for tensor in tensors if tensor.device.type == "cuda"}
+    return sorted(numbers | {torch.cuda.current_device()})

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel.masks import additive
 
+#: Whether ``scaled_dot_product_attention`` knows of grouped heads, since PyTorch 2.5.
+_HAS_GROUPS = hasattr(torch.backends.cuda.SDPAParams, "enable_gqa")
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -53,12 +56,16 @@ def attend(
         ``[batch, heads, queries, head size]``.
     """
     dtype = value.dtype
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if scoring.in_fp32:
         query, key, value = query.float(), key.float(), value.float()
     bias = _bias(query, key.shape[2], mask, scoring)
+    groups = query.shape[1] // key.shape[1]
+    by_kernel: dict[str, bool] = {}
+    is_causal = scoring.causal and bias is None and query.shape[2] > 1
+    if groups > 1 and bias is None and is_grouped_by_kernel(query, key, value, dropout, is_causal=is_causal):
+        by_kernel["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     # Under autocast the kernel would go back to half precision.
     leaves = scoring.in_fp32 and not query.is_meta
     wide = torch.autocast(query.device.type, enabled=False) if leaves else contextlib.nullcontext()
@@ -69,10 +76,24 @@ def attend(
             value,
             attn_mask=bias,
             dropout_p=dropout,
-            is_causal=scoring.causal and bias is None and query.shape[2] > 1,
+            is_causal=is_causal,
             scale=scoring.scale,
+            **by_kernel,
         )
     return context.to(dtype)
+
+
+def is_grouped_by_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, *, is_causal: bool
+) -> bool:
+    """Return whether flash attention runs, which copies no heads of keys and values where queries have more of them.
+
+    PyTorch's other kernels do not take them, and it would then go back to the slowest one. Never on the CPU.
+    """
+    if not _HAS_GROUPS or query.device.type != "cuda":
+        return False
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, is_causal, True)
+    return torch.backends.cuda.can_use_flash_attention(params)
 
 
 def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Scoring) -> torch.Tensor | None:
@@ -89,7 +110,7 @@ def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Sc
         places = torch.arange(before, before + queries, device=query.device)
         distance = places[:, None] - torch.arange(keys, device=query.device)
     if scoring.slopes is not None:
-        slopes = torch.tensor(scoring.slopes, dtype=query.dtype, device=query.device)
+        slopes = _numbers_on(scoring.slopes, query.dtype, query.device)
         linear = -slopes[:, None, None] * distance.abs()
         bias = (linear if bias is None else bias + linear).clamp_min(lowest)
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
@@ -109,6 +130,23 @@ def alibi_slopes(heads: int, bias_max: int = 8) -> tuple[float, ...]:
     return tuple(slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads])
 
 
+def _numbers_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the numbers as a vector on a device; a GPU gets them once, since the host waits for each such copy."""
+    make = _made_on if torch.compiler.is_compiling() else _kept_on
+    return make(numbers, dtype, device)
+
+
+def _made_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Kept for later calls, also those that train.
+    with torch.inference_mode(False), torch.no_grad():
+        return _made_on(numbers, dtype, device)
+
+
 @functools.lru_cache(maxsize=16)
 def _angles(
     frequencies: tuple[float, ...], length: int, scale: float, device: torch.device
@@ -123,7 +161,7 @@ def _computed_angles(
     frequencies: tuple[float, ...], length: int, scale: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=device)
+    angles = positions[:, None] * _numbers_on(frequencies, torch.float32, device)
     return angles.cos() * scale, angles.sin() * scale
 
 
@@ -148,8 +186,7 @@ def rotate(
         of_positions = _computed_angles if torch.compiler.is_compiling() else _angles
         cos, sin = (table[: tensor.shape[2]] for table in of_positions(frequencies, length, scale, tensor.device))
     else:
-        table = torch.tensor(frequencies, dtype=torch.float32, device=tensor.device)
-        angles = positions[:, None, :, None].float() * table
+        angles = positions[:, None, :, None].float() * _numbers_on(frequencies, torch.float32, tensor.device)
         cos, sin = angles.cos() * scale, angles.sin() * scale
     cos, sin = cos.to(tensor.dtype), sin.to(tensor.dtype)
     turned, rest = tensor[..., : 2 * pairs], tensor[..., 2 * pairs :]

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from smp_runtime.tensors.random_state import number_of
+
 _TENSOR: Any = torch.Tensor  # whose attributes are descriptors to PyTorch, and values to mypy
 _DEVICE = _TENSOR.device.__get__
 _IS_META, _IS_CPU, _IS_CUDA = _TENSOR.is_meta.__get__, _TENSOR.is_cpu.__get__, _TENSOR.is_cuda.__get__
@@ -59,7 +61,7 @@ class Appearances(TorchFunctionMode):
         if func == _IS_META:
             return self._is_skipped(sys._getframe(2))  # noqa: SLF001 - the code that asks
         if func == _GET_DEVICE:
-            return -1 if device.type == "cpu" else device.index or 0
+            return -1 if device.type == "cpu" else number_of(device)
         return device.type == ("cpu" if func == _IS_CPU else "cuda")
 
     def _is_skipped(self, frame: Any) -> bool:

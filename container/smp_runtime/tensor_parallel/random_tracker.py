@@ -20,6 +20,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.parameters.deferred_creation import Deferral
+from smp_runtime.tensors.random_state import generator_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks, StepState
@@ -83,9 +84,7 @@ class RandomTracker:
             yield
             return
         seed = mixed(self._base, *self._use(), stream)
-        generator = (
-            torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        )
+        generator = generator_of(device)
         before = generator.get_state()
         generator.manual_seed(seed)
         try:

@@ -10,6 +10,18 @@ from typing import Any
 import torch
 
 
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return PyTorch's own generator of a CPU or CUDA device; "cuda" without a number is the current one."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[number_of(device)]
+
+
+def number_of(gpu: torch.device) -> int:
+    """Return the number of a CUDA device, which "cuda" alone leaves to the current one."""
+    return torch.cuda.current_device() if gpu.index is None else gpu.index
+
+
 class RandomState:
     """The state of the CPU's generator, and of this rank's GPU, between the segments of a task; it begins with a seed."""
 
@@ -32,7 +44,7 @@ class RandomState:
         if self._seed is not None:
             torch.default_generator.manual_seed(self._seed)
             if self._gpu is not None:
-                torch.cuda.default_generators[self._gpu.index or 0].manual_seed(self._seed)
+                generator_of(self._gpu).manual_seed(self._seed)
             self._seed = None
             return
         if self._cpu_state is not None:

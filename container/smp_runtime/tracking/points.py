@@ -43,7 +43,8 @@ class LaterPoint:
         self._names = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
         self._order = list(values)
         self._copies: list[torch.Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
+        #: Each with its device.
+        self._copied: list[tuple[torch.device, torch.cuda.Event]] = []
         for value in values.values():
             if isinstance(value, torch.Tensor):
                 self._take(value.detach())
@@ -56,11 +57,14 @@ class LaterPoint:
         self._copies.append(pinned.copy_(value.double().reshape(()), non_blocking=True))
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(value.device))
-        self._copied.append(event)
+        self._copied.append((value.device, event))
 
     def arrived(self) -> Point:
         """The point; waits for the device, so that only the thread that writes calls it."""
-        for event in self._copied:
+        for device, event in self._copied:
+            torch.cuda.set_device(
+                device
+            )  # of a new thread it is the first of the host, where waiting would take memory
             event.synchronize()
         found = {**self._numbers, **{name: float(copy) for name, copy in zip(self._names, self._copies, strict=True)}}
         return Point(self._step, self._when, {name: found[name] for name in self._order})

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.comm.host.shared_memory import MOST_RANKS, Arena, Invitation, Neighbour, Published, is_possible
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.parameter_attributes import get_data
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Work
@@ -149,21 +150,21 @@ class HostCollectives(TorchCollectives):
         if members is None or not _is_served(tensor):
             return super().all_reduce(tensor, group)
         kind = _WholeSum if tensor.nbytes <= _SUMMED_WHOLE else _SumInParts
-        return kind(members, tensor.detach().view(-1))
+        return kind(members, _elements(tensor))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         members = self._members(group)
         if members is None or not _is_served(full):
             return super().reduce_scatter(shard, full, group)
-        return _PartOfSum(members, shard.detach().view(-1), full.detach().view(-1))
+        return _PartOfSum(members, _elements(shard), _elements(full))
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         members = self._members(group)
         if members is None or not _is_served(shard):
             return super().all_gather(full, shard, group)
-        return _Gather(members, full.detach().view(-1), shard.detach().view(-1))
+        return _Gather(members, _elements(full), _elements(shard))
 
     def close(self) -> None:
         """This rank takes part in nothing any more, and lets go of the groups."""
@@ -182,6 +183,14 @@ class HostCollectives(TorchCollectives):
 def _is_served(tensor: torch.Tensor) -> bool:
     """The same on all ranks, since tensors of a collective are alike."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and 0 < tensor.nbytes <= _MOST_BYTES
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what is sent or received as a vector. Writing into it does not count as a write of the script's.
+
+    So it is with the collectives of ``torch.distributed``: they do not move the version that the tensor shares with its views.
+    """
+    return get_data(tensor).view(-1)
 
 
 class _Work:
