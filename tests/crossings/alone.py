@@ -6,7 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from crossings.training import LIMIT, SEED, Training, default_dtype, grouped, make_optimizer, mark_biases
+from crossings.training import (
+    LIMIT,
+    SEED,
+    Training,
+    default_dtype,
+    grouped,
+    hook_gradients,
+    make_optimizer,
+    mark_biases,
+)
 from support.models import part
 from torch import nn
 
@@ -27,6 +36,8 @@ class Alone(Training):
             mark_biases(self.model)
             if case.begins_frozen:
                 self.net.blocks(self.model)[0].requires_grad_(False)
+            if case.hooked:
+                hook_gradients(self.net.blocks(self.model)[-1].parameters())
             groups = grouped(self.model) if case.grouped else self.model.parameters()
             self.optimizer = make_optimizer(case.optimizer, groups)
         self.record.parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}

@@ -75,6 +75,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "grouped": (False, True),
     "small_buckets": (False, True),
     "begins_frozen": (False, True),
+    "zeroes": (False, True),
+    "without_sync": (False, True),
+    "hooked": (False, True),
+    "unchecked": (False, True),
     "net": tuple(NETS),
 }
 
@@ -150,6 +154,10 @@ class Case:
     grouped: bool = False
     small_buckets: bool = False
     begins_frozen: bool = False
+    zeroes: bool = False
+    without_sync: bool = False
+    hooked: bool = False
+    unchecked: bool = False
     net: str = "perceptron"
     events: tuple[Event, ...] = ()
 
@@ -231,6 +239,7 @@ class Case:
             "virtual_stages": 2 if self.schedule == "virtual_stages" and pp > 1 and not self.manual else 1,
             "sdp_param_persistence_threshold": 0,
             "sdp_gradient_clipping": 1e9,
+            "check_invariants": not self.unchecked,
         }
         if self.is_half:
             found[self.precision] = True
@@ -285,6 +294,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["optimize"] = "memory"
     if values["passes"] == 1:
         values["counted_passes"] = False
+    if values["passes"] == 1 or values["counted_passes"]:
+        values["without_sync"] = False
     if pp == 1:
         values["manual"] = False
     if values["precision"] in ("bf16", "fp16"):

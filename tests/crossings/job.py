@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from crossings.case import Case
-from crossings.training import LIMIT, SCALE, SEED, Record, Training, default_dtype, grouped, make_optimizer, mark_biases
+from crossings.training import (
+    LIMIT,
+    SCALE,
+    SEED,
+    Record,
+    Training,
+    default_dtype,
+    grouped,
+    hook_gradients,
+    make_optimizer,
+    mark_biases,
+)
 from support.models import part
 from torch import nn
 
@@ -52,6 +63,8 @@ class Job(Training):
             )
             made = make_optimizer(case.optimizer, grouped(model) if case.grouped else model.parameters())
             self.optimizer = smp.DistributedOptimizer(made, static_loss_scale=SCALE)
+        if case.hooked:
+            hook_gradients(net.blocks(self.module)[-1].parameters())
         scaler = self._scaler = smp.amp.GradScaler(init_scale=SCALE, enabled=case.scaled)
         if case.checkpointing != "none":
             for number, block in enumerate(net.blocks(self.module)):
@@ -90,6 +103,12 @@ class Job(Training):
     def backward(self, batch: Batch) -> float:
         """See :class:`Training`."""
         return self._mean(self._train, batch)
+
+    def accumulating(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """See :class:`Training`."""
+        waits = self.case.without_sync and not is_last
+        found: contextlib.AbstractContextManager[None] = self.model.no_sync() if waits else contextlib.nullcontext()
+        return found
 
     def update(self) -> None:
         """See :class:`Training`; with a scaler of the script's where the case says so."""
@@ -183,7 +202,11 @@ class Job(Training):
         """Go over to other degrees."""
         import smdistributed.modelparallel.torch as smp
 
+        former = smp.tp_size()
         smp.reshape(self.case.settings(self.topology))
+        if self.case.hooked and max(former, smp.tp_size()) > 1:  # a warning says that distributed modules are new
+            own = [p for p in self.net.blocks(self.module)[-1].parameters() if not p._backward_hooks]
+            hook_gradients(own)
         if step % 2:  # before another step has run
             self.load_again()
 

@@ -90,6 +90,12 @@ FIXED = {
         topology="s2", optimizer="adagrad", begins_frozen=True, grouped=True,
         events=(Event(2, "reload_state"), Event(3, "resume_partial", "dp2"), Event(4, "reshape", "o2")),
     ),
+    "hooks of gradients in a pipeline that is created late": Case(
+        topology="pp2", microbatches=2, delayed=True, hooked=True, events=(Event(2, "reshape", "s2"),)
+    ),
+    "passes without averaging, and gradients that are set to zero": Case(
+        topology="s2", passes=2, without_sync=True, zeroes=True, unchecked=True, optimizer="adamw", net="late_head"
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,13 @@ def mark_biases(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
             parameter.is_slow = True  # type: ignore[attr-defined]
+
+
+def hook_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Have backward halve the gradients of parameters."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: 0.5 * gradient)
 
 
 def grouped(module: nn.Module) -> list[dict[str, Any]]:
@@ -109,12 +116,19 @@ class Training:
                 if event.step == step:
                     self.apply(event)
             batch = self.batch(step)
-            self.optimizer.zero_grad()
-            whole = [self.backward(part(batch, number, self.case.passes)) for number in range(self.passes)]
+            self.optimizer.zero_grad(set_to_none=not self.case.zeroes)
+            whole = []
+            for number in range(self.passes):
+                with self.accumulating(is_last=number == self.passes - 1):
+                    whole.append(self.backward(part(batch, number, self.case.passes)))
             self.record.losses.append(sum(whole) / len(whole))
             self.update()
         self.record.last = self.weights()
         return self.record
+
+    def accumulating(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Run a pass inside; unless it is the last, its gradients need not be averaged yet."""
+        return contextlib.nullcontext()
 
     def update(self) -> None:
         """Change the weights by the gradients."""
@@ -232,7 +246,7 @@ class Training:
     def evaluate(self, step: int) -> None:
         """Score a batch of its own in evaluation mode."""
         self.model.eval()
-        with torch.no_grad():
+        with torch.inference_mode() if step % 2 else torch.no_grad():
             self.record.scores.append(self.score(self.batch(99)))
         self.model.train()
 

@@ -69,5 +69,30 @@ def test_what_was_replaced_and_added_goes_and_what_the_script_has_set_stays():
     assert calls == [1]
 
 
+def test_hooks_of_gradients_stay_with_their_handles():
+    module, added = Net(), []
+    blueprint = Blueprint(module)
+    handle = module.inner.weight.register_hook(lambda gradient: 3 * gradient)
+    module.inner.bias.register_post_accumulate_grad_hook(lambda parameter: added.append(parameter))
+    blueprint.build(_zeros, torch.zeros_like)
+    module.inner(torch.ones(1, 4)).sum().backward()
+    assert module.inner.weight.grad.eq(3).all()
+    assert len(added) == 1
+    assert added[0] is module.inner.bias
+    handle.remove()
+    module.inner.weight.grad = None
+    module.inner(torch.ones(1, 4)).sum().backward()
+    assert module.inner.weight.grad.eq(1).all()
+
+
+def test_hooks_on_what_a_strategy_has_made_are_named():
+    module = Net()
+    blueprint = Blueprint(module)
+    module.inner = nn.Linear(4, 4)  # as tensor parallelism does
+    blueprint.note_wrapped(module)
+    module.inner.bias.register_hook(lambda gradient: gradient)
+    assert blueprint.listened_elsewhere(module) == ["inner.bias"]
+
+
 def test_torchscript_cannot_be_built_anew():
     assert "TorchScript" in Blueprint(nn.Sequential(torch.jit.script(nn.Linear(2, 2)))).problem

@@ -32,8 +32,8 @@ class SharedState(Protocol):
     def sharing(self) -> Group:
         """The kind of the group that shares it."""
 
-    def clear_gradients(self) -> None:
-        """Forget gradients that were reduced to their owner."""
+    def clear_gradients(self, *, to_zero: bool = False) -> None:
+        """Forget gradients that were reduced to their owner, or set them to zero."""
 
     def take_back_gradients(self) -> None:
         """Let what the script has done to ``p.grad`` since the reduction count."""

@@ -487,4 +487,4 @@ class DistributedModel(WrappedModule):
         for optimizer in self._session.optimizers:
             optimizer.drop_gradients_of(self)
         if self.sharded_state is not None:
-            self.sharded_state.clear_gradients()
+            self.sharded_state.clear_gradients(to_zero=not set_to_none)

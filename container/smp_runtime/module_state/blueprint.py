@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from smp_runtime.module_state.replaced_parameters import ReplacedParameter, settle, stand_in
+from smp_runtime.tensors.torch_private import gradient_hooks, set_gradient_hooks
 
 #: Entries of a module that are dictionaries of hooks; the script may add to them at any time.
 _HOOKS = "_hooks"
@@ -94,6 +95,15 @@ class Blueprint:
         """Those that the script has given."""
         return (part for part, _, _ in self._kept)
 
+    def listened_elsewhere(self, module: nn.Module) -> list[str]:
+        """Return the names in ``module`` of parameters with hooks of the script that a replaced module has, not one of its own."""
+        own = {id(p) for part in self.modules() for p in (vars(part).get("_parameters") or {}).values()}
+        return [
+            name
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in own and _is_listened_to(parameter)
+        ]
+
     def note_wrapped(
         self, module: nn.Module, replaced: Callable[[nn.Parameter, nn.Parameter], None] = lambda former, now: None
     ) -> None:
@@ -139,8 +149,8 @@ class Blueprint:
     ) -> nn.Module:
         """The model as it was, with new parameters.
 
-        What the script has done since stays: modes, flags of parameters and plain attributes that it has changed, hooks that
-        it has added.
+        What the script has done since stays: modes, flags of parameters and plain attributes that it has changed, hooks of
+        modules and of gradients that it has added.
 
         Args:
             parameter: makes one.
@@ -160,6 +170,7 @@ class Blueprint:
                 now = since["_parameters"].get(name) if isinstance(since.get("_parameters"), dict) else None
                 if number is not None and now is not None and now.is_leaf:
                     made[number].requires_grad_(now.requires_grad)
+                    set_gradient_hooks(made[number], *map(_without_own, gradient_hooks(now)))
             part.__class__ = kind
             vars(part).clear()
             vars(part).update({key: _copied(value) for key, value in entries.items()})
@@ -200,8 +211,25 @@ def _add_hooks(entries: dict[str, Any], since: Mapping[str, Any]) -> None:
         if not name.endswith(_HOOKS) or not isinstance(hooks, dict) or not isinstance(entries.get(name), dict):
             continue
         for key, hook in hooks.items():
-            if key not in entries[name] and not _home(hook).startswith("smp_runtime"):
+            if key not in entries[name] and not _is_own(hook):
                 entries[name][key] = hook
+
+
+def _is_listened_to(parameter: nn.Parameter) -> bool:
+    """Whether the script has registered a hook of its gradient."""
+    return any(not _is_own(hook) for hooks in gradient_hooks(parameter) for hook in (hooks or {}).values())
+
+
+def _without_own(hooks: dict[int, Any] | None) -> dict[int, Any] | None:
+    """Take this library's own out of a dictionary of hooks; it stays the one that handles remove hooks from."""
+    if hooks:
+        for key in [key for key, hook in hooks.items() if _is_own(hook)]:
+            del hooks[key]
+    return hooks
+
+
+def _is_own(hook: Any) -> bool:
+    return _home(hook).startswith("smp_runtime")
 
 
 def _home(hook: Any) -> str:

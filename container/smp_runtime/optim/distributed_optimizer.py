@@ -365,11 +365,11 @@ class DistributedOptimizer(SavedOptimizer):
         if self._model is not None and self._model.sharded_state is not None:
             self._model.sharded_state.gather_parameters()
 
-    def _drop_gradients(self) -> None:
+    def _drop_gradients(self, *, to_zero: bool = False) -> None:
         with self._writes.ignored():
             self._masters.drop()
         if self._model is not None and self._model.sharded_state is not None:
-            self._model.sharded_state.clear_gradients()
+            self._model.sharded_state.clear_gradients(to_zero=to_zero)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients of the parameters and of what is updated instead of them.
@@ -386,7 +386,7 @@ class DistributedOptimizer(SavedOptimizer):
                     set_gradient(parameter, None)
                 elif gradient is not None:
                     gradient.zero_()
-            self._drop_gradients()
+            self._drop_gradients(to_zero=not set_to_none)
         with self._writes.ignored():
             self.optimizer.zero_grad(set_to_none=set_to_none)
 

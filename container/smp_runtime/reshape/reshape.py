@@ -165,6 +165,7 @@ class _Move:
             SMPUserError: it cannot be laid out so.
         """
         session, model, optimizer = self._session, self._model, self._optimizer
+        self._say_lost_hooks()
         KnownContents.forget(model)
         model.leave_stages()
         if optimizer is not None:
@@ -190,6 +191,17 @@ class _Move:
         """Move all tensors to where they are wanted."""
         self._loading.load_tensors()
         self._outcome.received_bytes = self._reader.received
+
+    def _say_lost_hooks(self) -> None:
+        """Warn of hooks on gradients of distributed modules, whose parameters may be others in the new layout."""
+        names = self._model.blueprint.listened_elsewhere(self._model.module)
+        if names and self._session.ranks.rank == 0:
+            logger.warning(
+                "hooks were registered on gradients of %d parameters of distributed modules (%s), which smp.reshape makes anew: "
+                "they are not called any more; register them again on the parameters of the wrapped model",
+                len(names),
+                ", ".join(names[:3]),
+            )
 
     def _follow_buffers(self, module: nn.Module) -> None:
         """Let the script's modules have the buffers that they have by now, without values: new ones, and others' shape and type."""

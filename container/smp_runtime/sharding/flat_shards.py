@@ -117,12 +117,27 @@ class FlatShards(Generic[Unit]):
         """Let what the script has done to ``p.grad`` since the reduction count."""
         self.script_gradients.take_back()
 
-    def clear_gradients(self) -> None:
-        """Forget the gradients of this rank's shards."""
-        self.script_gradients.forget()
+    def clear_gradients(self, *, to_zero: bool = False) -> None:
+        """Forget the gradients of this rank's shards.
+
+        Args:
+            to_zero: put zeros in their place and in that of those that the last update has used up, as
+                ``zero_grad(set_to_none=False)`` does: later ones are added to them, and an update counts their parameters.
+        """
+        if to_zero:
+            self.script_gradients.take_back()
+        self.script_gradients.forget(keeps_former=to_zero)
         for shard in self.optimizer_shards.values():
             if shard is not None:
                 shard.reduced = None
+
+    def _hand_out_zeros(self) -> None:
+        for unit, dtype, used in self.script_gradients.former():
+            self._hand_out(unit, self._zeros_of(unit, dtype), used)
+
+    def _zeros_of(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``[shard_elements]`` zeros, to which later gradients of the unit are added."""
+        raise NotImplementedError
 
     def counts(self, shard: OptimizerShard) -> bool:
         """Whether this rank adds a shard to sums over the group: every element counts once."""

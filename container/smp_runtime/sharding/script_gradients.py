@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +62,7 @@ class ScriptGradients:
         self._ranks = ranks
         self.reduce: Callable[[], None] = lambda: None
         self._delivered: dict[int, _Delivered] = {}
+        self._former: dict[int, tuple[FlatUnit, torch.dtype, list[bool]]] = {}
         #: Parameters whose gradient the script has in hand, or has set.
         self._held: dict[nn.Parameter, None] = {}
 
@@ -104,12 +105,26 @@ class ScriptGradients:
                 set_gradient(parameter, None)
                 self._keep(parameter, *place, current)
 
-    def forget(self) -> None:
-        """Forget what was delivered, and what the script has in hand of it."""
+    def forget(self, *, keeps_former: bool = False) -> None:
+        """Forget what was delivered, and what the script has in hand of it.
+
+        Args:
+            keeps_former: whether :meth:`former` goes on naming what was forgotten before.
+        """
+        if not keeps_former:
+            self._former.clear()
+        for key, each in self._delivered.items():
+            before = self._former[key][2] if key in self._former else [False] * len(each.used)
+            used = [one or other for one, other in zip(each.used, before, strict=True)]
+            self._former[key] = each.unit, each.reduced.dtype, used
         self._delivered.clear()
         held, self._held = self._held, {}
         for parameter in held:
             set_gradient(parameter, None)
+
+    def former(self) -> Iterator[tuple[Any, torch.dtype, list[bool]]]:
+        """Yield the units whose gradients were forgotten last, their type, and which parameters had one."""
+        yield from self._former.values()
 
     @property
     def _is_between_passes(self) -> bool:

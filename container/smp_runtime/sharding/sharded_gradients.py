@@ -356,6 +356,13 @@ class ShardedGradients:
         self._used.zero_()
         self._used_anywhere.zero_()
 
+    def zeros_of(self, unit: ShardedUnit) -> torch.Tensor:
+        """Return a unit's part of what is ready for the update, which begins with zeros where there is nothing."""
+        kind = self._dtype or unit.dtype
+        if kind not in self._ready:
+            self._ready[kind] = torch.zeros(self._lengths[kind], dtype=kind, device=unit.device)
+        return self._part(self._ready[kind], unit)
+
     def ready(self) -> Iterator[tuple[ShardedUnit, torch.Tensor, list[bool]]]:
         """Yield each unit with its shard of the averaged gradients and which parameters any rank used since the last reduction."""
         for unit in self._units:

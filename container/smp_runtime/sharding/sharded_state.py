@@ -117,10 +117,17 @@ class ShardedState(FlatShards[WholeUnit]):
         """Keep this rank's shard of averaged gradients that every rank has whole."""
         self.deliver(position, self.units[position].part_of(average).clone(), used)
 
-    def clear_gradients(self) -> None:
-        """Forget what was delivered."""
-        super().clear_gradients()
+    def clear_gradients(self, *, to_zero: bool = False) -> None:
+        """Forget what was delivered; see :meth:`.FlatShards.clear_gradients`."""
+        super().clear_gradients(to_zero=to_zero)
         self._shard_gradients = [None] * len(self.units)
+        if to_zero:
+            self._hand_out_zeros()
+
+    def _zeros_of(self, unit: WholeUnit, dtype: torch.dtype) -> torch.Tensor:
+        zeros = torch.zeros(unit.shard_elements, dtype=dtype, device=unit.data.device)
+        self._shard_gradients[self.units.index(unit)] = zeros
+        return zeros
 
     def follow_calls(self, module: nn.Module) -> None:
         """From now on the others' shards may come while ``module``, whose parameters these are, is running.

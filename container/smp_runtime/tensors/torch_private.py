@@ -192,10 +192,31 @@ def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
     """
     if not weakref.getweakrefs(one):
         torch.utils.swap_tensors(one, other)
-        return
-    one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-    _swap_in_place(one, other)
+    else:
+        one.__class__, other.__class__ = other.__class__, one.__class__
+        one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+        _swap_in_place(one, other)
+    for tensor in (one, other):
+        set_gradient_hooks(tensor, *gradient_hooks(tensor))
+
+
+#: Dictionaries of what runs when a gradient is computed, and when it was added to ``grad``.
+GradientHooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
+
+
+def gradient_hooks(tensor: torch.Tensor) -> GradientHooks:
+    """Return the dictionaries of ``register_hook`` and ``register_post_accumulate_grad_hook``, None where there never was one."""
+    with DisableTorchFunctionSubclass():
+        return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def set_gradient_hooks(tensor: torch.Tensor, computed: dict[int, Any] | None, added: dict[int, Any] | None) -> None:
+    """Have autograd run what these dictionaries hold, now and later, so that handles of hooks go on removing them."""
+    with DisableTorchFunctionSubclass():
+        if computed is not None:
+            tensor._backward_hooks = computed
+        if added is not None:
+            tensor._post_accumulate_grad_hooks = added
 
 
 def storage_key(tensor: torch.Tensor) -> int:
