@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,7 @@ from crossings.training import (
     SEED,
     Training,
     default_dtype,
-    grouped,
     hook_gradients,
-    make_optimizer,
     mark_biases,
 )
 from support.models import part
@@ -37,9 +36,8 @@ class Alone(Training):
             if case.begins_frozen:
                 self.net.blocks(self.model)[0].requires_grad_(False)
             if case.hooked:
-                hook_gradients(self.net.blocks(self.model)[-1].parameters())
-            groups = grouped(self.model) if case.grouped else self.model.parameters()
-            self.optimizer = make_optimizer(case.optimizer, groups)
+                hook_gradients(self.last_block())
+            self.optimizer = self.make_optimizer()
         self.record.parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         self.record.first = self.weights()
 
@@ -51,20 +49,22 @@ class Alone(Training):
     def backward(self, batch: Batch) -> float:
         """See :class:`Training`; each replica begins with the running statistics of the first."""
         self._statistics.clear()
-        return self._loss(batch, lambda loss, pieces: (loss / pieces / self.case.passes).backward())
+        return self._mean(batch, self.loss, lambda loss, pieces: (loss / pieces / self.case.passes).backward())
 
     def score(self, batch: Batch) -> float:
         """See :class:`Training`; each replica has the running statistics of its last batch."""
-        return self._loss(batch, lambda loss, pieces: None)
+        return self._mean(batch, functools.partial(self.net.loss, self.model), lambda loss, pieces: None)
 
-    def _loss(self, batch: Batch, use: Callable[[torch.Tensor, int], None]) -> float:
+    def _mean(
+        self, batch: Batch, loss_of: Callable[..., torch.Tensor], use: Callable[[torch.Tensor, int], None]
+    ) -> float:
         replicas, microbatches = self.case.replicas(self.topology), self.case.microbatches
         first, total = [buffer.clone() for buffer in self.model.buffers()], 0.0
         for replica in reversed(range(replicas)):  # those of the first stay
             self._take(self._statistics.get(replica, first) if replica else first)
             for number in range(microbatches):
                 piece = part(part(batch, replica, replicas), number, microbatches)
-                loss = self.net.loss(self.model, *piece)
+                loss = loss_of(*piece)
                 use(loss, replicas * microbatches)
                 total += float(loss.detach()) / (replicas * microbatches)
             self._statistics[replica] = [buffer.clone() for buffer in self.model.buffers()]
@@ -77,7 +77,11 @@ class Alone(Training):
     def clip(self) -> None:
         """See :class:`Training`."""
         if self.case.clipping != "none":
-            self.record.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)))
+            groups = (
+                self.optimizer.param_groups if self.case.clipping == "master" else [{"params": self.model.parameters()}]
+            )
+            clipped = [p for group in groups for p in group["params"]]
+            self.record.norms.append(float(nn.utils.clip_grad_norm_(clipped, LIMIT)))
 
     @torch.no_grad()
     def write_buffers(self, step: int) -> None:

@@ -79,6 +79,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "without_sync": (False, True),
     "hooked": (False, True),
     "unchecked": (False, True),
+    "later_group": (False, True),
+    "use": ("once", "twice", "teacher", "penalty"),
     "net": tuple(NETS),
 }
 
@@ -102,6 +104,7 @@ EVENTS = (
     "fail",
     "write_buffers",
     "generate",
+    "rest_block",
 )
 
 #: Optimizers that are well conditioned where gradients are rounded to half precision.
@@ -158,6 +161,8 @@ class Case:
     without_sync: bool = False
     hooked: bool = False
     unchecked: bool = False
+    later_group: bool = False
+    use: str = "once"
     net: str = "perceptron"
     events: tuple[Event, ...] = ()
 
@@ -201,6 +206,12 @@ class Case:
     def _topologies(self, *kinds: str) -> tuple[str, ...]:
         """The first one, and those to which these kinds of events go."""
         return (self.topology, *(event.goes_to for event in self.events if event.kind in kinds))
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether a rank has a part of some parameters at any time."""
+        degrees = [TOPOLOGIES[name] for name in self._topologies("resume_partial", "resume_full", "reshape")]
+        return any(tp > 1 or sdp > 1 for _, _, tp, sdp, _ in degrees)
 
     @property
     def is_half(self) -> bool:
@@ -304,6 +315,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)
     case = Case(**values, events=events)
+    if case.use == "penalty" and case.divides_parameters:
+        case = dataclasses.replace(case, use="teacher")
     if not case.is_comparable and NETS[case.net].branches:
         events = tuple(dataclasses.replace(e, goes_to=_UNSHARDED.get(e.goes_to, e.goes_to)) for e in events)
         case = dataclasses.replace(case, topology=_UNSHARDED.get(case.topology, case.topology), events=events)

@@ -15,9 +15,7 @@ from crossings.training import (
     Record,
     Training,
     default_dtype,
-    grouped,
     hook_gradients,
-    make_optimizer,
     mark_biases,
 )
 from support.models import part
@@ -61,10 +59,11 @@ class Job(Training):
             self.model = model = smp.DistributedModel(
                 module, backward_passes_per_step=counted, bucket_cap_mb=bucket_mebibytes
             )
-            made = make_optimizer(case.optimizer, grouped(model) if case.grouped else model.parameters())
-            self.optimizer = smp.DistributedOptimizer(made, static_loss_scale=SCALE)
+            self.optimizer = smp.DistributedOptimizer(self.make_optimizer(), static_loss_scale=SCALE)
+            if case.later_group and not self.lacks_group:
+                self.add_group()
         if case.hooked:
-            hook_gradients(net.blocks(self.module)[-1].parameters())
+            hook_gradients(self.last_block())
         scaler = self._scaler = smp.amp.GradScaler(init_scale=SCALE, enabled=case.scaled)
         if case.checkpointing != "none":
             for number, block in enumerate(net.blocks(self.module)):
@@ -80,7 +79,7 @@ class Job(Training):
         @smp.step
         def train(*batch: torch.Tensor) -> torch.Tensor:
             with self._autocast():
-                loss = net.loss(model, *batch)
+                loss = self.loss(*batch)
             model.backward(scaler.scale(loss / case.passes))
             return loss
 
@@ -173,6 +172,8 @@ class Job(Training):
         self._join(SEED + step)
         if self.is_frozen:
             self.hold_frozen()
+        if self.is_resting:
+            self.rest_block(step)
         smp.resume_from_checkpoint(self._folder, tag=tag, partial=partial)
 
     def resume_full(self, step: int) -> None:
@@ -205,7 +206,7 @@ class Job(Training):
         former = smp.tp_size()
         smp.reshape(self.case.settings(self.topology))
         if self.case.hooked and max(former, smp.tp_size()) > 1:  # a warning says that distributed modules are new
-            own = [p for p in self.net.blocks(self.module)[-1].parameters() if not p._backward_hooks]
+            own = [p for p in self.last_block() if not p._backward_hooks]
             hook_gradients(own)
         if step % 2:  # before another step has run
             self.load_again()

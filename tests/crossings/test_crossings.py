@@ -96,12 +96,19 @@ FIXED = {
     "passes without averaging, and gradients that are set to zero": Case(
         topology="s2", passes=2, without_sync=True, zeroes=True, unchecked=True, optimizer="adamw", net="late_head"
     ),
+    "a block that trains later counts in the norm": Case(
+        topology="s2", later_group=True, clipping="torch", optimizer="adam", use="teacher", events=(Event(3, "rest_block"),)
+    ),
+    "and where its weights are divided": Case(
+        topology="tp2-o2", prescaled=True, precision="fp16", later_group=True, clipping="torch", use="twice"
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 
 
 #: Those of them that the short run leaves out.
 LONGER = {
+    "and where its weights are divided",
     "the same in a pipeline with gradients of weights left for later",
     "late buffers of arithmetic in a pipeline",
     "what is created late is loaded before the first step",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from support.models import part
 from torch import nn
 
 LIMIT, SCALE, SEED = 0.05, 256.0, 7
+#: The step before which a later group of parameters is added.
+LATE = 2
 
 
 @dataclass
@@ -55,11 +57,11 @@ def hook_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.register_hook(lambda gradient: 0.5 * gradient)
 
 
-def grouped(module: nn.Module) -> list[dict[str, Any]]:
+def grouped(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     """Two groups of parameters, with rates of their own; :func:`mark_biases` has chosen."""
-    slow = [p for p in module.parameters() if getattr(p, "is_slow", False)]
+    slow = [p for p in parameters if getattr(p, "is_slow", False)]
     chosen = set(map(id, slow))
-    return [{"params": [p for p in module.parameters() if id(p) not in chosen]}, {"params": slow, "lr": 2e-3}]
+    return [{"params": [p for p in parameters if id(p) not in chosen]}, {"params": slow, "lr": 2e-3}]
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -100,7 +102,8 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case, self.net, self.topology = case, NETS[case.net], case.topology
         self.record = Record()
-        self.is_frozen = False
+        self.is_frozen = self.is_resting = False
+        self.lacks_group = case.later_group
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -115,8 +118,12 @@ class Training:
             for event in self.case.events:
                 if event.step == step:
                     self.apply(event)
+            if step == LATE and self.lacks_group:
+                self.add_group()
             batch = self.batch(step)
-            self.optimizer.zero_grad(set_to_none=not self.case.zeroes)
+            # The optimizer alone does not clear what is in no group yet.
+            holder = self.model if self.case.later_group else self.optimizer
+            holder.zero_grad(set_to_none=not self.case.zeroes)
             whole = []
             for number in range(self.passes):
                 with self.accumulating(is_last=number == self.passes - 1):
@@ -147,8 +154,22 @@ class Training:
         """Do to gradients what the script does between backward and the update."""
         self._scale(self.gradient_factor)
         if self.drops_gradients:
-            for p in self.net.blocks(self.module)[-1].parameters():
+            for p in self.last_block():
                 p.grad = None
+
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        """The loss of a step, which may call the model twice or read its parameters."""
+        model, use = self.model, self.case.use
+        if use == "twice":
+            return 0.75 * self.net.loss(model, *batch) + 0.25 * self.net.loss(model, *batch)
+        if use == "teacher":
+            with torch.no_grad():
+                factor = self.net.loss(model, *batch)
+            return (1.0 + 0.1 * factor) * self.net.loss(model, *batch)
+        loss = self.net.loss(model, *batch)
+        if use == "penalty":
+            loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters() if p.requires_grad)
+        return loss
 
     def batch(self, step: int) -> Batch:
         """All samples of a step."""
@@ -160,6 +181,23 @@ class Training:
         if event.goes_to:
             self.topology = event.goes_to
         getattr(self, event.kind)(event.step)
+
+    def last_block(self) -> list[nn.Parameter]:
+        """The parameters of the last block."""
+        return list(self.net.blocks(self.module)[-1].parameters())
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the case, with the groups that it has by now."""
+        parameters = list(self.model.parameters())
+        if self.case.later_group:
+            later = set(map(id, self.last_block()))
+            parameters = [p for p in parameters if id(p) not in later]
+        return make_optimizer(self.case.optimizer, grouped(parameters) if self.case.grouped else parameters)
+
+    def add_group(self) -> None:
+        """The last block's parameters train from now on."""
+        self.lacks_group = False
+        self.optimizer.add_param_group({"params": self.last_block(), "lr": 2e-3})
 
     def freeze(self, step: int) -> None:
         """The first block trains no more, or again."""
@@ -249,6 +287,12 @@ class Training:
         with torch.inference_mode() if step % 2 else torch.no_grad():
             self.record.scores.append(self.score(self.batch(99)))
         self.model.train()
+        self.is_resting = False
+
+    def rest_block(self, step: int) -> None:
+        """The first block is in evaluation mode until the model is in training mode again."""
+        self.is_resting = True
+        self.net.blocks(self.module)[0].eval()
 
     def generate(self, step: int) -> None:
         """Write on, greedily; what comes out is a score."""

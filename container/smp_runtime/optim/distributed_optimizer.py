@@ -24,6 +24,7 @@ from smp_runtime.optim.kinds.known_kinds import check_kind, check_parts, make_de
 from smp_runtime.optim.loss_scaling import DYNAMIC_DEFAULTS, make_loss_scaler
 from smp_runtime.optim.master_gradients import MasterGradients
 from smp_runtime.optim.master_writes import MasterWrites
+from smp_runtime.optim.other_gradients import OtherGradients
 from smp_runtime.optim.state_dict import SavedOptimizer
 from smp_runtime.parameters.optimizer_shards import store_all
 from smp_runtime.parameters.registry import Successors
@@ -251,7 +252,7 @@ class DistributedOptimizer(SavedOptimizer):
                 updated = shard.optimized
                 self.optimizer.state[updated] = {
                     key: shard.part_of(v).to(updated.device, updated.dtype, copy=True)
-                    if _is_shaped(v, parameter)
+                    if isinstance(v, torch.Tensor) and v.shape == parameter.shape
                     else v
                     for key, v in former.items()
                 }
@@ -437,8 +438,8 @@ class DistributedOptimizer(SavedOptimizer):
             if shard.optimized.grad is not None and (state is None or state.counts(shard))
         ]
         wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
-        split = self._norms.split_parameters().intersection(map(id, self._parameters())) & wanted
-        return self._norms.total([*whole, *parts], split, norm_type)
+        pairs = [*whole, *parts, *self._others(among).pairs()]
+        return self._norms.total(pairs, self._norms.split_parameters() & wanted, norm_type)
 
     @torch.no_grad()
     def scale_on_device(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None) -> None:
@@ -452,6 +453,7 @@ class DistributedOptimizer(SavedOptimizer):
         factor = scale_down([gradient for _, gradient in whole], max_norm, norm)
         if factor is not None:
             self._masters.scale_down(factor, shards)
+            self._others(among).multiply(factor)
 
     @torch.no_grad()
     def clamp_on_device(self, limit: float, among: Iterable[nn.Parameter] | None = None) -> None:
@@ -461,7 +463,12 @@ class DistributedOptimizer(SavedOptimizer):
             return
         whole, shards = self._gradients_of(among)
         clamp([gradient for _, gradient in whole], limit)
-        self._masters.clamp(limit, shards, self.loss_scale if self._ranks.cfg.fp16 else 1.0)
+        self._masters.clamp(limit, shards, (others := self._others(among)).scale)
+        others.clamp(limit)
+
+    def _others(self, among: Iterable[nn.Parameter] | None) -> OtherGradients:
+        scale = self.loss_scale if self._ranks.cfg.fp16 else 1.0
+        return OtherGradients(self._model, self._parameters(), among, scale)
 
     def _gradients_of(
         self, among: Iterable[nn.Parameter] | None
@@ -489,7 +496,3 @@ class DistributedOptimizer(SavedOptimizer):
             raise AttributeError(name)
         found = getattr(self.optimizer, name)
         return functools.partial(self._call_inner, found) if inspect.ismethod(found) else found
-
-
-def _is_shaped(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape

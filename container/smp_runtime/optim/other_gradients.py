@@ -1,0 +1,66 @@
+"""Gradients of a model's parameters that an optimizer does not update, but a script clips together with those that it does.
+
+They are those of a layer that trains later, or that another optimizer has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from smp_runtime.optim.gradient_norms import clamp, multiply
+from smp_runtime.tensors.parameter_attributes import get_gradient
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from smp_runtime.job.trained import TrainedModel
+
+
+class OtherGradients:
+    """The gradients of some parameters that an optimizer does not update.
+
+    Args:
+        model: whose optimizer shards are updated; None if parameters themselves are, with which all gradients lie.
+        own: the parameters that it does.
+        among: the parameters that are meant; None for its own alone.
+        scale: the loss scale that the gradients have.
+
+    Attributes:
+        scale: the same.
+    """
+
+    def __init__(
+        self,
+        model: TrainedModel | None,
+        own: Iterable[nn.Parameter],
+        among: Iterable[nn.Parameter] | None,
+        scale: float,
+    ) -> None:
+        self.scale = scale
+        #: With whether this rank counts them in norms.
+        self._found: list[tuple[nn.Parameter, torch.Tensor, bool]] = []
+        shards = model.optimizer_shards or {} if model is not None else {}
+        state = model.sharded_state if model is not None else None
+        known = set(own)
+        for parameter in dict.fromkeys(among or ()):
+            if parameter in known:
+                continue
+            shard = shards.get(parameter)
+            gradient = get_gradient(parameter) if parameter not in shards else shard and shard.gradient
+            if gradient is not None:
+                counts = state is None or shard is None or state.counts(shard)
+                self._found.append((parameter, gradient, counts))
+
+    def pairs(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Return parameters with what counts of their gradients on this rank, without the loss scale."""
+        return [(p, g if self.scale == 1.0 else g.float() / self.scale) for p, g, counts in self._found if counts]
+
+    def multiply(self, factor: torch.Tensor) -> None:
+        """Multiply them in place."""
+        multiply([gradient for _, gradient, _ in self._found], factor)
+
+    def clamp(self, limit: float) -> None:
+        """Bring their elements between ``-limit`` and ``limit``."""
+        clamp([gradient for _, gradient, _ in self._found], limit * self.scale)
