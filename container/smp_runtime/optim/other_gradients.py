@@ -48,7 +48,10 @@ class OtherGradients:
             if parameter in known:
                 continue
             shard = shards.get(parameter)
-            gradient = get_gradient(parameter) if parameter not in shards else shard and shard.gradient
+            if parameter not in shards:
+                gradient = get_gradient(parameter)
+            else:  # of which another rank may have it
+                gradient = None if shard is None else shard.gradient
             if gradient is not None:
                 counts = state is None or shard is None or state.counts(shard)
                 self._found.append((parameter, gradient, counts))
