@@ -48,10 +48,8 @@ class OtherGradients:
             if parameter in known:
                 continue
             shard = shards.get(parameter)
-            if parameter not in shards:
-                gradient = get_gradient(parameter)
-            else:  # of which another rank may have it
-                gradient = None if shard is None else shard.gradient
+            # Of a shard that is None another rank has the gradient.
+            gradient = shard.gradient if shard is not None else None if parameter in shards else get_gradient(parameter)
             if gradient is not None:
                 counts = state is None or shard is None or state.counts(shard)
                 self._found.append((parameter, gradient, counts))
