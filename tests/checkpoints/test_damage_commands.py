@@ -92,7 +92,7 @@ def _weights(small, where, outside, seed):
     return done.what, before, code != 0
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=[pytest.mark.full, pytest.mark.timeout(1500)])])
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1500)])])
 def test_damaged_checkpoints_before_the_commands(small, tmp_path, count):
     found = Counter()
     for seed in range(count):

@@ -80,10 +80,11 @@ MATRIX = "one o2 pp2 tp2 s4 s2-dp2 pp2-s2 tp2-s2 pp2-tp2 pp2-tp2-dp2 pp4-o2 pp2-
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_all_pairs(eight, tmp_path, precision):
-    pairs = [(source, target) for source in MATRIX for target in MATRIX]
+@pytest.mark.parametrize("third", range(3))
+def test_all_pairs(eight, tmp_path, precision, third):
+    pairs = [(source, target) for source in MATRIX for target in MATRIX][third::3]
     differences = _run_pairs(eight.run, tmp_path, pairs, precision)
     print(f"{len(pairs)} pairs in {precision}: greatest difference {max(differences.values()):.1e}")
     assert max(differences.values()) < (1e-5 if precision == "fp32" else 2e-2), differences

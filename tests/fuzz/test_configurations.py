@@ -21,7 +21,7 @@ from smp_estimator.settings.distribution import SettingsReader
 from smp_launch.errors import LaunchError
 
 SEED = 20
-COUNT = 20_000
+COUNT = 4_000
 SAMPLE = 60
 
 
@@ -122,7 +122,7 @@ def _same(received: Any, value: Any) -> bool:
     ("first", "count"),
     [(0, SAMPLE), *[pytest.param(n, 2000, marks=pytest.mark.full) for n in range(0, COUNT, 2000)]],
 )
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_hostile_configurations(
     first: int,
     count: int,

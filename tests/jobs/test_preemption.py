@@ -155,11 +155,11 @@ def test_a_pipeline_stops_in_a_plain_loop(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("topology", "loop", "count"), [("pp2-dp2", "steps", 17), ("s4", "range", 17), ("tp2-dp2", "steps", 16)]
+    ("topology", "loop", "count"), [("pp2-dp2", "steps", 6), ("s4", "range", 6), ("tp2-dp2", "steps", 6)]
 )
-def test_fifty_stops_at_random_moments(tmp_path, topology, loop, count):
+def test_stops_at_random_moments(tmp_path, topology, loop, count):
     """Each job goes on where the one before was stopped, and all together train as one that was never stopped."""
     moments = random.Random(topology)
     last = 0

@@ -26,20 +26,20 @@ def _delayed(name, steps, batch):
     return {**done, "gradients": done["gradients"][-1:]}
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "stages", "schedule", "steps"),
     [
         ("tied", 2, "interleaved", 60),
-        pytest.param("tied", 4, "interleaved", 2000, marks=pytest.mark.full),
-        pytest.param("branching", 2, "interleaved", 2000, marks=pytest.mark.full),
-        pytest.param("tied", 2, "simple", 2000, marks=pytest.mark.full),
+        pytest.param("tied", 4, "interleaved", 400, marks=pytest.mark.full),
+        pytest.param("branching", 2, "interleaved", 400, marks=pytest.mark.full),
+        pytest.param("tied", 2, "simple", 400, marks=pytest.mark.full),
     ],
 )
 def test_steps_under_random_delays(ranks, name, stages, schedule, steps):
     expected = alone(name, steps=steps, batch=4, microbatches=2, dtype=torch.float64)
     settings = {"partitions": stages, "microbatches": 2, "pipeline": schedule}
-    for result in ranks(_delayed, stages, name, steps, 4, config=settings, timeout=1700):
+    for result in ranks(_delayed, stages, name, steps, 4, config=settings, timeout=500):
         assert result["losses"] == pytest.approx(expected["losses"], abs=1e-6)
         for path, gradient in result["gradients"][0].items():
             close(gradient, expected["gradients"][-1][path], path, 1e-6)

@@ -37,9 +37,9 @@ ALL = [
     ("topology", "steps"),
     [
         pytest.param("dp 2", 30),
-        pytest.param("dp 2", 10_000, marks=[pytest.mark.full, pytest.mark.timeout(3000)]),
-        pytest.param("pp 2", 2_000, marks=[pytest.mark.full, pytest.mark.timeout(1000)]),
-        pytest.param("sharding 4", 2_000, marks=[pytest.mark.full, pytest.mark.timeout(1500)]),
+        pytest.param("dp 2", 1_000, marks=[pytest.mark.full, pytest.mark.timeout(400)]),
+        pytest.param("pp 2", 400, marks=[pytest.mark.full, pytest.mark.timeout(400)]),
+        pytest.param("sharding 4", 400, marks=[pytest.mark.full, pytest.mark.timeout(400)]),
     ],
 )
 def test_slow_ranks_are_no_hang(hanging_job, topology, steps):
