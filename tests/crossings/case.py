@@ -309,8 +309,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["without_sync"] = False
     if pp == 1:
         values["manual"] = False
-    if values["precision"] in ("bf16", "fp16"):
-        values["scaled"] = False  # the optimizer does it
+    if values["precision"] in ("bf16", "fp16") or values["later_group"]:
+        values["scaled"] = False  # the optimizer does it; a scaler leaves what its optimizer does not have
     if values["schedule"] == "virtual_stages":
         values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)
