@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
 
 WIDTH, LENGTH, VOCABULARY = 8, 6, 13
@@ -347,6 +348,27 @@ class Gain(nn.Module):
         return x + torch.tanh(self.mix(self.norm(x))) * self.gain
 
 
+class Normed(nn.Module):
+    """Linear maps of which length and direction are trained, and one whose greatest singular value is kept at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 2 * WIDTH))
+        self.down = nn.utils.parametrizations.spectral_norm(nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Pruned(Block):
+    """A block without the smallest of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.up, self.down):
+            nn.utils.prune.l1_unstructured(module, "weight", amount=0.3)
+
+
 class Clamped(Perceptron):
     """A forward pass that keeps a parameter small, as critics of GANs do."""
 
@@ -434,6 +456,8 @@ NETS: dict[str, Net] = {
     "buffered": Net(Buffered, _vectors, _square, varies=True),
     "initialised": Net(Initialised, _vectors, _square, varies=True),
     "gains": Net(lambda: Perceptron(Gain), _vectors, _square, varies=True),
+    "normed": Net(lambda: Perceptron(Normed, 3), _vectors, _square, varies=True),
+    "pruned": Net(lambda: Perceptron(Pruned, 3), _vectors, _square, varies=True),
     "clamped": Net(Clamped, _vectors, _square, varies=True),
     "adapters": Net(Adapters, _vectors, _square, varies=True),
     "mixture": Net(lambda: Perceptron(Expert, 2), _vectors, _square, varies=True),

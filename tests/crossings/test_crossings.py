@@ -102,12 +102,20 @@ FIXED = {
     "and where its weights are divided": Case(
         topology="tp2-o2", prescaled=True, precision="fp16", later_group=True, clipping="torch", use="twice"
     ),
+    "weights that are computed of others are not divided": Case(
+        topology="tp2", prescaled=True, net="normed", precision="bf16", events=(Event(2, "reload_state"),)
+    ),
+    "and created late on stages": Case(topology="pp2-s2", microbatches=2, delayed=True, net="normed"),
+    "a late mask of pruned weights goes along": Case(
+        topology="tp2", prescaled=True, delayed=True, net="pruned", events=(Event(3, "reshape", "o2"),)
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 
 
 #: Those of them that the short run leaves out.
 LONGER = {
+    "and created late on stages",
     "and where its weights are divided",
     "the same in a pipeline with gradients of weights left for later",
     "late buffers of arithmetic in a pipeline",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from support.models import TiedNet
 from torch import nn
 from torch.nn.init import dirac_, orthogonal_, sparse_, trunc_normal_  # by name, as most scripts have them
@@ -25,6 +26,14 @@ class Various(nn.Module):
         self.part = nn.Parameter(torch.randn(4)[1:3])
         self.orthogonal = nn.Parameter(torch.empty(3, 3))
         nn.init.orthogonal_(self.orthogonal)
+        # What PyTorch makes of these numbers itself, beside tensors that have no values yet.
+        written = torch.randn(6)
+        written[written.topk(2).indices] = 0
+        written[torch.tensor([1, 4])] += 2.0
+        self.register_buffer("written", torch.where(written > 0, written, 0.5))
+        self.pruned = nn.utils.prune.l1_unstructured(nn.Linear(3, 4), "weight", amount=0.3)
+        self.weight_normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
         self.norm = nn.BatchNorm2d(3)
         self.embedding = nn.Embedding(5, 2, padding_idx=0)
         self.lstm = nn.LSTM(3, 4)

@@ -6,7 +6,7 @@ Initialisers ask where a tensor is: some skip their work on the meta device, oth
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,12 @@ class Appearances(TorchFunctionMode):
         skipped: gets each initialiser of ``torch.nn.init`` that does nothing on the meta device, with its arguments. Scripts
             may have imported it by its name long before, so it is found when it asks.
         stand_in: the tensor without values that stands for a real one in the record.
+
+    Attributes:
+        asks_for_meta: whether the script's call that runs names the meta device itself.
     """
+
+    asks_for_meta = False
 
     def __init__(
         self,
@@ -45,6 +50,13 @@ class Appearances(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        former, self.asks_for_meta = self.asks_for_meta, _names_meta(args if func in _MOVES else (), kwargs)
+        try:
+            return self._pass_on(func, args, kwargs)
+        finally:
+            self.asks_for_meta = former
+
+    def _pass_on(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _PLACES:
             device = self._device_of(args[0])
             return func(*args) if device is None else self._answer(func, device)
@@ -59,7 +71,7 @@ class Appearances(TorchFunctionMode):
         if func == _DEVICE:
             return device
         if func == _IS_META:
-            return self._is_skipped(sys._getframe(2))  # noqa: SLF001 - the code that asks
+            return self._is_skipped(sys._getframe(3))  # noqa: SLF001 - the code that asks
         if func == _GET_DEVICE:
             return -1 if device.type == "cpu" else number_of(device)
         return device.type == ("cpu" if func == _IS_CPU else "cuda")
@@ -92,3 +104,9 @@ class Appearances(TorchFunctionMode):
         if len(args) > 1 and isinstance(args[1], torch.Tensor) and self._device_of(args[1]) == device:
             args = (tensor, torch.device("meta"), args[1].dtype, *args[2:])
         return tuple(map(stays, args)), {name: stays(value) for name, value in kwargs.items()}
+
+
+def _names_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call itself names the meta device."""
+    named = [value for value in (*args, kwargs.get("device")) if isinstance(value, str | torch.device)]
+    return any(torch.device(value).type == "meta" for value in named)

@@ -152,7 +152,11 @@ class Deferral(TorchDispatchMode):
         self._draws += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        # A method that PyTorch hands to no function mode, such as set_, would meet appearances here.
+        with DisableTorchFunction():
+            return self._recorded(func, args, dict(kwargs or {}))
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.lift_fresh.default and not args[0].numel():
             return func(*args)  # torch.tensor([]): Transformers asks it for the device, and initialises nothing on meta
         if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - the operator's public name
@@ -162,13 +166,16 @@ class Deferral(TorchDispatchMode):
                 "without the delay"
             )
         args, kwargs = tree_map(self._without_storage, (args, kwargs))
+        asked = kwargs.get("device")
+        if asked == _META and not (self._appearances.asks_for_meta or self._is_taking_over):
+            # PyTorch's own code makes it beside a tensor that it sees there, such as the number of ``mask[index] = 0``.
+            asked, kwargs = None, {**kwargs, "device": torch.device("cpu")}
         on_meta = {**kwargs, "device": _META} if "device" in kwargs or _is_factory(func, args, kwargs) else kwargs
         if _SEEDED in func.tags:
             self._draw()
-        with DisableTorchFunction():
-            outputs = func(*args, **on_meta)
-            self._note(*tree_map(self._alias, (func, args, kwargs, outputs)))
-            self._own(_tensors(outputs), self._place((args, kwargs), kwargs.get("device")))
+        outputs = func(*args, **on_meta)
+        self._note(*tree_map(self._alias, (func, args, kwargs, outputs)))
+        self._own(_tensors(outputs), self._place((args, kwargs), asked))
         return outputs
 
     def _place(self, inputs: Any, asked: torch.device | None) -> torch.device | None:

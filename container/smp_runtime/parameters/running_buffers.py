@@ -31,6 +31,8 @@ _OVERWRITING = {
     "resize_",
     "requires_grad_",
 }
+#: PyTorch's norms of weights multiply their buffers with the weight, whose type they must have; each value has length 1 again.
+_OF_WEIGHTS = "torch.nn.utils.parametrizations"
 #: Those among them whose argument may hold the old value.
 _FROM_ARGUMENT = {"copy_", "set_"}
 
@@ -45,6 +47,8 @@ def is_running(module: nn.Module, name: str) -> bool:
     if keeps_statistics(module):
         return True
     kind: Any = type(module)
+    if kind.__module__ == _OF_WEIGHTS:
+        return False
     found = _running_names(kind)
     return found is None or name in found
 

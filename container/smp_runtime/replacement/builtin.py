@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from smp_config import Group
+from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.embedding import DistributedEmbedding
 from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead
-from smp_runtime.nn.planned.linear import LinearSplit, PlannedLinear, features_of
+from smp_runtime.nn.planned.linear import LinearSplit, PlannedLinear, features_of, has_own_weight
 from smp_runtime.nn.planned.tables import Tables, module_like
 from smp_runtime.nn.planned.vocabulary import PlannedHead, Tie, embedding_like
 from smp_runtime.nn.transformer import DistributedTransformer
@@ -77,16 +78,31 @@ def register_embedding(kind: type) -> None:
     register(kind, Registration(DistributedEmbedding, arguments=_embedding, only_if="distribute_embedding"))
 
 
+def _require_own_weight(module: nn.Module) -> None:
+    """Leave a module whole whose weight is computed of other parameters, of which a part would be another weight.
+
+    Raises:
+        NotDistributableError: it is.
+    """
+    if not has_own_weight(module):
+        raise NotDistributableError(
+            "its weight is no parameter of its own, but computed of others (weight or spectral norm, pruning)"
+        )
+
+
 def _linear(module: nn.Linear) -> Arguments:
+    _require_own_weight(module)
     settings = {"bias": module.bias is not None, "dtype": module.weight.dtype}
     return (module.in_features, module.out_features), settings
 
 
 def _conv1d(module: Any) -> Arguments:
+    _require_own_weight(module)
     return tuple(module.weight.shape), {"dtype": module.weight.dtype}
 
 
 def _embedding(module: nn.Embedding) -> Arguments:
+    _require_own_weight(module)
     return (module.num_embeddings, module.embedding_dim), {
         "padding_idx": module.padding_idx,
         "max_norm": module.max_norm,

@@ -134,7 +134,15 @@ class PlannedLinear(ReadByOthers):
 
 def is_linear(module: Any) -> bool:
     """Whether a module is a linear map: PyTorch's, also with a forward of its own, or that of Transformers ([in, out])."""
-    return isinstance(module, torch.nn.Linear) or is_transposed(module)
+    return (isinstance(module, torch.nn.Linear) or is_transposed(module)) and has_own_weight(module)
+
+
+def has_own_weight(module: torch.nn.Module) -> bool:
+    """Whether a module's weight is its parameter, not computed of others as by ``torch.nn.utils.parametrize`` or pruning.
+
+    Such a weight is never read here: a spectral norm goes on by a step whenever it is.
+    """
+    return module._parameters.get("weight") is not None
 
 
 def is_transposed(module: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, ReadByOthers
 from smp_runtime.nn.embedding import rows_of_all
+from smp_runtime.nn.planned.linear import has_own_weight
 from smp_runtime.nn.planned.tables import inherit_attributes
 from smp_runtime.parameters.registry import TensorSlice
 from smp_runtime.tensor_parallel.collectives import exchanged, gathered, replicated
@@ -142,6 +143,8 @@ def _refuse_settings(original: nn.Embedding) -> None:
 
 def is_vocabulary(module: nn.Module) -> bool:
     """Whether a module may be an embedding or head that can be split by rows; its uses must be looked at, too."""
+    if not has_own_weight(module):
+        return False
     if type(module) is nn.Linear or type(module) is nn.Embedding:
         return True
     forward = getattr(type(module).forward, "__code__", None)
