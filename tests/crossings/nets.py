@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, LENGTH, VOCABULARY = 8, 6, 13
 
@@ -112,6 +113,21 @@ class Perceptron(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.leave(x)
+
+
+class Recomputed(Block):
+    """A block that the model itself computes again in backward, as the layers of Transformers do.
+
+    Args:
+        reentrant: in PyTorch's older way.
+    """
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant) if self.training else super().forward(x)
 
 
 class Convolution(nn.Module):
@@ -458,6 +474,7 @@ NETS: dict[str, Net] = {
     "gains": Net(lambda: Perceptron(Gain), _vectors, _square, varies=True),
     "normed": Net(lambda: Perceptron(Normed, 3), _vectors, _square, varies=True),
     "pruned": Net(lambda: Perceptron(Pruned, 3), _vectors, _square, varies=True),
+    "recomputed": Net(lambda: Perceptron(Recomputed), _vectors, _square, varies=True),
     "clamped": Net(Clamped, _vectors, _square, varies=True),
     "adapters": Net(Adapters, _vectors, _square, varies=True),
     "mixture": Net(lambda: Perceptron(Expert, 2), _vectors, _square, varies=True),

@@ -109,12 +109,23 @@ FIXED = {
     "a late mask of pruned weights goes along": Case(
         topology="tp2", prescaled=True, delayed=True, net="pruned", events=(Event(3, "reshape", "o2"),)
     ),
+    "a model that checkpoints itself leaves gradients of weights for later": Case(
+        topology="pp2-s2", microbatches=4, schedule="zero_bubble", net="recomputed"
+    ),
+    "a state that waits for the first step meets a new group": Case(
+        topology="pp2", microbatches=2, later_group=True, optimizer="adam", events=(Event(2, "resume_full", "pp2"),)
+    ),
+    "pruned weights that are frozen and created late": Case(
+        topology="pp2", microbatches=2, delayed=True, begins_frozen=True, net="pruned"
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 
 
 #: Those of them that the short run leaves out.
 LONGER = {
+    "a state that waits for the first step meets a new group",
+    "pruned weights that are frozen and created late",
     "and created late on stages",
     "and where its weights are divided",
     "the same in a pipeline with gradients of weights left for later",

@@ -377,9 +377,13 @@ def load_full_state(model: DistributedModel, optimizer: DistributedOptimizer, st
 
     def load() -> None:
         check_has_masters(model, optimizer)
+        members = [list(saved["params"]) for saved in state["param_groups"]]
+        for added in optimizer.original_groups()[len(members) :]:  # since then
+            first = 1 + max((number for numbers in members for number in numbers), default=-1)
+            members.append(list(range(first, first + len(added))))
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": saved["params"]}
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+            {**{key: value for key, value in group.items() if key != "params"}, "params": numbers}
+            for group, numbers in zip(optimizer.param_groups, members, strict=True)
         ]
         optimizer.load_state_dict({**state, "param_groups": groups, **({HALF_KEY: half} if half else {})})
 

@@ -83,7 +83,7 @@ class LaterTensor(torch.Tensor):
         if func in _LIKE and isinstance(args[0], LaterTensor):
             like = args[0]
             return _LIKE[func](tuple(like.shape), **{"dtype": like.dtype, "device": like.device, **kwargs})
-        args, kwargs = tree_map(_plain_of, (args, kwargs))
+        args, kwargs = tree_map(plain_of, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -108,8 +108,8 @@ class _Elements(torch.autograd.Function):
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     """Gradients of such tensors are those of all their uses, also where they were handed on without elements."""
     asked = _GRADIENTS_OF[func]
-    args = [tree_map(_newest_of if place == asked else _plain_of, each) for place, each in enumerate(args)]
-    kwargs = {key: tree_map(_newest_of if key == "inputs" else _plain_of, each) for key, each in kwargs.items()}
+    args = [tree_map(_newest_of if place == asked else plain_of, each) for place, each in enumerate(args)]
+    kwargs = {key: tree_map(_newest_of if key == "inputs" else plain_of, each) for key, each in kwargs.items()}
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -118,7 +118,8 @@ def _newest_of(leaf: Any) -> Any:
     return leaf.unchanged() if isinstance(leaf, LaterTensor) else leaf
 
 
-def _plain_of(leaf: Any) -> Any:
+def plain_of(leaf: Any) -> Any:
+    """Return the plain tensor of one whose elements come later; anything else as it is."""
     return leaf.plain() if isinstance(leaf, LaterTensor) else leaf
 
 

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from smp_runtime.tensors.later import plain_of
 from smp_runtime.tensors.nested import rows_of
-from smp_runtime.tensors.torch_private import is_transformed, taken_apart
+from smp_runtime.tensors.torch_private import is_transformed, taken_apart, tree_map
 from smp_runtime.tensors.weight_gradients import Gradients, Operation, is_deferrable, split
 
 #: What backward needs; None for what an operation has not.
@@ -294,8 +295,11 @@ class SplitOperations(TorchFunctionMode):
         make = _CALLS.get(func)
         if make is None and func not in _TAKEN:
             return func(*args, **kwargs)
-        if make is not None and torch.is_grad_enabled() and (operation := _operation(make, args, kwargs)) is not None:
-            return split(operation)
+        if make is not None and torch.is_grad_enabled():
+            # Where a checkpointed region runs again, another stage's tensor has come.
+            args, kwargs = tree_map(plain_of, (args, kwargs))
+            if (operation := _operation(make, args, kwargs)) is not None:
+                return split(operation)
         if func is F.multi_head_attention_forward and torch.is_grad_enabled() and _are_plain(args, kwargs):
             with self:
                 return _ATTENTION(*args, **kwargs)

@@ -18,7 +18,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -190,14 +190,32 @@ def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
     Raises:
         RuntimeError: an autograd graph or a view holds one of them.
     """
+    # PyTorch looks for graphs of an earlier time only where there are gradients; since then it may have been frozen.
+    is_held = one.is_leaf and not one.requires_grad and one._use_count() > 1  # type: ignore[attr-defined]
     if not weakref.getweakrefs(one):
-        torch.utils.swap_tensors(one, other)
+        with _requiring_gradients(one if is_held else None, other):
+            torch.utils.swap_tensors(one, other)
     else:
         one.__class__, other.__class__ = other.__class__, one.__class__
         one.__dict__, other.__dict__ = other.__dict__, one.__dict__
         _swap_in_place(one, other)
     for tensor in (one, other):
         set_gradient_hooks(tensor, *gradient_hooks(tensor))
+
+
+@contextlib.contextmanager
+def _requiring_gradients(held: torch.Tensor | None, other: torch.Tensor) -> Iterator[None]:
+    """Let a frozen tensor require gradients until its contents are those of ``other``."""
+    if held is None or not (held.is_floating_point() or held.is_complex()):
+        yield
+        return
+    with DisableTorchFunctionSubclass():
+        frozen = held.requires_grad_(True)
+        try:
+            yield
+            frozen = other
+        finally:
+            frozen.requires_grad_(False)
 
 
 #: Dictionaries of what runs when a gradient is computed, and when it was added to ``grad``.
