@@ -218,11 +218,7 @@ def _requiring_gradients(held: torch.Tensor | None, other: torch.Tensor) -> Iter
             frozen.requires_grad_(False)
 
 
-#: Dictionaries of what runs when a gradient is computed, and when it was added to ``grad``.
-GradientHooks = tuple[dict[int, Any] | None, dict[int, Any] | None]
-
-
-def gradient_hooks(tensor: torch.Tensor) -> GradientHooks:
+def gradient_hooks(tensor: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
     """Return the dictionaries of ``register_hook`` and ``register_post_accumulate_grad_hook``, None where there never was one."""
     with DisableTorchFunctionSubclass():
         return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
