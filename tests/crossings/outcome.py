@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 REFUSALS: dict[str, str] = {
     r"has written into \d+ tensors that have no values": "a script writes into late tensors before a pipeline's first step",
     r"was called again on stage \d+ in backward, by a checkpointed region around it": "a model checkpoints across stages",
-    r"could not create a primitive descriptor": "PyTorch has no kernel of this type for this processor",
     r"was frozen when the model was wrapped and has requires_grad now": "a layer frozen before smp.reshape trains again",
 }
+
+#: What PyTorch itself says where it has no kernel of a type for this processor, as of an LSTM in bfloat16.
+_NO_KERNEL = "could not create a primitive descriptor"
 
 #: Relative differences of losses, norms and state; half precision is compared with what it rounds.
 _LIMITS = {"float64": 1e-9, "float32": 2e-4, "autocast": 3e-2, "bf16": 3e-2, "fp16": 3e-2}
@@ -112,6 +114,8 @@ def _judge(error: str) -> tuple[str, str]:
         return "hang", error[-2000:]
     last = next((line for line in reversed(error.splitlines()) if re.match(r"[\w.]*(Error|Exception)\b", line)), "")
     name, _, message = last.partition(": ")
+    if _NO_KERNEL in error:
+        return "refused", "PyTorch has no kernel of this type for this processor"
     for pattern, reason in REFUSALS.items():
         if name.startswith(("smp_runtime.", "smp_config.")) and re.search(pattern, message):
             return "refused", reason
