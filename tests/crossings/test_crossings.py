@@ -118,12 +118,17 @@ FIXED = {
     "pruned weights that are frozen and created late": Case(
         topology="pp2", microbatches=2, delayed=True, begins_frozen=True, net="pruned"
     ),
+    "a sharded parameter is read while another microbatch waits in the same module": Case(
+        topology="pp2-tp2-s2", microbatches=4, prescaled=True, schedule="virtual_stages", checkpointing="each", use="teacher",
+        net="vit",
+    ),
     "a head of some batches only": Case(topology="o4", optimizer="adagrad", net="late_head", passes=2),
 }  # fmt: skip
 
 
 #: Those of them that the short run leaves out.
 LONGER = {
+    "a sharded parameter is read while another microbatch waits in the same module",
     "a state that waits for the first step meets a new group",
     "pruned weights that are frozen and created late",
     "and created late on stages",

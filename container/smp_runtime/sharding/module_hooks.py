@@ -267,7 +267,8 @@ class ModuleUses:
             return
         unit = self._unit_of.get(id(parameter))
         call = self._calls.running[-1]
-        if unit is None or (unit.ready and unit.calls) or unit in call.units:
+        # A call of another thread, another microbatch's, may end before this one does.
+        if unit is None or any(unit in outer.units for outer in self._calls.running):
             return
         call.uses.append(self._enter(unit, call))
         call.units.append(unit)

@@ -15,6 +15,7 @@ from smp_runtime.module_state.compiled_blocks import is_compiled
 from smp_runtime.parameters.arriving import Arrivals, wait_before_calls
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
+from smp_runtime.tensors.parameter_attributes import get_data
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -145,7 +146,8 @@ class ShardedState(FlatShards[WholeUnit]):
         """After an update, hand out this rank's shards; the others' come until somebody reads the parameters."""
         arrivals = self._ranks.keep(Arrivals, Arrivals)
         for unit in reversed(self.units):  # what forward needs first goes first
-            work = self._ranks.collectives.all_gather(unit.data, unit.shard, self._group)
+            # Without the version that shards share with it: however a transport writes, it is no write of the script's.
+            work = self._ranks.collectives.all_gather(get_data(unit.data), unit.shard, self._group)
             arrivals.expect(work, unit.parameters, unit.data)
         if not self._arrives_late:
             arrivals.settle()
