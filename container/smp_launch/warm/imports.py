@@ -30,7 +30,7 @@ REPORTED_STEP = 2
 #: Seconds for the report to be taken.
 _PATIENCE = 2.0
 
-#: The CUDA driver's library, and what its calls return before somebody has initialized it in this process.
+#: The CUDA driver's library, and the error code of its calls before cuInit (CUDA_ERROR_NOT_INITIALIZED).
 _DRIVER, _NOT_INITIALIZED = "libcuda.so", 3
 
 #: Packages that join their job when they are imported.
@@ -166,9 +166,9 @@ class Shared:
 
 
 def _has_begun_driver() -> bool:
-    """Whether this process has initialized the CUDA driver, after which no fork of it can use a GPU.
+    """Return whether this process has initialized the CUDA driver. A fork of it cannot use a GPU then.
 
-    PyTorch does not know of it where ``torch.cuda.is_available()`` or another library did that.
+    PyTorch does not notice if another library has done that.
     """
     if not any(os.path.basename(file).startswith(_DRIVER) for file in _mapped_files()):
         return False
@@ -177,7 +177,7 @@ def _has_begun_driver() -> bool:
 
 
 def _mapped_files() -> Iterator[str]:
-    """Give the files that lie in this process's memory, its libraries among them."""
+    """Yield the files that are mapped into this process, its libraries included."""
     with open("/proc/self/maps") as file:
         for line in file:
             fields = line.rstrip().split(maxsplit=5)

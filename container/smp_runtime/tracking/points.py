@@ -62,9 +62,8 @@ class LaterPoint:
     def arrived(self) -> Point:
         """The point; waits for the device, so that only the thread that writes calls it."""
         for device, event in self._copied:
-            torch.cuda.set_device(
-                device
-            )  # of a new thread it is the first of the host, where waiting would take memory
+            # A new thread's device is the host's first, and waiting there would create a context on it.
+            torch.cuda.set_device(device)
             event.synchronize()
         found = {**self._numbers, **{name: float(copy) for name, copy in zip(self._names, self._copies, strict=True)}}
         return Point(self._step, self._when, {name: found[name] for name in self._order})
