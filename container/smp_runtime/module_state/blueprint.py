@@ -96,7 +96,7 @@ class Blueprint:
         return (part for part, _, _ in self._kept)
 
     def listened_elsewhere(self, module: nn.Module) -> list[str]:
-        """Return the names in ``module`` of parameters with hooks of the script that a replaced module has, not one of its own."""
+        """Return the names of parameters with gradient hooks of the script in modules that a strategy has created."""
         own = {id(p) for part in self.modules() for p in (vars(part).get("_parameters") or {}).values()}
         return [
             name
@@ -216,12 +216,12 @@ def _add_hooks(entries: dict[str, Any], since: Mapping[str, Any]) -> None:
 
 
 def _is_listened_to(parameter: nn.Parameter) -> bool:
-    """Whether the script has registered a hook of its gradient."""
+    """Return whether the script has registered a gradient hook on a parameter."""
     return any(not _is_own(hook) for hooks in gradient_hooks(parameter) for hook in (hooks or {}).values())
 
 
 def _without_own(hooks: dict[int, Any] | None) -> dict[int, Any] | None:
-    """Take this library's own out of a dictionary of hooks; it stays the one that handles remove hooks from."""
+    """Remove this library's hooks from a dictionary of hooks, in place: handles of the script refer to it."""
     if hooks:
         for key in [key for key, hook in hooks.items() if _is_own(hook)]:
             del hooks[key]
