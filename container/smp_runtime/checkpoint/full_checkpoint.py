@@ -377,14 +377,21 @@ def load_full_state(model: DistributedModel, optimizer: DistributedOptimizer, st
 
     def load() -> None:
         check_has_masters(model, optimizer)
-        members = [list(saved["params"]) for saved in state["param_groups"]]
-        for added in optimizer.original_groups()[len(members) :]:  # since then
-            first = 1 + max((number for numbers in members for number in numbers), default=-1)
-            members.append(list(range(first, first + len(added))))
+        numbers = _numbers_by_group(optimizer, state)
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": numbers}
-            for group, numbers in zip(optimizer.param_groups, members, strict=True)
+            {**{key: value for key, value in group.items() if key != "params"}, "params": members}
+            for group, members in zip(optimizer.param_groups, numbers, strict=True)
         ]
         optimizer.load_state_dict({**state, "param_groups": groups, **({HALF_KEY: half} if half else {})})
 
     model.load_when_partitioned(load)
+
+
+def _numbers_by_group(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> list[list[int]]:
+    """Return the parameters' numbers of each group: the saved ones, then new ones for groups added since the load."""
+    numbers = [list(saved["params"]) for saved in state["param_groups"]]
+    following = 1 + max((number for members in numbers for number in members), default=-1)
+    for added in optimizer.original_groups()[len(numbers) :]:
+        numbers.append(list(range(following, following + len(added))))
+        following += len(added)
+    return numbers
