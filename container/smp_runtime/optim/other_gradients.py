@@ -1,6 +1,6 @@
-"""Gradients of a model's parameters that an optimizer does not update, but a script clips together with those that it does.
+"""Gradients of parameters that an optimizer does not update, such as a layer that joins its groups later.
 
-They are those of a layer that trains later, or that another optimizer has.
+A script may clip them together with the optimizer's own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OtherGradients:
         scale: float,
     ) -> None:
         self.scale = scale
-        #: With whether this rank counts them in norms.
+        #: Parameter, gradient, and whether this rank counts it in norms.
         self._found: list[tuple[nn.Parameter, torch.Tensor, bool]] = []
         shards = model.optimizer_shards or {} if model is not None else {}
         state = model.sharded_state if model is not None else None
@@ -48,14 +48,14 @@ class OtherGradients:
             if parameter in known:
                 continue
             shard = shards.get(parameter)
-            # Of a shard that is None another rank has the gradient.
+            # If the shard is None, another rank has the gradient.
             gradient = shard.gradient if shard is not None else None if parameter in shards else get_gradient(parameter)
             if gradient is not None:
                 counts = state is None or shard is None or state.counts(shard)
                 self._found.append((parameter, gradient, counts))
 
     def pairs(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return parameters with what counts of their gradients on this rank, without the loss scale."""
+        """Return the parameters and gradients that this rank counts in norms, without the loss scale."""
         return [(p, g if self.scale == 1.0 else g.float() / self.scale) for p, g, counts in self._found if counts]
 
     def multiply(self, factor: torch.Tensor) -> None:

@@ -79,14 +79,14 @@ def register_embedding(kind: type) -> None:
 
 
 def _require_own_weight(module: nn.Module) -> None:
-    """Leave a module whole whose weight is computed of other parameters, of which a part would be another weight.
+    """Check that a module's weight is its own parameter. A part of the parameters of a computed weight gives another weight.
 
     Raises:
-        NotDistributableError: it is.
+        NotDistributableError: the weight is computed from other parameters.
     """
     if not has_own_weight(module):
         raise NotDistributableError(
-            "its weight is no parameter of its own, but computed of others (weight or spectral norm, pruning)"
+            "its weight is computed from other parameters (weight norm, spectral norm or pruning)"
         )
 
 

@@ -138,9 +138,9 @@ def is_linear(module: Any) -> bool:
 
 
 def has_own_weight(module: torch.nn.Module) -> bool:
-    """Whether a module's weight is its parameter, not computed of others as by ``torch.nn.utils.parametrize`` or pruning.
+    """Return whether a module's weight is a parameter, and not computed from others by a parametrization or pruning.
 
-    Such a weight is never read here: a spectral norm goes on by a step whenever it is.
+    The check must not read a computed weight: each read runs one power iteration of a spectral norm.
     """
     return module._parameters.get("weight") is not None
 
