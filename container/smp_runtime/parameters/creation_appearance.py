@@ -107,6 +107,6 @@ class Appearances(TorchFunctionMode):
 
 
 def _names_meta(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call itself names the meta device."""
+    """Return whether the arguments of a call name the meta device."""
     named = [value for value in (*args, kwargs.get("device")) if isinstance(value, str | torch.device)]
     return any(torch.device(value).type == "meta" for value in named)

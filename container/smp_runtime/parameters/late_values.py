@@ -76,9 +76,9 @@ def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor]) -> dict[int
 
 
 class LateWrites:
-    """The parameters and buffers of a model that have no values before its first step, with their versions.
+    """Parameters and buffers without values before a pipeline's first step, with their version counters.
 
-    Writing into them has no effect then, so it is refused.
+    Writing into them before that step has no effect, so it is refused.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -146,7 +146,7 @@ class ShardedState(FlatShards[WholeUnit]):
         """After an update, hand out this rank's shards; the others' come until somebody reads the parameters."""
         arrivals = self._ranks.keep(Arrivals, Arrivals)
         for unit in reversed(self.units):  # what forward needs first goes first
-            # Without the version that shards share with it: however a transport writes, it is no write of the script's.
+            # With a version counter of its own: a transport's write must not look like one of the script to the shards.
             work = self._ranks.collectives.all_gather(get_data(unit.data), unit.shard, self._group)
             arrivals.expect(work, unit.parameters, unit.data)
         if not self._arrives_late:

@@ -296,7 +296,7 @@ class SplitOperations(TorchFunctionMode):
         if make is None and func not in _TAKEN:
             return func(*args, **kwargs)
         if make is not None and torch.is_grad_enabled():
-            # Where a checkpointed region runs again, another stage's tensor has come.
+            # In a recomputation another stage's tensor is there already; both passes must save the same tensors.
             args, kwargs = tree_map(plain_of, (args, kwargs))
             if (operation := _operation(make, args, kwargs)) is not None:
                 return split(operation)

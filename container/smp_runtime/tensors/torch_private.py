@@ -190,7 +190,7 @@ def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
     Raises:
         RuntimeError: an autograd graph or a view holds one of them.
     """
-    # PyTorch looks for graphs of an earlier time only where there are gradients; since then it may have been frozen.
+    # A parameter that was frozen after its use is held by that graph; swap_tensors looks for it only if it requires gradients.
     is_held = one.is_leaf and not one.requires_grad and one._use_count() > 1  # type: ignore[attr-defined]
     if not weakref.getweakrefs(one):
         with _requiring_gradients(one if is_held else None, other):

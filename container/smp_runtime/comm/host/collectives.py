@@ -186,9 +186,9 @@ def _is_served(tensor: torch.Tensor) -> bool:
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what is sent or received as a vector. Writing into it does not count as a write of the script's.
+    """Return a tensor's elements as a vector with a version counter of its own.
 
-    So it is with the collectives of ``torch.distributed``: they do not move the version that the tensor shares with its views.
+    Like the collectives of ``torch.distributed``, writing into it does not move the version of the tensor and its views.
     """
     return get_data(tensor).view(-1)
 
