@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class OtherGradients:
-    """The gradients of some parameters that an optimizer does not update.
+    """Gradients of parameters outside of an optimizer's groups.
 
     Args:
-        model: whose optimizer shards are updated; None if parameters themselves are, with which all gradients lie.
-        own: the parameters that it does.
-        among: the parameters that are meant; None for its own alone.
-        scale: the loss scale that the gradients have.
+        model: the model of the optimizer's shards; None if the optimizer updates the parameters themselves.
+        own: the optimizer's parameters.
+        among: the parameters to look at; None for the optimizer's own alone.
+        scale: the loss scale of the gradients.
 
     Attributes:
-        scale: the same.
+        scale: the loss scale of the gradients.
     """
 
     def __init__(
