@@ -38,6 +38,9 @@ class SharedState(Protocol):
     def take_back_gradients(self) -> None:
         """Let what the script has done to ``p.grad`` since the reduction count."""
 
+    def complete_gradients(self) -> None:
+        """Before an update: gradients are as the script has left them, those that it has set to zero too."""
+
     def gather_parameters(self) -> None:
         """After an update: every rank gets the parameters that the others have updated, at the latest when it reads them."""
 

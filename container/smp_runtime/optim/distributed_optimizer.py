@@ -335,7 +335,7 @@ class DistributedOptimizer(SavedOptimizer):
         self._model.adopt_writes()
         edits_only = self._model.sharded_state is not None and self._masters.are_current
         if self._model.sharded_state is not None:
-            self._model.sharded_state.take_back_gradients()
+            self._model.sharded_state.complete_gradients()
         with self._writes.ignored():
             scale = self.loss_scale if self._ranks.cfg.fp16 else None
             overflow = self._masters.bring(scale, edits_only=edits_only)

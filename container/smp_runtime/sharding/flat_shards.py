@@ -105,35 +105,41 @@ class FlatShards(Generic[Unit]):
 
         Args:
             reduced: those of this rank's shard, ``[shard_elements]``.
-            used: for each parameter of the unit, whether any rank used it; others have no gradient.
+            used: for each parameter of the unit, whether any rank used it; others have a gradient only if it is zero.
         """
+        used = self.script_gradients.deliver(unit, reduced, used)
         for parameter, fragment, is_used in zip(unit.parameters, unit.fragments, used, strict=True):
             shard = self.optimizer_shards[parameter]
             if shard is not None and fragment is not None and is_used:
                 shard.reduced = unit.slice_of(reduced, fragment)
-        self.script_gradients.deliver(unit, reduced, used)
 
     def take_back_gradients(self) -> None:
         """Let what the script has done to ``p.grad`` since the reduction count."""
         self.script_gradients.take_back()
 
+    def complete_gradients(self) -> None:
+        """Before an update: what the script has done to ``p.grad`` counts, and what it has set to zero and no pass added to."""
+        self.script_gradients.take_back()
+        self.hand_out_zeros()
+
     def clear_gradients(self, *, to_zero: bool = False) -> None:
         """Forget the gradients of this rank's shards.
 
         Args:
-            to_zero: put zeros in their place and in that of those that the last update has used up, as
-                ``zero_grad(set_to_none=False)`` does: later ones are added to them, and an update counts their parameters.
+            to_zero: they and those that the last update has used up are zero from now on, as after
+                ``zero_grad(set_to_none=False)``: an update counts their parameters. No memory is taken for zeros until then.
         """
         if to_zero:
             self.script_gradients.take_back()
-        self.script_gradients.forget(keeps_former=to_zero)
+        self.script_gradients.forget(to_zero=to_zero)
         for shard in self.optimizer_shards.values():
             if shard is not None:
                 shard.reduced = None
 
-    def _hand_out_zeros(self) -> None:
-        for unit, dtype, used in self.script_gradients.former():
-            self._hand_out(unit, self._zeros_of(unit, dtype), used)
+    def hand_out_zeros(self) -> None:
+        """Let gradients that the script has set to zero, and that nothing was added to, be there."""
+        for unit, dtype in self.script_gradients.zeroed():
+            self._hand_out(unit, self._zeros_of(unit, dtype), [False] * len(unit.parameters))
 
     def _zeros_of(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
         """Return ``[shard_elements]`` zeros, to which later gradients of the unit are added."""

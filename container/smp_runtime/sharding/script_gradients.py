@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GathersUnits(Protocol):
-    """State in flat units."""
+    """State in flat units, and their gradients."""
 
     optimizer_shards: dict[nn.Parameter, OptimizerShard | None]
 
@@ -32,6 +32,9 @@ class GathersUnits(Protocol):
         self, unit: Any, values: Mapping[nn.Parameter, torch.Tensor], dtype: torch.dtype
     ) -> list[torch.Tensor]:
         """Return whole tensors of a unit's parameters from all ranks' parts; every rank of the group calls it."""
+
+    def hand_out_zeros(self) -> None:
+        """Let gradients that the script has set to zero, and that nothing was added to, be there."""
 
 
 @dataclass(eq=False)
@@ -62,20 +65,30 @@ class ScriptGradients:
         self._ranks = ranks
         self.reduce: Callable[[], None] = lambda: None
         self._delivered: dict[int, _Delivered] = {}
+        #: Of the gradients that were forgotten last: the unit, their type, and which parameters had one. Those that are zero
+        #: instead of None, until a reduction adds to them or somebody wants them.
         self._former: dict[int, tuple[FlatUnit, torch.dtype, list[bool]]] = {}
+        self._zeroed: dict[int, tuple[FlatUnit, torch.dtype, list[bool]]] = {}
         #: Parameters whose gradient the script has in hand, or has set.
         self._held: dict[nn.Parameter, None] = {}
 
-    def deliver(self, unit: FlatUnit, reduced: torch.Tensor, used: Sequence[bool]) -> None:
+    def deliver(self, unit: FlatUnit, reduced: torch.Tensor, used: Sequence[bool]) -> list[bool]:
         """Note a unit's reduced gradients.
 
         Args:
             reduced: those of this rank's shard, ``[shard_elements]``.
             used: for each parameter of the unit, whether any rank used it since the last reduction.
+
+        Returns:
+            For each parameter of the unit, whether it has a gradient by this: also if the script has set it to zero.
         """
+        zeroed = self._zeroed.pop(id(unit), None)
+        if zeroed is not None:
+            used = [one or other for one, other in zip(used, zeroed[2], strict=True)]
         former = self._delivered.get(id(unit))  # to which these were added
         found = list(used) if former is None else [one or other for one, other in zip(used, former.used, strict=True)]
         self._delivered[id(unit)] = _Delivered(unit, reduced, found)
+        return list(used)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return ``parameter.grad``; gathered, if it is read for the first time after a reduction."""
@@ -83,6 +96,7 @@ class ScriptGradients:
         if place is None or parameter in self._held or not self._is_between_passes:
             return get_gradient(parameter)
         self.reduce()
+        self._shards.hand_out_zeros()
         delivered = self._delivered.get(id(place[0]))
         if get_gradient(parameter) is None and delivered is not None and delivered.used[place[1]]:
             self._give(delivered)
@@ -92,6 +106,7 @@ class ScriptGradients:
         """Set ``parameter.grad``, and note that the script has done so."""
         if self._is_between_passes:
             self.reduce()  # a later reduction would add the accumulated gradients to this one
+            self._shards.hand_out_zeros()  # and so would later zeros
             self._held.setdefault(parameter, None)
         set_gradient(parameter, value)
 
@@ -105,26 +120,27 @@ class ScriptGradients:
                 set_gradient(parameter, None)
                 self._keep(parameter, *place, current)
 
-    def forget(self, *, keeps_former: bool = False) -> None:
+    def forget(self, *, to_zero: bool = False) -> None:
         """Forget what was delivered, and what the script has in hand of it.
 
         Args:
-            keeps_former: whether :meth:`former` goes on naming what was forgotten before.
+            to_zero: it is zero from now on, as is what was forgotten before.
         """
-        if not keeps_former:
+        if not to_zero:
             self._former.clear()
         for key, each in self._delivered.items():
             before = self._former[key][2] if key in self._former else [False] * len(each.used)
             used = [one or other for one, other in zip(each.used, before, strict=True)]
             self._former[key] = each.unit, each.reduced.dtype, used
         self._delivered.clear()
+        self._zeroed = dict(self._former) if to_zero else {}
         held, self._held = self._held, {}
         for parameter in held:
             set_gradient(parameter, None)
 
-    def former(self) -> Iterator[tuple[Any, torch.dtype, list[bool]]]:
-        """Yield the units whose gradients were forgotten last, their type, and which parameters had one."""
-        yield from self._former.values()
+    def zeroed(self) -> list[tuple[Any, torch.dtype]]:
+        """Return the units whose gradients the script has set to zero, and the type of these; delivered, they are no more."""
+        return [(unit, dtype) for unit, dtype, _ in self._zeroed.values()]
 
     @property
     def _is_between_passes(self) -> bool:

@@ -272,8 +272,6 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         """Forget the gradients of this rank's shards, those under way too; see :meth:`.FlatShards.clear_gradients`."""
         super().clear_gradients(to_zero=to_zero)
         self.gradients.clear()
-        if to_zero:
-            self._hand_out_zeros()
 
     def _zeros_of(self, unit: ShardedUnit, dtype: torch.dtype) -> torch.Tensor:
         return self.gradients.zeros_of(unit)

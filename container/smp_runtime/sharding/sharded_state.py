@@ -122,8 +122,6 @@ class ShardedState(FlatShards[WholeUnit]):
         """Forget what was delivered; see :meth:`.FlatShards.clear_gradients`."""
         super().clear_gradients(to_zero=to_zero)
         self._shard_gradients = [None] * len(self.units)
-        if to_zero:
-            self._hand_out_zeros()
 
     def _zeros_of(self, unit: WholeUnit, dtype: torch.dtype) -> torch.Tensor:
         zeros = torch.zeros(unit.shard_elements, dtype=dtype, device=unit.data.device)
