@@ -98,6 +98,7 @@ EVENTS = (
     "scale_gradients",
     "scale_clipped",
     "leave_pass_out",
+    "set_gradients",
     "lower_rate",
     "swap_weights",
     "drop_gradients",
@@ -295,6 +296,8 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values |= {"schedule": "interleaved", "fast_mode": True}
     if pp > 1 and values["microbatches"] == 1:
         values["microbatches"] = 4
+    if values["optimizer"] in _OF_TENSORS and values["net"] == "images":
+        values["precision"] = "float64"  # biases before batch norms have gradients of nothing but rounding
     if values["optimizer"] in _OF_TENSORS and NETS[values["net"]].from_transformers:
         values["optimizer"] = "adam"  # distributed forms of a model may divide its weights into other tensors
     if tp == 1:
@@ -315,7 +318,7 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)
     case = Case(**values, events=events)
-    if case.use == "penalty" and case.divides_parameters:
+    if case.use == "penalty" and (case.divides_parameters or case.manual):
         case = dataclasses.replace(case, use="teacher")
     if not case.is_comparable and NETS[case.net].branches:
         events = tuple(dataclasses.replace(e, goes_to=_UNSHARDED.get(e.goes_to, e.goes_to)) for e in events)

@@ -35,6 +35,7 @@ class Job(Training):
     def __init__(self, case: Case, folder: str) -> None:
         super().__init__(case)
         self._folder = folder
+        self.scale = SCALE if case.scaled or case.precision == "fp16" else 1.0
         self._join(SEED)
         self.record.first = self.weights() if case.delayed else {}
 

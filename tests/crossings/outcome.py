@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Errors by which the library may refuse what is combined, and why.
 REFUSALS: dict[str, str] = {
-    r"has written into \d+ tensors that have no values": "a script writes into late tensors before a pipeline's first step",
+    r"has written into \d+ tensors, or their gradients": "a script writes into late tensors before a pipeline's first step",
     r"was called again on stage \d+ in backward, by a checkpointed region around it": "a model checkpoints across stages",
     r"was frozen when the model was wrapped and has requires_grad now": "a layer frozen before smp.reshape trains again",
 }

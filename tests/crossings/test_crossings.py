@@ -94,7 +94,15 @@ FIXED = {
         topology="pp2", microbatches=2, delayed=True, hooked=True, events=(Event(2, "reshape", "s2"),)
     ),
     "passes without averaging, and gradients that are set to zero": Case(
-        topology="s2", passes=2, without_sync=True, zeroes=True, unchecked=True, optimizer="adamw", net="late_head"
+        topology="s2", passes=2, without_sync=True, zeroes=True, unchecked=True, optimizer="adamw", net="late_head",
+        events=(Event(1, "set_gradients"),),
+    ),
+    "gradients that are set to zero of what trains later, with sharded state": Case(
+        topology="o2", zeroes=True, later_group=True, optimizer="momentum", net="late_head", events=(Event(0, "set_gradients"),)
+    ),
+    "gradients that the script sets before a pass in a pipeline, and clips": Case(
+        topology="pp2-o2", microbatches=4, clipping="torch", net="tied",
+        events=(Event(0, "set_gradients"), Event(3, "set_gradients")),
     ),
     "a block that trains later counts in the norm": Case(
         topology="s2", later_group=True, clipping="torch", optimizer="adam", use="teacher", events=(Event(3, "rest_block"),)

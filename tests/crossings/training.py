@@ -98,6 +98,8 @@ class Training:
 
     model: Any
     optimizer: Any
+    #: Of the loss, and so of gradients before the update.
+    scale = 1.0
 
     def __init__(self, case: Case) -> None:
         self.case, self.net, self.topology = case, NETS[case.net], case.topology
@@ -109,7 +111,7 @@ class Training:
     def _begin_step(self) -> None:
         """Take back what an event has changed for one step."""
         self.size, self.length, self.passes = BATCH, LENGTH, self.case.passes
-        self.gradient_factor, self.clipped_factor, self.drops_gradients = 1.0, 1.0, False
+        self.gradient_factor, self.clipped_factor, self.drops_gradients, self.first_gradient = 1.0, 1.0, False, 0.0
 
     def run(self) -> Record:
         """All steps with their events."""
@@ -124,6 +126,8 @@ class Training:
             # The optimizer alone does not clear what is in no group yet.
             holder = self.model if self.case.later_group else self.optimizer
             holder.zero_grad(set_to_none=not self.case.zeroes)
+            if self.first_gradient:
+                self._begin_gradients()
             whole = []
             for number in range(self.passes):
                 with self.accumulating(is_last=number == self.passes - 1):
@@ -149,6 +153,11 @@ class Training:
             for p in self.model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(factor)
+
+    def _begin_gradients(self) -> None:
+        for p in self.model.parameters():
+            if p.requires_grad:
+                p.grad = torch.full_like(p, self.first_gradient * self.scale)
 
     def _change_gradients(self) -> None:
         """Do to gradients what the script does between backward and the update."""
@@ -228,6 +237,10 @@ class Training:
     def leave_pass_out(self, step: int) -> None:
         """The next update comes after one of its passes."""
         self.passes = 1
+
+    def set_gradients(self, step: int) -> None:
+        """The gradients of the next step are added to those that the script sets before it."""
+        self.first_gradient = 0.01
 
     def drop_gradients(self, step: int) -> None:
         """The script drops the last block's gradients of the next step."""

@@ -169,8 +169,8 @@ def test_stages_give_each_other_what_the_partition_has_moved(ranks):
         ranks(_moved, 2, other, 3, True, config=config)
 
 
-@pytest.mark.parametrize("name", ["1.weight", "2.running_var"])
-def test_writing_into_tensors_that_have_no_values_is_refused(ranks, name):
+@pytest.mark.parametrize(("name", "sets_gradient"), [("1.weight", False), ("2.running_var", False), ("1.weight", True)])
+def test_writing_into_tensors_that_have_no_values_is_refused(ranks, name, sets_gradient):
     def run():
         import smdistributed.modelparallel.torch as smp
         from smp_runtime.errors import SMPUserError
@@ -181,13 +181,16 @@ def test_writing_into_tensors_that_have_no_values_is_refused(ranks, name):
         model = smp.DistributedModel(module)
         tensors = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
         with torch.no_grad():
-            tensors[name].mul_(0.5)
+            if sets_gradient:
+                tensors[name].grad = torch.ones_like(tensors[name])
+            else:
+                tensors[name].mul_(0.5)
 
         @smp.step
         def step(x):
             model.backward(model(x).square().mean())
 
-        with pytest.raises(SMPUserError, match=f"written into 1 tensors that have no values .*, the first {name}"):
+        with pytest.raises(SMPUserError, match=f"written into 1 tensors, or their gradients, .*, the first {name}"):
             step(torch.ones(2, 4))
 
     ranks(run, 2, config={"partitions": 2})

@@ -189,7 +189,7 @@ class TrainedOptimizer(Protocol):
     def clamp_on_device(self, limit: float, among: Iterable[nn.Parameter] | None = None) -> None:
         """Bring every element of the gradients between ``-limit`` and ``limit``."""
 
-    def drop_gradients_of(self, model: TrainedModel) -> None:
+    def drop_gradients_of(self, model: TrainedModel, *, to_zero: bool) -> None:
         """Forget the gradients of a model's parameters."""
 
     def original_groups(self) -> list[list[nn.Parameter]]:

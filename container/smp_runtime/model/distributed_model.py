@@ -485,6 +485,6 @@ class DistributedModel(WrappedModule):
         """Clear all gradients, also those that were reduced to their owner already."""
         super().zero_grad(set_to_none)
         for optimizer in self._session.optimizers:
-            optimizer.drop_gradients_of(self)
+            optimizer.drop_gradients_of(self, to_zero=not set_to_none)
         if self.sharded_state is not None:
             self.sharded_state.clear_gradients(to_zero=not set_to_none)

@@ -61,6 +61,8 @@ class AbsentTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _SETS_GRADIENT and args[1] is not None:
+            return None  # the stage of the parameter has the gradient
         if func in _ASKS_NO_ELEMENTS:
             with _Plainly():
                 return func(*args, **kwargs)
@@ -305,6 +307,7 @@ def _refuse_elements(tensor: AbsentTensor, name: str) -> NoReturn:
 
 _NOT_AUGMENTED = {"__index__", "__int__", "__invert__", "__iter__", "__init__"}
 _ASKS_ELEMENTS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "equal"}
+_SETS_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 #: Answered from shape and type, as often as they are asked.
 _ASKS_NO_ELEMENTS = {
     *NEEDS_NO_ELEMENTS,

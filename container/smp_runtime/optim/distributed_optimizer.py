@@ -225,10 +225,10 @@ class DistributedOptimizer(SavedOptimizer):
         """Whether this optimizer updates shards of ``model``."""
         return self._model is model
 
-    def drop_gradients_of(self, model: TrainedModel) -> None:
-        """Forget gradients that were brought to the optimizer shards of ``model`` but not used."""
+    def drop_gradients_of(self, model: TrainedModel, *, to_zero: bool) -> None:
+        """Forget gradients that were brought to the optimizer shards of ``model`` but not used, or set them to zero."""
         if self._model is model:
-            self._drop_gradients()
+            self._drop_gradients(to_zero=to_zero)
 
     def _replace(self, group: dict[str, Any]) -> None:
         """Put this rank's optimizer shards in place of a group's parameters."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.parameters.deferred_creation import Deferral, Deferrals, view_like
+from smp_runtime.tensors.parameter_attributes import get_gradient
 from smp_runtime.tensors.torch_private import storage_key, swap_contents
 
 #: A parameter as it was recorded, and the one of the module that waits for its values.
@@ -78,7 +79,7 @@ def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor]) -> dict[int
 class LateWrites:
     """Parameters and buffers without values before a pipeline's first step, with their version counters.
 
-    Writing into them before that step has no effect, so it is refused.
+    Writing into them before that step has no effect, nor has setting a gradient, so it is refused.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -91,13 +92,17 @@ class LateWrites:
         Raises:
             SMPUserError: it has.
         """
-        written = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
+        written = [
+            name
+            for name, (tensor, version) in self._versions.items()
+            if tensor._version != version or (tensor.is_leaf and get_gradient(tensor) is not None)
+        ]
         self._versions = {}
         if written:
             raise SMPUserError(
-                f"the script has written into {len(written)} tensors that have no values before the first step of a pipeline, "
-                f"the first {written[0]}: smp.delay_param_initialization() or smp.model_creation() created them; write inside that "
-                "context, load a state with model.load_state_dict(), or write after the first step"
+                f"the script has written into {len(written)} tensors, or their gradients, that have no values before a pipeline's "
+                f"first step, the first {written[0]}: smp.delay_param_initialization() or smp.model_creation() created them; write "
+                "inside that context, load a state with model.load_state_dict(), or write after the first step"
             )
 
 

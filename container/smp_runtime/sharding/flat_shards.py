@@ -138,10 +138,14 @@ class FlatShards(Generic[Unit]):
 
     def hand_out_zeros(self) -> None:
         """Let gradients that the script has set to zero, and that nothing was added to, be there."""
-        for unit, dtype in self.script_gradients.zeroed():
-            self._hand_out(unit, self._zeros_of(unit, dtype), [False] * len(unit.parameters))
+        for unit in self.script_gradients.zeroed():
+            self.hand_out_zeros_of(unit)
 
-    def _zeros_of(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+    def hand_out_zeros_of(self, unit: Any) -> None:
+        """Let there be gradients of a unit that nothing was reduced of, to which later ones are added."""
+        self._hand_out(unit, self._zeros_of(unit), [False] * len(unit.parameters))
+
+    def _zeros_of(self, unit: Unit) -> torch.Tensor:
         """Return ``[shard_elements]`` zeros, to which later gradients of the unit are added."""
         raise NotImplementedError
 

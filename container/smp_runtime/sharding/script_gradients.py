@@ -36,6 +36,9 @@ class GathersUnits(Protocol):
     def hand_out_zeros(self) -> None:
         """Let gradients that the script has set to zero, and that nothing was added to, be there."""
 
+    def hand_out_zeros_of(self, unit: Any) -> None:
+        """Let there be gradients of a unit that nothing was reduced of, to which later ones are added."""
+
 
 @dataclass(eq=False)
 class _Delivered:
@@ -65,10 +68,10 @@ class ScriptGradients:
         self._ranks = ranks
         self.reduce: Callable[[], None] = lambda: None
         self._delivered: dict[int, _Delivered] = {}
-        #: Of the gradients that were forgotten last: the unit, their type, and which parameters had one. Those that are zero
+        #: Of the gradients that were forgotten last: the unit, and which parameters had one. Those that are zero
         #: instead of None, until a reduction adds to them or somebody wants them.
-        self._former: dict[int, tuple[FlatUnit, torch.dtype, list[bool]]] = {}
-        self._zeroed: dict[int, tuple[FlatUnit, torch.dtype, list[bool]]] = {}
+        self._former: dict[int, tuple[FlatUnit, list[bool]]] = {}
+        self._zeroed: dict[int, tuple[FlatUnit, list[bool]]] = {}
         #: Parameters whose gradient the script has in hand, or has set.
         self._held: dict[nn.Parameter, None] = {}
 
@@ -84,7 +87,7 @@ class ScriptGradients:
         """
         zeroed = self._zeroed.pop(id(unit), None)
         if zeroed is not None:
-            used = [one or other for one, other in zip(used, zeroed[2], strict=True)]
+            used = [one or other for one, other in zip(used, zeroed[1], strict=True)]
         former = self._delivered.get(id(unit))  # to which these were added
         found = list(used) if former is None else [one or other for one, other in zip(used, former.used, strict=True)]
         self._delivered[id(unit)] = _Delivered(unit, reduced, found)
@@ -129,18 +132,18 @@ class ScriptGradients:
         if not to_zero:
             self._former.clear()
         for key, each in self._delivered.items():
-            before = self._former[key][2] if key in self._former else [False] * len(each.used)
+            before = self._former[key][1] if key in self._former else [False] * len(each.used)
             used = [one or other for one, other in zip(each.used, before, strict=True)]
-            self._former[key] = each.unit, each.reduced.dtype, used
+            self._former[key] = each.unit, used
         self._delivered.clear()
         self._zeroed = dict(self._former) if to_zero else {}
         held, self._held = self._held, {}
         for parameter in held:
             set_gradient(parameter, None)
 
-    def zeroed(self) -> list[tuple[Any, torch.dtype]]:
-        """Return the units whose gradients the script has set to zero, and the type of these; delivered, they are no more."""
-        return [(unit, dtype) for unit, dtype, _ in self._zeroed.values()]
+    def zeroed(self) -> list[FlatUnit]:
+        """Return the units whose gradients the script has set to zero; delivered, they are no more."""
+        return [unit for unit, _ in self._zeroed.values()]
 
     @property
     def _is_between_passes(self) -> bool:
@@ -164,9 +167,12 @@ class ScriptGradients:
     def _keep(self, parameter: nn.Parameter, unit: FlatUnit, index: int, value: torch.Tensor | None) -> None:
         """Put this rank's part of a gradient into its shard, where it differs from that as the script was given it."""
         shard, fragment = self._shards.optimizer_shards.get(parameter), unit.fragments[index]
+        if value is not None and unit.trained and id(unit) not in self._delivered:
+            self._shards.hand_out_zeros_of(unit)
         delivered = self._delivered.get(id(unit))
-        if delivered is not None:
-            delivered.used[index] = value is not None
+        if delivered is None:
+            return
+        delivered.used[index] = value is not None
         if shard is None or fragment is None:
             return
         if value is None:
@@ -175,11 +181,9 @@ class ScriptGradients:
             shard.reduced = None
             return
         part = shard.part_of(value)
-        if shard.reduced is None and delivered is not None:
-            shard.reduced = unit.slice_of(delivered.reduced, fragment)
         if shard.reduced is None:
-            shard.reduced = part.to(unit.dtype, copy=True)
-        elif shard.reduced.dtype is part.dtype:
+            shard.reduced = unit.slice_of(delivered.reduced, fragment)
+        if shard.reduced.dtype is part.dtype:
             shard.reduced.copy_(part)
         else:  # what the script left alone stays unrounded
             is_same = shard.reduced.to(part.dtype) == part

@@ -273,7 +273,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         super().clear_gradients(to_zero=to_zero)
         self.gradients.clear()
 
-    def _zeros_of(self, unit: ShardedUnit, dtype: torch.dtype) -> torch.Tensor:
+    def _zeros_of(self, unit: ShardedUnit) -> torch.Tensor:
         return self.gradients.zeros_of(unit)
 
     # -- whole tensors ---------------------------------------------------------------------------------------------

@@ -123,9 +123,10 @@ class ShardedState(FlatShards[WholeUnit]):
         super().clear_gradients(to_zero=to_zero)
         self._shard_gradients = [None] * len(self.units)
 
-    def _zeros_of(self, unit: WholeUnit, dtype: torch.dtype) -> torch.Tensor:
-        zeros = torch.zeros(unit.shard_elements, dtype=dtype, device=unit.data.device)
-        self._shard_gradients[self.units.index(unit)] = zeros
+    def _zeros_of(self, unit: WholeUnit) -> torch.Tensor:
+        position = self.units.index(unit)
+        dtype = self.buckets[position].dtype
+        zeros = self._shard_gradients[position] = torch.zeros(unit.shard_elements, dtype=dtype, device=unit.device)
         return zeros
 
     def follow_calls(self, module: nn.Module) -> None:
