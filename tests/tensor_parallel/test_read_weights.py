@@ -78,25 +78,103 @@ def test_weights_that_code_around_a_module_reads_are_whole(ranks, common):
         torch.testing.assert_close(states[0][name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_writing_a_weight_in_a_forward_pass_is_refused(ranks):
+def _assign(weight):
+    weight.data = weight * 0.5
+
+
+def _set_row(weight):
+    weight[1] = 0.25
+
+
+def _scale_data(weight):
+    weight.data.mul_(0.5)
+
+
+def _fill_views(weight):
+    for row in weight.unbind()[:2]:
+        row.fill_(0.25)
+    weight.detach().view(-1)[5:7].zero_()
+    weight.t()[2].add_(weight[3, 1])
+
+
+def _begin_anew(weight):
+    nn.init.constant_(weight, 0.125)
+
+
+WRITES = [_assign, _set_row, _scale_data, _fill_views, _begin_anew, lambda weight: weight.clamp_(-0.1, 0.1)]
+
+
+class Writing(nn.Module):
+    """Changes weights of its children in a forward pass."""
+
+    def __init__(self, write, *, records=False):
+        super().__init__()
+        self.enter, self.back = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.write, self.records = write, records
+
+    def forward(self, batch):
+        x = batch["x"]  # nothing guesses this argument
+        with torch.set_grad_enabled(self.records):
+            self.write(self.enter.weight)
+            self.write(self.back.weight)
+        return self.back(torch.tanh(self.enter(x))) + x @ self.enter.weight[:4].t()
+
+
+def _written(write, wrap):
+    torch.manual_seed(2)
+    model = wrap(Writing(write).double())
+    out = model({"x": torch.ones(2, 4, dtype=torch.float64)})
+    return out.detach(), dict(model.state_dict())
+
+
+@pytest.mark.parametrize("number", range(len(WRITES)))
+def test_what_a_forward_pass_writes_into_a_weight_reaches_the_parts(ranks, number):
     def run():
         import smdistributed.modelparallel.torch as smp
 
-        class Clipping(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.enter = nn.Linear(4, 4)
+        def wrap(module):
+            smp.set_tensor_parallelism(module)
+            model = smp.DistributedModel(module)
+            assert max(module.enter.weight.numel(), module.back.weight.numel()) < 24
+            return model
 
-            def forward(self, batch):
-                x = batch["x"]
-                with torch.no_grad():
-                    self.enter.weight.clamp_(-1.0, 1.0)
-                return self.enter(x)
+        return _written(WRITES[number], wrap)
 
-        module = Clipping()
+    found = ranks(run, 2, config={"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})
+    wanted = _written(WRITES[number], lambda module: module)
+    for one in found:
+        torch.testing.assert_close(one, wanted, rtol=1e-10, atol=1e-12)
+
+
+def _clamp_into(weight):
+    torch.clamp(weight, -1, 1, out=weight)
+
+
+def _scale_views(weight):
+    torch._foreach_mul_([weight[0], weight[1]], 0.5)
+
+
+def _scale_row(weight):
+    weight[0].mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("write", "records", "said"),
+    [
+        (_clamp_into, False, "which would change a copy"),
+        (_scale_views, False, "which would change a copy"),
+        (_scale_row, True, "requires grad and is changed in place by mul_"),
+        (WRITES[-1], True, "requires grad and is changed in place by clamp_"),
+    ],
+)
+def test_writing_into_a_copy_is_refused(ranks, write, records, said):
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        module = Writing(write, records=records)
         smp.set_tensor_parallelism(module)
         model = smp.DistributedModel(module)
-        with pytest.raises(ValueError, match="clamp_"):
+        with pytest.raises((ValueError, RuntimeError), match=said):
             model({"x": torch.ones(2, 4)})
 
     ranks(run, 2, config={"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True})

@@ -15,7 +15,7 @@ from torch import nn
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.entries import Slot, Taken
-from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
+from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, changes_in_place
 from smp_runtime.tensors.nested import argument_tensors, leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
 from smp_runtime.tensors.torch_private import make_subclass, rebuild_parameter
@@ -76,7 +76,7 @@ class AbsentTensor(torch.Tensor):
         if present and name.startswith("_foreach_") and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
         is_own = any(isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in present)
-        if present and not is_own and _changes_itself(name) and isinstance(tensors[0], AbsentTensor):
+        if present and not is_own and changes_in_place(name) and isinstance(tensors[0], AbsentTensor):
             return tensors[0]  # its own stage does it with its own elements
         if present and not _are_scalars(present, absent):
             _refuse_mixing(absent[0], name)
@@ -85,7 +85,9 @@ class AbsentTensor(torch.Tensor):
         try:
             with _Plainly():
                 out = func(*_on_meta(args), **_on_meta(kwargs))
-            return tensors[0] if _changes_itself(name) and not name.startswith("_foreach_") else _absent(out, absent[0])
+            return (
+                tensors[0] if changes_in_place(name) and not name.startswith("_foreach_") else _absent(out, absent[0])
+            )
         except (RuntimeError, TypeError) as error:
             if "meta" not in str(error).lower():
                 raise
@@ -258,13 +260,6 @@ def _on_meta(value: Any) -> Any:
     return value
 
 
-def _changes_itself(name: str) -> bool:
-    """Whether an operation writes into its first argument."""
-    if name.startswith("__i") and name.endswith("__"):  # a += b
-        return name not in _NOT_AUGMENTED
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
-
-
 def _are_scalars(present: list[torch.Tensor], absent: list[AbsentTensor]) -> bool:
     """Whether a tensor of several elements is only scaled, by a number that the script has made."""
     return all(t.dim() == 0 and not t.requires_grad and not isinstance(t, nn.Parameter) for t in present) and any(
@@ -305,7 +300,6 @@ def _refuse_elements(tensor: AbsentTensor, name: str) -> NoReturn:
     )
 
 
-_NOT_AUGMENTED = {"__index__", "__int__", "__invert__", "__iter__", "__init__"}
 _ASKS_ELEMENTS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "equal"}
 _SETS_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 #: Answered from shape and type, as often as they are asked.

@@ -10,14 +10,16 @@ import torch
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel.block_entry import is_in_block
 from smp_runtime.tensor_parallel.group import gather_whole
-from smp_runtime.tensors.later import LaterTensor
-from smp_runtime.tensors.torch_private import backward_pass
+from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, LaterTensor, changes_in_place, plain_of
+from smp_runtime.tensors.nested import leaves_of
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, backward_pass, tree_map
 
 if TYPE_CHECKING:
     from smp_runtime.parameters.registry import TensorSlice
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,95 @@ class WholeWeight(LaterTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse writing: it would change a copy."""
-        name = getattr(func, "__name__", "")
-        writes = (
-            name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_", "retain_grad_")
-        )
-        if args and isinstance(args[0], WholeWeight) and (writes or name == "__setitem__" or func == _DATA):
-            raise SMPUserError(
-                f"{args[0].source.name} is split over {args[0].source.group.size} tensor parallel ranks, and a forward pass uses "
-                f"{'its .data' if func == _DATA else name + ' on it'}, which would act on a copy: read it by .detach(), write it "
-                "between steps, or leave the module whole with smp.set_tensor_parallelism(module, False)"
+        """Let writes reach the ranks' parts."""
+        args, kwargs = _first_as_argument(args, dict(kwargs or {}))
+        whole = args[0] if args and isinstance(args[0], WholeWeight) else None
+        _refuse_other_writes(func, args, kwargs)
+        if whole is None or func in NEEDS_NO_ELEMENTS | OF_ITS_PLACE:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func == _DATA:
+            with torch.no_grad():
+                return whole.viewed(whole.plain().detach())
+        if not _changes_first(func):
+            return whole.viewed(super().__torch_function__(func, types, args, kwargs))
+        args, kwargs = tree_map(plain_of, (args[1:], kwargs))
+        if func == _SET_DATA:
+            whole.write(torch.Tensor.copy_, whole.plain().detach(), args, kwargs)
+            return None
+        result = whole.write(func, whole.plain(), args, kwargs)
+        return whole if isinstance(result, torch.Tensor) else result
+
+    def viewed(self, result: Any) -> Any:
+        """Mark what shares memory with the gathered weight: what is written into it reaches the ranks' parts too."""
+        if isinstance(result, tuple | list):
+            return type(result)(map(self.viewed, result)) if not hasattr(result, "_fields") else result
+        if not isinstance(result, torch.Tensor) or isinstance(result, WholeWeight) or self._plain is None:
+            return result
+        if result.untyped_storage().data_ptr() != self._plain.untyped_storage().data_ptr():
+            return result
+        view = result.as_subclass(_View)
+        view.weight = self
+        return view
+
+    def write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the gathered weight in place; every rank keeps its part of it.
+
+        Args:
+            func: gets ``target``, which is the gathered weight or a view of it, before ``args`` and ``kwargs``.
+
+        Raises:
+            RuntimeError: gradients are recorded, as PyTorch says for any parameter.
+        """
+        name = getattr(func, "__name__", func)
+        if torch.is_grad_enabled() and target.requires_grad:
+            raise RuntimeError(
+                f"{self.source.name} requires grad and is changed in place by {name}: do that inside torch.no_grad()"
             )
-        return super().__torch_function__(func, types, args, kwargs)
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            result = func(target, *args, **kwargs)
+            self.source.mine.copy_(self.source.where.cut(self.plain()))
+        return result
+
+
+class _View(torch.Tensor):
+    """A view of a gathered weight."""
+
+    weight: WholeWeight
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = _first_as_argument(args, dict(kwargs or {}))
+        view = args[0] if args and isinstance(args[0], _View) else None
+        _refuse_other_writes(func, args, kwargs)
+        if view is not None and _changes_first(func) and func != _SET_DATA:  # which leaves the weight alone
+            args, kwargs = tree_map(plain_of, (args[1:], kwargs))
+            result = view.weight.write(func, view, args, kwargs)
+            return view if isinstance(result, torch.Tensor) else result
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return result if view is None else view.weight.viewed(result)
+
+
+def _first_as_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take what a function changes from its keyword, as functions of ``torch.nn.init`` give it."""
+    return (args, kwargs) if args or "tensor" not in kwargs else ((kwargs.pop("tensor"),), kwargs)
+
+
+def _changes_first(func: Any) -> bool:
+    return changes_in_place(getattr(func, "__name__", "")) and func not in OF_ITS_PLACE
+
+
+def _refuse_other_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    name = getattr(func, "__name__", "")
+    is_foreach = name.startswith("_foreach_") and name.endswith("_")
+    for each in leaves_of(args[:1] if is_foreach else kwargs.get("out")):
+        if isinstance(each, WholeWeight | _View):
+            source = each.source if isinstance(each, WholeWeight) else each.weight.source
+            raise SMPUserError(
+                f"{source.name} is split over {source.group.size} tensor parallel ranks, and a forward pass writes into it by "
+                f"{name}, which would change a copy: change it by a method of its own (weight.clamp_(…)), write it between steps, "
+                "or leave the module whole with smp.set_tensor_parallelism(module, False)"
+            )
 
 
 class _Whole(torch.autograd.Function):

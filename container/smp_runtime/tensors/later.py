@@ -123,6 +123,13 @@ def plain_of(leaf: Any) -> Any:
     return leaf.plain() if isinstance(leaf, LaterTensor) else leaf
 
 
+def changes_in_place(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    if name.startswith("__i") and name.endswith("__"):  # a += b
+        return name not in _NOT_AUGMENTED
+    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+
+
 def _elements_of(leaf: Any) -> Any:
     return leaf.elements() if isinstance(leaf, LaterTensor) else leaf
 
@@ -152,6 +159,8 @@ OF_ITS_PLACE = {
     *(attribute.__set__ for attribute in _methods("requires_grad grad")),
     torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
 }
+
+_NOT_AUGMENTED = {"__index__", "__int__", "__invert__", "__iter__", "__init__"}
 
 #: With the place of the tensors among the arguments whose gradients are asked for.
 _GRADIENTS_OF = {torch.autograd.grad: 1, torch.Tensor.backward: 4}
