@@ -41,6 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(matrix.LongerTests(Path(__file__).with_name("longer-tests.txt")))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile`` as :class:`support.dealing.FewImports` does it."""
+    from support.dealing import FewImports
+
+    return FewImports(config, log) if config.option.dist == "loadfile" else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported and collected stays to the end: memory is not looked through for it, now or later."""

@@ -92,11 +92,11 @@ class WholeWeight(LaterTensor):
             func: gets ``target``, which is the gathered weight or a view of it, before ``args`` and ``kwargs``.
 
         Raises:
-            RuntimeError: gradients are recorded, as PyTorch says for any parameter.
+            SMPUserError: gradients are recorded, which PyTorch refuses of any parameter.
         """
         name = getattr(func, "__name__", func)
         if torch.is_grad_enabled() and target.requires_grad:
-            raise RuntimeError(
+            raise SMPUserError(
                 f"{self.source.name} requires grad and is changed in place by {name}: do that inside torch.no_grad()"
             )
         with torch.no_grad(), DisableTorchFunctionSubclass():
