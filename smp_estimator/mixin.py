@@ -84,9 +84,13 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
         **sdk: Any,
     ) -> None:
         self._reader = SettingsReader()
-        environment = with_recovery(sdk.get("environment"), memory_checkpoint, max_restarts)
-        environment = with_tracking(with_numerics(environment, record_numerics), loggers, profile)
-        if environment is not None:
+        given = sdk.pop("environment", None)
+
+        def with_arguments(environment: Any) -> Any:
+            environment = with_recovery(environment, memory_checkpoint, max_restarts)
+            return with_tracking(with_numerics(environment, record_numerics), loggers, profile)
+
+        if (environment := with_arguments(given)) is not None:
             sdk["environment"] = environment
         image_uri = self._read_arguments(image_uri, sdk)
         entry_point = checks.require_text(entry_point, "entry_point", "train.py")
@@ -114,6 +118,8 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
             self._prepare_data_parallel(image_uri, ship_runtime, sdk)
         elif not image_uri:
             self._require_versions(sdk)
+        if given is not None or "environment" in sdk:
+            sdk["environment"] = given  # where nothing was given, the SDK takes that of its defaults file
         # The SDK makes a client for its TensorBoard app; on this machine it must not look for credentials now.
         with credentials_when_used() if self._process_mode else contextlib.nullcontext():
             super().__init__(
@@ -125,8 +131,11 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
                 distribution=None if ours and not self._sdk_checks(distribution, image_uri, sdk) else distribution,
                 **sdk,
             )
+        self.environment = with_arguments(self.environment)
         if self._process_mode:
             self.image_uri = None
+        elif self._ship_runtime:
+            service.warn_of_isolation(self.enable_network_isolation(), self._reader.say)
         with restore.lenient_when_attaching(self._reader.say):
             if ours and distribution is not None:
                 self.distribution = distribution

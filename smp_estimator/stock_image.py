@@ -100,7 +100,6 @@ class InStockImage(_SDK):
         if self._ship_runtime:
             with restore.lenient_when_attaching(self._reader.say):
                 images.check_stock_version(image_uri, floor)
-            service.warn_of_isolation(sdk, self._reader.say)
 
     # -- of a job ------------------------------------------------------------------------------------------
 

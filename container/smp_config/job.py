@@ -29,6 +29,10 @@ STOP_GRACE_SECONDS = 120
 #: Environment variable with a JSON list: words of the script's command line, behind its hyperparameters.
 SCRIPT_ARGUMENTS_VARIABLE = "SMP_SCRIPT_ARGUMENTS"
 
+#: Environment variable that is ``1`` in jobs of SDK v3's ``ModelTrainer``, whose scripts get hyperparameters as its drivers write
+#: them: ``--name`` for names of one letter too, and anything but text as JSON.
+JSON_ARGUMENTS_VARIABLE = "SMP_JSON_ARGUMENTS"
+
 #: Endings of entry points that the launcher starts: with Python, with bash.
 SCRIPT_SUFFIXES = (".py", ".sh")
 

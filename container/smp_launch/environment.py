@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from smp_config import emulation, strict_json
 from smp_config.errors import ConfigError, shown, suggest
 from smp_config.job import (
+    JSON_ARGUMENTS_VARIABLE,
     MP_PARAMETERS,
     PLATFORM_PREFIX,
     SCRIPT_ARGUMENTS_VARIABLE,
@@ -74,6 +75,7 @@ class TrainingEnvironment:
     current_host: str
     job_name: str = ""
     more_arguments: tuple[str, ...] = ()
+    has_json_arguments: bool = False
 
     @classmethod
     def read(cls, tree: Tree, environ: Mapping[str, str], host: str | None = None) -> TrainingEnvironment:
@@ -113,6 +115,7 @@ class TrainingEnvironment:
             current_host=current,
             job_name=environ.get(JOB_NAME_VARIABLE, ""),
             more_arguments=tuple(words),
+            has_json_arguments=environ.get(JSON_ARGUMENTS_VARIABLE) == "1",
         )
 
     def over(self, hosts: Sequence[str], parameters: Mapping[str, Any] | None = None) -> TrainingEnvironment:
@@ -212,8 +215,8 @@ class TrainingEnvironment:
                 )
 
     def user_arguments(self) -> list[str]:
-        """``--name value`` for every user hyperparameter, sorted by name; one letter gets one dash. Then further words."""
-        return [*words_of(self.user_hyperparameters), *self.more_arguments]
+        """``--name value`` for every user hyperparameter, sorted by name. Then further words."""
+        return [*words_of(self.user_hyperparameters, as_json=self.has_json_arguments), *self.more_arguments]
 
     def variables(self) -> dict[str, str]:
         """All ``SM_*`` variables, as text."""
@@ -342,12 +345,19 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def words_of(hyperparameters: Mapping[str, Any]) -> list[str]:
-    """``--name value`` for each, sorted by name; one letter gets one dash."""
+def words_of(hyperparameters: Mapping[str, Any], *, as_json: bool = False) -> list[str]:
+    """Return the words of a command line with these hyperparameters, sorted by name.
+
+    Args:
+        as_json: as the drivers of SDK v3 write them: ``--name``, and anything but text as JSON. Otherwise as the training
+            toolkit does: one dash before one letter, and Python's text. ``mp_parameters`` are ``a=1,b=2`` in both.
+    """
     words = []
     for name, value in sorted(hyperparameters.items()):
-        dashes = "--" if len(name) > 1 else "-"
-        words += [dashes + name, _argument(value)]
+        if as_json and name != MP_PARAMETERS:
+            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+        else:
+            words += [("--" if len(name) > 1 else "-") + name, _argument(value)]
     return words
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from smp_config import strict_json
 from smp_config.distributed_config import as_distribution
 from smp_config.errors import ConfigError, shown
-from smp_config.job import MP_PARAMETERS, JobSettings, decoded_hyperparameter
+from smp_config.job import JSON_ARGUMENTS_VARIABLE, MP_PARAMETERS, JobSettings, decoded_hyperparameter
 from smp_launch.environment import MORE_VARIABLE, gpu_count
 from smp_launch.platform_files import check_names
 from smp_launch.tree import CODE_VARIABLE, Tree
@@ -56,7 +56,7 @@ def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if script := environ.get(SCRIPT_VARIABLE):
         more["sagemaker_program"] = script
     code = environ.get(SOURCE_VARIABLE) or str(tree.data_dir / _CODE_CHANNEL)
-    return {MORE_VARIABLE: json.dumps(more), CODE_VARIABLE: code}
+    return {MORE_VARIABLE: json.dumps(more), CODE_VARIABLE: code, JSON_ARGUMENTS_VARIABLE: "1"}
 
 
 def _settings(environ: Mapping[str, str], instance_type: str | None) -> JobSettings:

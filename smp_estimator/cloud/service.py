@@ -60,9 +60,9 @@ def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None]) -> None:
         sdk["metric_definitions"] = metric_definitions()
 
 
-def warn_of_isolation(sdk: Mapping[str, Any], say: Callable[[str], None]) -> None:
+def warn_of_isolation(is_isolated: Any, say: Callable[[str], None]) -> None:
     """Say what a job without a network lacks whose runtime travels into a stock image."""
-    if sdk.get("enable_network_isolation") is True:
+    if is_isolated is True:
         say(
             "enable_network_isolation is True, and the stock image must install the runtime's requirements from a package "
             "index; give image_uri, an image that has the runtime, unless the stock image has pydantic and safetensors"

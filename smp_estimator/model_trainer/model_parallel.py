@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ _OTHER_NAMES = {
     "mp_parameters": "parameters",
     "smp": "parameters",
 }
+
+#: The module of the SDK whose jobs never run the driver.
+_TUNER = "sagemaker.train.tuner"
 
 _SHAPES = {
     "parameters": 'a dictionary such as {"pipeline_parallel_degree": 2}, or the path of a JSON file',
@@ -149,7 +153,12 @@ class ModelParallel(DistributedConfig):
 
     @property
     def driver_dir(self) -> str:
-        """The folder that is copied into the job; made when it is first asked for."""
+        """The folder that is copied into the job; made when it is first asked for.
+
+        Raises:
+            ConfigError: a ``HyperparameterTuner`` asks for it.
+        """
+        _refuse_tuner()
         if self._folder is None:
             self._folder = driver_folder.DriverFolder(ship_runtime=self.ship_runtime)
         return str(self._folder.path)
@@ -180,6 +189,19 @@ def refuse_quotes(value: Any, name: str) -> None:
             f"{name} has a single quotation mark, in {text[max(0, at - 20) : at + 20]!r}; the SDK writes values between such marks "
             "into a shell file of the container, which would then not be read: write it without, or with double ones"
         )
+
+
+def _refuse_tuner() -> None:
+    """Raise ConfigError where the SDK's tuner prepares a job: it would run without the driver, and so without the library."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _TUNER:
+            raise ConfigError(
+                "a HyperparameterTuner of SDK v3 starts the script by the image's own program, so its jobs would train without "
+                "ModelParallel: call ModelTrainer.train() once for each choice of hyperparameters, or tune an SMPEstimator with "
+                "SDK v2"
+            )
+        frame = frame.f_back
 
 
 def _refuse_unknown(given: Mapping[str, Any]) -> None:

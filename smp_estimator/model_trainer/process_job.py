@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import boto3
 
 from smp_config import ConfigError
+from smp_config.job import JSON_ARGUMENTS_VARIABLE
 from smp_config.version import __version__
 from smp_estimator.local.bootstrap import DEFAULT_LAUNCHER
 from smp_estimator.local.channels import require_existing
@@ -169,6 +170,7 @@ class ProcessTrainer:
         environment = dict(trainer.environment or {})
         if read is not None:
             environment = translation.mirrored_environment(read.settings, environment)
+        environment[JSON_ARGUMENTS_VARIABLE] = "1"
         limit = given(trainer.stopping_condition, "max_runtime_in_seconds")
         request: dict[str, Any] = {
             "TrainingJobName": _job_name(trainer.base_job_name),

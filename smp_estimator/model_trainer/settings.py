@@ -40,6 +40,7 @@ class Trainer(Protocol):
     output_data_config: Any
     input_data_config: Any
     checkpoint_config: Any
+    networking: Any
     base_job_name: Any
     local_container_root: Any
     keep_job_folder: bool
@@ -147,6 +148,8 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
             _warn_of_image(trainer.training_image, where, reader)
             if config.ship_runtime:
                 images.check_stock_version(trainer.training_image, images.TORCH_FLOOR)
+                if images.is_stock(trainer.training_image):
+                    service.warn_of_isolation(given(trainer.networking, "enable_network_isolation"), reader.say)
             elif images.is_stock(trainer.training_image):
                 raise ConfigError(
                     f"ship_runtime is False, and image_uri is {trainer.training_image}, a stock image, which has no runtime; leave "

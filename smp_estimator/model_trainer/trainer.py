@@ -269,6 +269,7 @@ class ModelTrainer(StockModelTrainer):
 
     def _create_training_job_args(self, input_data_config: Any = None, boto3: bool = False) -> dict[str, Any]:
         """The SDK's request with what its own scripts need to know of a job with ModelParallel."""
+        self._populate_intelligent_defaults()  # those of the SDK's defaults file, which are no longer taken where something is given
         read = self._read()
         if read is None:
             return dict(super()._create_training_job_args(input_data_config, boto3))

@@ -36,6 +36,38 @@ def test_places_and_names(cloud: Cloud, script: Path, given: dict[str, Any], sai
     cloud.estimator(script, output_path="s3://bucket/x", base_job_name="my-job")
 
 
+@pytest.fixture
+def defaults(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A defaults file of the SDK; gives its environment."""
+    environment = {"HTTPS_PROXY": "http://proxy:3128"}
+    training_job = {"Environment": environment, "EnableNetworkIsolation": True}
+    config = {**cloud.session.sagemaker_config}
+    config["SageMaker"] = {**config["SageMaker"], "TrainingJob": training_job}
+    monkeypatch.setattr(cloud.session, "sagemaker_config", config)
+    return environment
+
+
+@pytest.mark.parametrize("own", [None, {"MINE": "1"}])
+def test_the_environment_of_the_defaults_file_is_sent_with_what_arguments_add(
+    cloud: Cloud, script: Path, defaults: dict[str, str], own: dict[str, str] | None
+) -> None:
+    distribution = model_parallel(8, ddp=True)
+    distribution["mpi"]["custom_mpi_options"] = "-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=16384"
+    cloud.estimator(script, distribution=distribution, environment=own, max_restarts=2).fit(wait=False)
+    sent = cloud.requests[-1]["Environment"]
+    added = {"SMP_MAX_RESTARTS": "2", "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384"}
+    assert sent == {**(own or defaults), **added}, "what an argument gives replaces the file's, as in the SDK"
+
+
+def test_isolation_of_the_defaults_file_is_warned_of(
+    cloud: Cloud, script: Path, defaults: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    cloud.estimator(script, distribution=model_parallel(8, ddp=True))
+    assert "enable_network_isolation" not in caplog.text, "an image with the runtime needs no network"
+    cloud.estimator(script, distribution=model_parallel(8, ddp=True), image_uri=None)
+    assert "enable_network_isolation is True" in caplog.text
+
+
 def test_docker_on_this_machine_writes_to_folders(cloud: Cloud, script: Path, tmp_path: Path) -> None:
     from sagemaker.local import LocalSession
 

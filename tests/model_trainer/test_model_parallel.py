@@ -14,13 +14,20 @@ from support.sdk3 import require_sdk_3
 
 require_sdk_3()
 
-from sagemaker.train.distributed import DistributedConfig  # noqa: E402 - only where it is installed
+from sagemaker.train.container_drivers.common.utils import (  # noqa: E402 - only where it is installed
+    hyperparameters_to_cli_args,
+    safe_deserialize,
+    safe_serialize,
+)
+from sagemaker.train.distributed import DistributedConfig  # noqa: E402
 
 from smp_config import ConfigError, ModelParallelParameters  # noqa: E402
 from smp_config.distributed_config import FIELDS, as_distribution  # noqa: E402
+from smp_config.job import decoded_hyperparameter  # noqa: E402
 from smp_estimator.model_trainer import ModelParallel  # noqa: E402
 from smp_estimator.model_trainer.driver import smp_driver  # noqa: E402
 from smp_launch import model_trainer as launched  # noqa: E402
+from smp_launch.environment import words_of  # noqa: E402
 
 #: Wrong arguments, and what the refusal must name.
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -225,3 +232,15 @@ def test_the_same_in_both_forms() -> None:
         "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True}}},
         "mpi": {"enabled": True},
     }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 0.5, True, None, "text", "", "a b", "1", "null", [1, "x", True], {"r": 8, "bias": None}, '{"r": 8, "bias": null}'],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", ["k", "config"])
+def test_a_script_gets_hyperparameters_as_from_the_drivers_of_the_sdk(name: str, value: Any) -> None:
+    sent = safe_serialize(value)
+    as_theirs = hyperparameters_to_cli_args({name: safe_deserialize(sent)})
+    assert words_of({name: decoded_hyperparameter(sent)}, as_json=True) == as_theirs

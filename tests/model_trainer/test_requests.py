@@ -16,10 +16,13 @@ require_sdk_3()
 
 from sagemaker.core.inputs import TrainingInput  # noqa: E402 - only where it is installed
 from sagemaker.core.training.configs import CheckpointConfig, InputData, StoppingCondition, Tag  # noqa: E402
+from sagemaker.core.parameter import ContinuousParameter  # noqa: E402
 from sagemaker.core.utils.exceptions import FailedStatusError  # noqa: E402
 from sagemaker.train.distributed import Torchrun  # noqa: E402
 from sagemaker.train.model_trainer import ModelTrainer as StockModelTrainer  # noqa: E402
+from sagemaker.train.tuner import HyperparameterTuner  # noqa: E402
 
+from smp_config import ConfigError  # noqa: E402
 from smp_estimator.cloud import image_table, images  # noqa: E402
 from smp_estimator.model_trainer import ModelParallel, ModelTrainer  # noqa: E402
 from smp_estimator.sdk_functions import config_for_framework  # noqa: E402
@@ -265,3 +268,37 @@ def test_what_only_a_pipeline_knows(cloud: Any, script: Path) -> None:
     request = TrainingStep(name="train", step_args=made.train()).arguments
     assert request["ResourceConfig"]["InstanceCount"] is compute["instance_count"]
     assert "sagemaker_instance_type" not in request["HyperParameters"], "the container knows it"
+
+
+def test_what_a_defaults_file_has_is_sent_with_what_is_added(
+    cloud: Any, script: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    defaults = {"Environment": {"HTTPS_PROXY": "http://proxy:3128"}, "EnableNetworkIsolation": True}
+    config = {**cloud.session.sagemaker_config}
+    config["SageMaker"] = {**config["SageMaker"], "TrainingJob": defaults}
+    monkeypatch.setattr(cloud.session, "sagemaker_config", config)
+    options = "-x SMDDP_AG_SORT_BUFFER_SIZE_BYTES=16384"
+    made = trainer(
+        script,
+        sagemaker_session=cloud.session,
+        parallel={**PARALLEL, "custom_mpi_options": options},
+        training_image="763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-sagemaker",
+    )
+    made.train(wait=False)
+    sent = cloud.requests[-1]
+    assert sent["Environment"] == {"SMDDP_AG_SORT_BUFFER_SIZE_BYTES": "16384", **defaults["Environment"]}
+    assert sent["EnableNetworkIsolation"] is True
+    assert "networking.enable_network_isolation is True" in caplog.text
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_tuner_whose_jobs_would_train_without_the_library_is_refused(cloud: Any, script: Path, stock: bool) -> None:
+    made = trainer(
+        script, sagemaker_session=cloud.session, parallel=PARALLEL, kind=StockModelTrainer if stock else ModelTrainer
+    )
+    tuner = HyperparameterTuner(
+        made, "loss", {"lr": ContinuousParameter(0.1, 0.2)}, [{"Name": "loss", "Regex": "loss=(.*)"}]
+    )
+    with pytest.raises(ConfigError, match=r"HyperparameterTuner .* would train without ModelParallel: call .*train\(\)"):
+        tuner.tune(wait=False)
+    assert not cloud.requests

@@ -23,7 +23,11 @@ def require_sdk_3() -> None:
 
 
 def trainer(script: Path, **given: Any) -> Any:
-    """A trainer of two ml.p4d.24xlarge; ``compute``, ``parallel`` and ``code`` are fields of those records, None takes one out."""
+    """A trainer of two ml.p4d.24xlarge; ``compute``, ``parallel`` and ``code`` are fields of those records, None takes one out.
+
+    Args:
+        given: arguments; ``kind`` is the class of the trainer.
+    """
     from sagemaker.core.training.configs import Compute, SourceCode
 
     from smp_estimator.model_trainer import ModelParallel, ModelTrainer
@@ -39,7 +43,9 @@ def trainer(script: Path, **given: Any) -> Any:
         "role": ROLE,
         **given,
     }
-    return ModelTrainer(**{name: value for name, value in merged.items() if value is not None})
+    made = given.pop("kind", ModelTrainer)
+    merged.pop("kind", None)
+    return made(**{name: value for name, value in merged.items() if value is not None})
 
 
 def here(script: Path, **given: Any) -> Any:
