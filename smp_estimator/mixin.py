@@ -90,8 +90,7 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
             environment = with_recovery(environment, memory_checkpoint, max_restarts)
             return with_tracking(with_numerics(environment, record_numerics), loggers, profile)
 
-        if (environment := with_arguments(given)) is not None:
-            sdk["environment"] = environment
+        sdk["environment"] = with_arguments(given)
         image_uri = self._read_arguments(image_uri, sdk)
         entry_point = checks.require_text(entry_point, "entry_point", "train.py")
         checks.refuse_remote_script(entry_point)
@@ -118,8 +117,7 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
             self._prepare_data_parallel(image_uri, ship_runtime, sdk)
         elif not image_uri:
             self._require_versions(sdk)
-        if given is not None or "environment" in sdk:
-            sdk["environment"] = given  # where nothing was given, the SDK takes that of its defaults file
+        sdk["environment"] = given  # without one the SDK takes that of its defaults file
         # The SDK makes a client for its TensorBoard app; on this machine it must not look for credentials now.
         with credentials_when_used() if self._process_mode else contextlib.nullcontext():
             super().__init__(
@@ -134,8 +132,6 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
         self.environment = with_arguments(self.environment)
         if self._process_mode:
             self.image_uri = None
-        elif self._ship_runtime:
-            service.warn_of_isolation(self.enable_network_isolation(), self._reader.say)
         with restore.lenient_when_attaching(self._reader.say):
             if ours and distribution is not None:
                 self.distribution = distribution
@@ -175,6 +171,8 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
 
     def _warn_of_code(self) -> None:
         """Say what is wrong with the script and what is shipped with it, which may be written before ``fit()``."""
+        if self._ship_runtime:
+            service.warn_of_isolation(self.enable_network_isolation(), self._reader.say)
         if not restore.is_attaching():
             try:
                 self._check_code()
@@ -288,7 +286,7 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
         if not self._ships() or self._has_runtime(self.source_dir):
             return super()._stage_user_code_in_s3()
         given = self.entry_point, self.source_dir
-        with source.with_runtime(*given) as folder:
+        with source.with_runtime(*given, self._image_row()) as folder:
             self.entry_point, self.source_dir = source.PROGRAM, str(folder)
             try:
                 uploaded = super()._stage_user_code_in_s3()

@@ -103,9 +103,13 @@ class InStockImage(_SDK):
 
     # -- of a job ------------------------------------------------------------------------------------------
 
+    def _image_row(self) -> TrainingImage | None:
+        """The table's row of the job's image; None where it has none."""
+        return image_table.row_of(self.image_uri) if self.image_uri else self._table_row()
+
     def _warn_of_image(self) -> None:
         """Say what the job's image cannot do on its instances, and that it is no longer patched."""
-        row = image_table.row_of(self.image_uri) if self.image_uri else self._table_row()
+        row = self._image_row()
         known = instance(self._carried_instance_type() or "")
         gpu = known.gpu if known is not None else None
         image = self.image_uri or (row.name if row is not None else None)

@@ -13,10 +13,14 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from smp_config import ConfigError
+from smp_estimator.cloud.images import TORCH_FLOOR
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
+    from smp_estimator.cloud.image_table import TrainingImage
+
+_FLOOR = ".".join(map(str, TORCH_FLOOR))
 _HEADING = "# what the model parallel runtime needs"
 _BYTE_ORDER = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -29,16 +33,64 @@ _NESTED = re.compile(r"(?:-r|--requirement|-c|--constraint)(?:\s+|=)?(\S.*)")
 _ELSEWHERE = "give image_uri, an image that has the runtime, which then does not travel with the code"
 
 
-def combined(path: Path, needed: Sequence[str]) -> str:
+#: The oldest NumPy with a wheel for a Python.
+_NUMPY = {"py310": "1.21.3", "py311": "1.23.2", "py312": "1.26.0", "py313": "2.1.0"}
+#: Packages of one release with PyTorch, whose version is another number: torchvision 0.15 is that of PyTorch 2.0.
+_WITH_TORCH = {"torch": "2.{minor}", "torchaudio": "2.{minor}", "torchvision": "0.{later}"}
+_PATCHES = 10
+
+
+def combined(path: Path, needed: Sequence[str], image: TrainingImage | None = None) -> str:
     """The user's ``requirements.txt``, which need not exist, with what the runtime needs after it.
 
+    Args:
+        image: the one that the job runs in, where the table has it.
+
     Raises:
-        ConfigError: lines with which pip would refuse the runtime's, on a cluster that is paid for.
+        ConfigError: lines with which pip would refuse the runtime's, or replace the image's PyTorch, on a cluster that is paid
+            for.
     """
-    given = _text(path).rstrip("\n") if path.exists() else ""
+    given = _text(path).rstrip("\n") if path.is_file() else ""
     for file, line in _lines(path, set()):
         _check(file, line, needed)
+    check_image(path, image)
     return "\n".join([*([given, ""] if given else []), _HEADING, *needed, ""])
+
+
+def check_image(path: Path, image: TrainingImage | None) -> None:
+    """Refuse lines of a file, which need not exist, that do not fit the PyTorch and the Python of a stock image.
+
+    Args:
+        image: None where it is not known which one it is; then PyTorch must be as new as the runtime needs.
+
+    Raises:
+        ConfigError: pip would replace the image's PyTorch by another build, or fail, on a cluster that is paid for.
+    """
+    for file, line in _lines(path, set()):
+        theirs = _requirement(line)
+        if theirs is None:
+            continue
+        name = canonicalize_name(theirs.name)
+        if name in _WITH_TORCH and not any(theirs.specifier.contains(version) for version in _versions(name, image)):
+            has = f"has PyTorch {image.torch}" if image is not None else f"must have PyTorch {_FLOOR} or newer"
+            raise ConfigError(
+                f"{file.name} has {line!r}, and the image {has}; pip would put another build in its place, which lacks the image's "
+                "CUDA and network libraries, or fail: remove the line, or choose an image with that version"
+            )
+        oldest = _NUMPY.get((image.python if image is not None else None) or "py310", _NUMPY["py310"])
+        if name == "numpy" and not _agree(Requirement(f"numpy>={oldest}"), theirs):
+            raise ConfigError(
+                f"{file.name} has {line!r}, and NumPy before {oldest} has no wheel for the image's Python, so pip would compile it "
+                f"in the job and fail: allow numpy>={oldest}"
+            )
+
+
+def _versions(name: str, image: TrainingImage | None) -> Iterator[str]:
+    """Versions of a package that belong to the image's PyTorch, or to any that the runtime can use."""
+    first = int(image.torch.split(".")[1]) if image is not None else TORCH_FLOOR[1]
+    for minor in range(first, first + 1 if image is not None else 100):
+        release = _WITH_TORCH[name].format(minor=minor, later=minor + 15)
+        yield from (f"{release}.{patch}" for patch in range(_PATCHES))
 
 
 def _text(path: Path) -> str:
@@ -74,11 +126,8 @@ def _check(file: Path, line: str, needed: Sequence[str]) -> None:
             f"{file.name} has {line[:80]!r}; with one hash pip wants hashes of everything, and the runtime's requirements "
             f"({', '.join(needed)}) have none: remove the hashes, or {_ELSEWHERE}"
         )
-    try:
-        theirs = Requirement(re.split(r"\s--", line)[0])
-    except InvalidRequirement:
-        return  # an option, a path or an address
-    if theirs.marker is not None or theirs.url is not None:
+    theirs = _requirement(line)
+    if theirs is None:
         return
     for text in needed:
         ours = Requirement(text)
@@ -87,6 +136,15 @@ def _check(file: Path, line: str, needed: Sequence[str]) -> None:
                 f"{file.name} has {line!r}, and the runtime needs {text}; no version of {ours.name} is both, so pip would fail "
                 f"in the job: allow {text}, or {_ELSEWHERE}"
             )
+
+
+def _requirement(line: str) -> Requirement | None:
+    """Return what a line asks for; None for options, paths and addresses, and for what only some Pythons need."""
+    try:
+        found = Requirement(re.split(r"\s--", line)[0])
+    except InvalidRequirement:
+        return None
+    return None if found.marker is not None or found.url is not None else found
 
 
 def _agree(ours: Requirement, theirs: Requirement) -> bool:

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
@@ -22,6 +23,9 @@ from smp_config import ConfigError
 from smp_config.error_codes import Coded
 from smp_config.version import __version__
 from smp_estimator.cloud import entry, requirements
+
+if TYPE_CHECKING:
+    from smp_estimator.cloud.image_table import TrainingImage
 
 #: What the platform starts; it prepares the runtime and runs the user's script.
 PROGRAM = "smp_entry.py"
@@ -54,8 +58,11 @@ class CannotTravel(Coded, RuntimeError):
 
 
 @contextmanager
-def with_runtime(entry_point: str, source_dir: str | None) -> Iterator[Path]:
+def with_runtime(entry_point: str, source_dir: str | None, image: TrainingImage | None = None) -> Iterator[Path]:
     """A folder with what a job runs: the user's files (as links), the wheel, its requirements and the program.
+
+    Args:
+        image: the one that it runs in, where the table has it.
 
     Raises:
         ConfigError: the user has a file of one of our names, or requirements that contradict ours.
@@ -75,15 +82,15 @@ def with_runtime(entry_point: str, source_dir: str | None) -> Iterator[Path]:
             )
         shutil.copyfile(entry.__file__, folder / PROGRAM)
         build_wheel(folder)
-        _add_requirements(folder / "requirements.txt")
+        _add_requirements(folder / "requirements.txt", image)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _add_requirements(path: Path) -> None:
+def _add_requirements(path: Path, image: TrainingImage | None) -> None:
     """Append ours to the user's; the platform installs the file before it starts the program."""
-    text = requirements.combined(path, travelling_requirements())
+    text = requirements.combined(path, travelling_requirements(), image)
     if path.is_symlink():
         path.unlink()
     path.write_text(text, encoding="utf-8")

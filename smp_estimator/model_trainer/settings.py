@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,12 +13,12 @@ from smp_config import ConfigError
 from smp_config.distributed_config import as_distribution
 from smp_config.instances import instance
 from smp_config.job import MP_PARAMETERS
-from smp_estimator.cloud import image_table, images, service
+from smp_estimator.cloud import image_table, images, requirements, service
 from smp_estimator.local.uris import is_s3_uri
 from smp_estimator.model_trainer.model_parallel import ModelParallel, refuse_quotes
 from smp_estimator.model_trainer.words import said_in_v3
 from smp_estimator.planned import Planned
-from smp_estimator.settings import advice, checks, plain
+from smp_estimator.settings import advice, checks, plain, translation
 from smp_estimator.settings.variables import is_variable
 
 if TYPE_CHECKING:
@@ -59,12 +61,14 @@ class Where:
         hosts: None where it is not known yet.
         process_mode: as processes of this machine.
         containers: in Docker on this machine.
+        candidates: of a list of preferences, of which the service takes one.
     """
 
     instance_type: str | None
     hosts: int | None
     process_mode: bool = False
     containers: bool = False
+    candidates: tuple[Where, ...] = ()
 
     @property
     def in_cloud(self) -> bool:
@@ -83,6 +87,8 @@ class Where:
                 f"instance_groups has {len(compute.instance_groups)} groups, but ModelParallel starts ranks on all hosts of a job, "
                 "which must be alike: use instance_type and instance_count"
             )
+        if preferences := given(compute, "instance_preferences"):
+            return cls._of_preferences(compute, preferences, process_mode=process_mode, containers=containers)
         kind, hosts = getattr(compute, "instance_type", None), getattr(compute, "instance_count", None)
         if isinstance(kind, str):
             kind = LOCAL_TYPES.get(kind, kind)
@@ -96,6 +102,37 @@ class Where:
             process_mode=process_mode,
             containers=containers,
         )
+
+    @classmethod
+    def _of_preferences(cls, compute: Any, preferences: Sequence[Any], **where: bool) -> Where:
+        count = given(compute, "instance_count")
+        candidates = []
+        for number, each in enumerate(preferences):
+            alone = SimpleNamespace(
+                instance_type=each.instance_type, instance_count=given(each, "instance_count") or count
+            )
+            with _naming(number, each.instance_type):
+                candidates.append(cls.of(alone, **where))
+        return cls(None, None, candidates=tuple(candidates), **where)
+
+    @property
+    def first(self) -> Where:
+        """What the service tries first."""
+        return self.candidates[0] if self.candidates else self
+
+    @property
+    def all(self) -> tuple[Where, ...]:
+        """What the service may take."""
+        return self.candidates or (self,)
+
+
+@contextmanager
+def _naming(number: int, kind: Any) -> Iterator[None]:
+    """Errors that are raised meanwhile name the preference that they are about."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"instance_preferences[{number}] ({kind}): {error}").of_the_kind_of(error) from None
 
 
 def distribution_of(config: ModelParallel, where: Where) -> dict[str, Any]:
@@ -132,31 +169,70 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
             return None
         _refuse_own_names(hyperparameters)
         reader: SettingsReader = config._reader  # noqa: SLF001 - what it has said once is not said again
-        read = reader.read(
-            distribution_of(config, where),
-            stock_image=False,
-            instance_type=where.instance_type,
-            hosts=where.hosts,
-            process_mode=where.process_mode,
-            environment=trainer.environment,
-        )
+        read = _read_everywhere(trainer, config, where)
         if not where.process_mode:
             refuse_quotes(hyperparameters, "hyperparameters")
             refuse_quotes(config.model_dump(), "ModelParallel")
             service.check_request(_as_estimator(trainer, where), hyperparameters, reader.say)
         if where.in_cloud:
-            _warn_of_image(trainer.training_image, where, reader)
-            if config.ship_runtime:
-                images.check_stock_version(trainer.training_image, images.TORCH_FLOOR)
-                if images.is_stock(trainer.training_image):
-                    service.warn_of_isolation(given(trainer.networking, "enable_network_isolation"), reader.say)
-            elif images.is_stock(trainer.training_image):
-                raise ConfigError(
-                    f"ship_runtime is False, and image_uri is {trainer.training_image}, a stock image, which has no runtime; leave "
-                    "ship_runtime out, or give an image that has it"
-                )
+            _check_image(trainer, config, where)
         # The launcher of ModelTrainer's jobs is this package's own, and sets what mpirun needs itself.
         return replace(read)
+
+
+def _read_everywhere(trainer: Trainer, config: ModelParallel, where: Where) -> Distribution:
+    """Read the distribution for the instances of the job, and for each that the service may take instead."""
+    reader: SettingsReader = config._reader  # noqa: SLF001 - as above
+    more = {"stock_image": False, "process_mode": where.process_mode, "environment": trainer.environment}
+    processes = set()
+    for number, each in enumerate(where.candidates):
+        distribution = distribution_of(config, each)
+        with _naming(number, each.instance_type):
+            reader.read(distribution, instance_type=each.instance_type, hosts=each.hosts, **more)
+        processes.add(distribution.get("mpi", {}).get("processes_per_host"))
+    if len(processes) > 1:
+        kinds = ", ".join(f"{each.hosts} × {each.instance_type}" for each in where.candidates)
+        raise ConfigError(
+            f"processes_per_host is left out, and instance_preferences have different numbers of GPUs ({kinds}), so the ranks "
+            "would be as many as the service happens to take: give processes_per_host, and as many ranks in each preference"
+        )
+    distribution = distribution_of(config, where.first)
+    read = reader.read(distribution, instance_type=where.instance_type, hosts=where.hosts, **more)
+    if not where.candidates:
+        return read
+    types = [each.instance_type for each in where.candidates]
+    settings, missing = translation.with_options_of_all(read.settings, types, trainer.environment)
+    if missing:
+        reader.say(
+            f"instance_preferences differ in what their networks need, and {', '.join(missing)} is set for none of them: set it in "
+            "environment, if all of them have it, or prefer instances of one kind"
+        )
+    return replace(read, settings=settings)
+
+
+def _check_image(trainer: Trainer, config: ModelParallel, where: Where) -> None:
+    """Say what the image lacks, or refuse it."""
+    reader: SettingsReader = config._reader  # noqa: SLF001 - as above
+    for each in where.all:
+        _warn_of_image(trainer.training_image, each, reader)
+    if config.ship_runtime:
+        images.check_stock_version(trainer.training_image, images.TORCH_FLOOR)
+        if images.is_stock(trainer.training_image):
+            _check_requirements(trainer)
+            service.warn_of_isolation(given(trainer.networking, "enable_network_isolation"), reader.say)
+    elif images.is_stock(trainer.training_image):
+        raise ConfigError(
+            f"ship_runtime is False, and image_uri is {trainer.training_image}, a stock image, which has no runtime; leave "
+            "ship_runtime out, or give an image that has it"
+        )
+
+
+def _check_requirements(trainer: Trainer) -> None:
+    """Refuse requirements that do not fit the stock image."""
+    code = trainer.source_code
+    name, folder = given(code, "requirements"), given(code, "source_dir")
+    if isinstance(name, str) and isinstance(folder, str) and not is_s3_uri(folder):
+        requirements.check_image(Path(folder) / name, image_table.row_of(trainer.training_image))
 
 
 def _warn_of_image(image: Any, where: Where, reader: SettingsReader) -> None:
@@ -182,7 +258,7 @@ def advise(trainer: Trainer, where: Where, read: Distribution | None, channels: 
     code = trainer.source_code
     for sentence in advice.advise(
         read.settings,
-        hosts=where.hosts,
+        hosts=where.first.hosts,
         hyperparameters=_hyperparameters(trainer),
         entry_point=getattr(code, "entry_script", None),
         source_dir=getattr(code, "source_dir", None),
@@ -210,6 +286,7 @@ def planner_of(trainer: Trainer, where: Where, read: Distribution | None) -> Pla
 
 class _PlannedTrainer(Planned):
     def __init__(self, trainer: Trainer, where: Where, read: Distribution | None) -> None:
+        where = where.first
         self.instance_type, self.instance_count, self.instance_groups = where.instance_type, where.hosts, None
         self.environment = trainer.environment
         code = trainer.source_code

@@ -148,17 +148,19 @@ class ModelTrainer(StockModelTrainer):
     def _take_stock_image(cls, arguments: dict[str, Any]) -> None:
         """Fill in the newest stock image that is patched, for a job with ModelParallel in the cloud."""
         compute = arguments.get("compute")
-        kind = given(compute, "instance_type")
-        if not isinstance(arguments.get("distributed"), ModelParallel) or not isinstance(kind, str):
+        if not isinstance(arguments.get("distributed"), ModelParallel):
             return  # the SDK says what is missing
         with said_in_v3():
             where = Where.of(compute, process_mode=False, containers=False)
+        kinds = [each.instance_type for each in where.all if each.instance_type is not None]
+        if len(kinds) < len(where.all):
+            return
         # Mistakes come before what the SDK wants of an account.
         read_settings(SimpleNamespace(**{name: arguments.get(name) for name in cls.model_fields}), where)
         arguments["sagemaker_session"] = session = arguments.get("sagemaker_session") or Session()
-        known, region = instance(kind), session.boto_region_name
-        gpus = {known.gpu} if known is not None else set()
-        arguments["training_image"] = choose_pytorch(None, None, gpus=gpus, region=region).address(region, kind)
+        known, region = [instance(kind) for kind in kinds], session.boto_region_name
+        gpus = {each.gpu for each in known if each is not None}
+        arguments["training_image"] = choose_pytorch(None, None, gpus=gpus, region=region).address(region, kinds[0])
 
     # -- planning ------------------------------------------------------------------------------------------
 
@@ -214,15 +216,16 @@ class ModelTrainer(StockModelTrainer):
                 and its exception.
             KeyboardInterrupt: in process mode after every process of the job has ended; in the cloud the job goes on.
         """
-        read, where = self._read(), self._where()
+        read = self._read()
         channels = _channels(input_data_config)
+        if read is None and not self._process_mode:
+            return super().train(channels, wait, logs, dry_run)
+        where = self._where()
         if self._process_mode:
             if not dry_run:
                 advise(self, where, read, channels)
             self._here = self._here or ProcessTrainer(self)
             return self._here.train(read, where, channels, wait=wait, logs=logs, dry_run=dry_run)
-        if read is None:
-            return super().train(channels, wait, logs, dry_run)
         if not dry_run:
             advise(self, where, read, channels)
         if where.containers:
@@ -269,7 +272,7 @@ class ModelTrainer(StockModelTrainer):
 
     def _create_training_job_args(self, input_data_config: Any = None, boto3: bool = False) -> dict[str, Any]:
         """The SDK's request with what its own scripts need to know of a job with ModelParallel."""
-        self._populate_intelligent_defaults()  # those of the SDK's defaults file, which are no longer taken where something is given
+        self._populate_intelligent_defaults()  # before something is given, where they are no longer taken
         read = self._read()
         if read is None:
             return dict(super()._create_training_job_args(input_data_config, boto3))

@@ -21,6 +21,7 @@ _NAMES = {
     r"(?<![\w.])instance_count(?!\w)": "compute.instance_count",
     r"(?<![\w.])instance_type(?!\w)": "compute.instance_type",
     r"(?<![\w.])instance_groups(?!\w)": "compute.instance_groups",
+    r"(?<![\w.])instance_preferences(?!\w)": "compute.instance_preferences",
     r"(?<![\w.])image_uri(?!\w)": "training_image",
     r"(?<![\w.])entry_point(?!\w)": "source_code.entry_script",
     r"(?<![\w.])source_dir(?!\w)": "source_code.source_dir",

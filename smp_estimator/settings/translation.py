@@ -126,6 +126,24 @@ def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] |
     return merged
 
 
+def with_options_of_all(
+    settings: JobSettings, instance_types: Sequence[str | None], environment: Mapping[str, Any] | None
+) -> tuple[JobSettings, list[str]]:
+    """Settings with the MPI options that each of several instance types needs.
+
+    Returns:
+        The settings, and the names of what only some of the types need, which is not set.
+    """
+    if settings.mpi is None:
+        return settings, []
+    custom = settings.mpi.custom_mpi_options
+    wanted = [{str(o): o for o in _added_options(kind, custom, environment or {})} for kind in instance_types]
+    shared = [option for text, option in wanted[0].items() if all(text in each for each in wanted)]
+    missing = sorted({o.key for each in wanted for o in each.values()} - {o.key for o in shared})
+    mpi = settings.mpi.model_copy(update={"custom_mpi_options": _joined(shared, custom)})
+    return settings.model_copy(update={"mpi": mpi}), missing
+
+
 def stock_image_conflicts(settings: JobSettings) -> list[str]:
     """Sentences about options that the launcher of a stock image sets too; mpirun would not start.
 

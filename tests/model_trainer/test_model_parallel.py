@@ -236,7 +236,20 @@ def test_the_same_in_both_forms() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [1, 0.5, True, None, "text", "", "a b", "1", "null", [1, "x", True], {"r": 8, "bias": None}, '{"r": 8, "bias": null}'],
+    [
+        1,
+        0.5,
+        True,
+        None,
+        "text",
+        "",
+        "a b",
+        "1",
+        "null",
+        [1, "x", True],
+        {"r": 8, "bias": None},
+        '{"r": 8, "bias": null}',
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("name", ["k", "config"])

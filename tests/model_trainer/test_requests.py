@@ -15,8 +15,8 @@ from support.sdk3 import require_sdk_3, trainer
 require_sdk_3()
 
 from sagemaker.core.inputs import TrainingInput  # noqa: E402 - only where it is installed
-from sagemaker.core.training.configs import CheckpointConfig, InputData, StoppingCondition, Tag  # noqa: E402
 from sagemaker.core.parameter import ContinuousParameter  # noqa: E402
+from sagemaker.core.training.configs import CheckpointConfig, InputData, StoppingCondition, Tag  # noqa: E402
 from sagemaker.core.utils.exceptions import FailedStatusError  # noqa: E402
 from sagemaker.train.distributed import Torchrun  # noqa: E402
 from sagemaker.train.model_trainer import ModelTrainer as StockModelTrainer  # noqa: E402
@@ -299,6 +299,71 @@ def test_a_tuner_whose_jobs_would_train_without_the_library_is_refused(cloud: An
     tuner = HyperparameterTuner(
         made, "loss", {"lr": ContinuousParameter(0.1, 0.2)}, [{"Name": "loss", "Regex": "loss=(.*)"}]
     )
-    with pytest.raises(ConfigError, match=r"HyperparameterTuner .* would train without ModelParallel: call .*train\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"HyperparameterTuner .* would train without ModelParallel: call .*train\(\)"
+    ):
         tuner.tune(wait=False)
     assert not cloud.requests
+
+
+def preferring(*kinds: str, **more: Any) -> dict[str, Any]:
+    """``compute`` with two instances of each of some types."""
+    from sagemaker.core.shapes import InstancePreference
+
+    preferences = [InstancePreference(instance_type=kind, instance_count=2) for kind in kinds]
+    return {"instance_type": None, "instance_count": None, "instance_preferences": preferences, **more}
+
+
+SIXTEEN = {"parameters": {"pipeline_parallel_degree": 16, "microbatches": 16, "ddp": True}, "processes_per_host": 8}
+
+
+def test_each_preferred_instance_is_checked_with_its_own_count(cloud: Any, script: Path) -> None:
+    both = preferring("ml.p4d.24xlarge", "ml.p5.48xlarge")
+    made = trainer(script, sagemaker_session=cloud.session, compute=both, parallel=SIXTEEN)
+    made.train(wait=False)
+    assert len(cloud.requests[-1]["ResourceConfig"]["InstancePreferences"]) == 2
+    assert "FI_PROVIDER=efa" in carried(cloud.requests[-1])["sagemaker_mpi_custom_mpi_options"]
+    assert "sagemaker_instance_type" not in carried(cloud.requests[-1])
+    with pytest.raises(ConfigError, match=r"compute\.instance_preferences\[1\] \(ml\.p3\.8xlarge\): .*8.*4"):
+        trainer(script, compute=preferring("ml.p4d.24xlarge", "ml.p3.8xlarge"), parallel=SIXTEEN)
+    more = {**SIXTEEN["parameters"], "tensor_parallel_degree": 2}
+    with pytest.raises(ConfigError, match=r"compute\.instance_preferences\[0\] \(ml\.p4d\.24xlarge\): .*16"):
+        trainer(script, compute=both, parallel={**SIXTEEN, "parameters": more})
+    mixed = preferring("ml.p4d.24xlarge", "ml.p3.8xlarge")
+    with pytest.raises(
+        ConfigError, match=r"processes_per_host is left out, and compute\.instance_preferences have diff"
+    ):
+        trainer(script, compute=mixed, parallel={"parameters": {"ddp": True}})
+    with pytest.raises(ConfigError, match=r"compute\.instance_preferences\[1\] \(p5\): "):
+        trainer(script, compute=preferring("ml.p4d.24xlarge", "p5"), parallel=SIXTEEN)
+
+
+def test_what_only_some_preferred_instances_need_is_said(
+    cloud: Any, script: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mixed = preferring("ml.p4d.24xlarge", "ml.p3.16xlarge")
+    trainer(script, sagemaker_session=cloud.session, compute=mixed, parallel=SIXTEEN).train(wait=False)
+    assert "FI_PROVIDER" not in carried(cloud.requests[-1])["sagemaker_mpi_custom_mpi_options"]
+    assert (
+        "compute.instance_preferences differ in what their networks need, and FI_EFA_USE_DEVICE_RDMA, FI" in caplog.text
+    )
+
+
+def test_preferred_instances_choose_a_stock_image(cloud: Any, script: Path) -> None:
+    both = preferring("ml.p4d.24xlarge", "ml.p5.48xlarge")
+    made = trainer(script, sagemaker_session=cloud.session, compute=both, parallel=SIXTEEN, training_image=None)
+    assert made.training_image.startswith("763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch")
+
+
+def test_instance_groups_of_other_configurations_are_the_sdk_s_business(cloud: Any, script: Path) -> None:
+    from sagemaker.core.shapes import InstanceGroup
+
+    kinds = [("one", "ml.p4d.24xlarge"), ("two", "ml.g5.48xlarge")]
+    groups = [InstanceGroup(instance_group_name=n, instance_type=kind, instance_count=1) for n, kind in kinds]
+    compute = {"instance_type": None, "instance_count": None, "instance_groups": groups}
+    for kind in (ModelTrainer, StockModelTrainer):
+        trainer(script, sagemaker_session=cloud.session, compute=compute, parallel=Torchrun(), kind=kind).train(
+            wait=False
+        )
+    ours, theirs = ({k: v for k, v in r.items() if k in ("ResourceConfig", "HyperParameters")} for r in cloud.requests)
+    assert ours == theirs
