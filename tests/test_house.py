@@ -60,6 +60,7 @@ FLOORS = [
     {"checkpoint", "generation"},
     {"numerics", "preemption", "tracking"},
     {"reshape"},
+    {"wrapped_model"},
     {"libraries"},
     {"rehearsal"},
 ]
@@ -178,6 +179,19 @@ def test_the_floors_of_the_runtime():
     for room, others in _rooms().items():
         for other, where in others.items():
             assert floor_of[other] < floor_of[room], where
+
+
+def test_whoever_wraps_a_model_loads_what_waits_for_it():
+    """Generation, adapters and saving in Transformers' format are there for scripts that never name ``smp.DistributedModel``."""
+    folder = PACKAGES["smp_runtime"]
+    wrapping = {
+        path
+        for path in _files("smp_runtime")
+        if re.search(r"(?<![\w>`\" ] )(= |return )DistributedModel\(", path.read_text())
+    }
+    assert {str(path.relative_to(folder)) for path in wrapping} >= {"libraries/trainer.py", "libraries/accelerator.py"}
+    for path in wrapping:
+        assert "from smp_runtime.wrapped_model import DistributedModel" in path.read_text(), path
 
 
 def test_strategies_know_nothing_of_one_another():

@@ -25,9 +25,9 @@ from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.libraries.accelerate_state import describe_processes
 from smp_runtime.libraries.accelerated_optimizer import AcceleratedDistributedOptimizer, loss_scale_of
 from smp_runtime.libraries.shared_order import refuse_divided, share_order
-from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.optim.grad_scaler import GradScaler
+from smp_runtime.wrapped_model import DistributedModel
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -12,8 +12,8 @@ from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available,
 
 from smp_config import Group
 from smp_runtime.job import session as sessions
-from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+from smp_runtime.wrapped_model import DistributedModel
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,10 +19,10 @@ from smp_runtime.job import session as sessions
 from smp_runtime.libraries import trainer_checkpoints as checkpoints
 from smp_runtime.libraries.accelerate_state import describe_processes
 from smp_runtime.libraries.trainer_steps import prediction_step, takes, training_step, whole_batch
-from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 from smp_runtime.optim.loss_scaling import make_loss_scaler
 from smp_runtime.replacement.scopes import is_marked, set_tensor_parallelism
+from smp_runtime.wrapped_model import DistributedModel
 
 if TYPE_CHECKING:
     import torch
