@@ -20,8 +20,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
-MOST_RANKS = 4
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     from runner import recording
@@ -89,7 +87,7 @@ class _SharedPool:
         self._pool: Any = None
 
     def run(self, *args: Any, **kwargs: Any) -> list[Any]:
-        from support.rank_pool import RankPool
+        from support.rank_pool import MOST_RANKS, RankPool
 
         if self._pool is None:
             self._pool = RankPool(MOST_RANKS)

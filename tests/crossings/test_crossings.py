@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +12,7 @@ from crossings.alone import Alone
 from crossings.case import AXES, EVENTS, TOPOLOGIES, Case, Event, draw
 from crossings.outcome import Runner
 from crossings.shrinking import shrink
+from support.rank_pool import MOST_RANKS
 
 if TYPE_CHECKING:
     from crossings.training import Record
@@ -162,12 +163,20 @@ def runner(ranks: Callable[..., list[Record]]) -> Runner:
     return Runner(ranks)
 
 
+@pytest.fixture(scope="module")
+def large_runner() -> Iterator[Runner]:
+    """For more ranks than other tests have."""
+    with Runner() as made:
+        yield made
+
+
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name, marks=pytest.mark.full if name in LONGER else ()) for name, case in FIXED.items()],
 )
-def test_a_combination_trains_as_one_process(runner: Runner, case: Case) -> None:
-    outcome = runner.run(case)
+def test_a_combination_trains_as_one_process(request: pytest.FixtureRequest, case: Case) -> None:
+    name = "large_runner" if case.world > MOST_RANKS else "runner"
+    outcome = request.getfixturevalue(name).run(case)
     assert (outcome.kind, outcome.detail) == ("equal", "")
 
 

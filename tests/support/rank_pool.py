@@ -22,6 +22,8 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
+#: Of the pool that tests share.
+MOST_RANKS = 4
 #: What scripts reach ``smp.init`` by, with all that waits for it.
 _INIT = "smdistributed.modelparallel.torch.session_mod"
 
@@ -78,7 +80,10 @@ class RankPool:
 
         Raises:
             RankFailed: with the traceback of the first rank that failed.
+            ValueError: the pool has fewer ranks.
         """
+        if world_size > len(self._ranks):
+            raise ValueError(f"{world_size} ranks were asked for, and the pool has {len(self._ranks)}")
         self._case += 1
         # Test modules cannot be imported by the ranks, so their functions travel with their code.
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
