@@ -82,7 +82,7 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
     name, resources = request["TrainingJobName"], request["ResourceConfig"]
     _require_free_name(name)
     hosts = _host_count(resources)
-    channels = read_channels(request.get("InputDataConfig"))
+    channels = read_channels(request.get("InputDataConfig"), request["AlgorithmSpecification"].get("TrainingInputMode"))
     checkpoints = _checkpoints(request.get("CheckpointConfig"))
     hyperparameters = {str(k): str(v) for k, v in (request.get("HyperParameters") or {}).items()}
     # An estimator of the SDK itself may have sent them: here the service would refuse what it cannot read.

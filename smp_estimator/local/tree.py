@@ -116,7 +116,7 @@ class JobTree:
         self.status.mkdir(parents=True, exist_ok=True)
         if checkpoints is not None:
             checkpoints.mkdir(parents=True, exist_ok=True)
-        for tree in self.hosts:
+        for number, tree in enumerate(self.hosts):
             config, data = tree.config_dir, tree.data_dir
             for folder in (config, data, tree.model_dir, tree.output_data_dir, tree.intermediate_dir):
                 folder.mkdir(parents=True)
@@ -126,7 +126,7 @@ class JobTree:
             else:
                 tree.checkpoints.symlink_to(checkpoints, target_is_directory=True)
             for channel in channels:
-                channel.link(data, self.downloads, session)
+                channel.link(data, self.downloads, session, number, len(self.hosts))
             own = {**hyperparameters, "sagemaker_submit_directory": json.dumps(str(tree.code_dir))}
             _write(config / "hyperparameters.json", own)
             _write(config / "inputdataconfig.json", {channel.name: channel.config for channel in channels})

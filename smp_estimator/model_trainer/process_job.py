@@ -40,6 +40,13 @@ _NO_LIMIT_SECONDS = 24 * 60 * 60
 
 _LONGEST_NAME = 63
 
+#: What a channel says of itself, and of where it lies.
+_CHANNEL_FIELDS = "content_type", "compression_type", "record_wrapper_type", "input_mode", "shuffle_config"
+_SOURCE_FIELDS = (
+    *("s3_data_type", "s3_data_distribution_type", "attribute_names", "instance_group_names"),
+    *("model_access_config", "hub_access_config"),
+)
+
 
 class Machine(S3Access):
     """What a job on this machine needs besides its request; AWS is asked only for ``s3://`` addresses."""
@@ -174,7 +181,10 @@ class ProcessTrainer:
         limit = given(trainer.stopping_condition, "max_runtime_in_seconds")
         request: dict[str, Any] = {
             "TrainingJobName": _job_name(trainer.base_job_name),
-            "AlgorithmSpecification": {"TrainingImage": PROCESS_IMAGE, "TrainingInputMode": "File"},
+            "AlgorithmSpecification": {
+                "TrainingImage": PROCESS_IMAGE,
+                "TrainingInputMode": trainer.training_input_mode or "File",
+            },
             "HyperParameters": sent,
             "InputDataConfig": [_channel(channel) for channel in {c.channel_name: c for c in channels}.values()],
             "OutputDataConfig": {"S3OutputPath": _output(trainer.output_data_config)},
@@ -217,11 +227,10 @@ def _job_name(base: str | None) -> str:
 
 def _channel(channel: Any) -> dict[str, Any]:
     """A channel as ``CreateTrainingJob`` has it; raises ConfigError for a source that a job on this machine cannot read."""
-    name, source = channel.channel_name, channel.data_source
+    name, record = channel.channel_name, channel.data_source
     if not isinstance(channel, InputData):
-        source = given(given(source, "s3_data_source"), "s3_uri")
-    elif not isinstance(source, str):
-        source = given(source, "s3_uri")
+        record = given(record, "s3_data_source")
+    source = record if isinstance(record, str) else given(record, "s3_uri")
     if not isinstance(source, str) or not source:
         raise ConfigError(
             f"channel {name!r} is {channel.data_source!r}; a job on this machine reads directories, files and S3, and mounts no "
@@ -230,8 +239,18 @@ def _channel(channel: Any) -> dict[str, Any]:
     uri = _address(source)
     if is_file_uri(uri):
         require_existing(Path(source.removeprefix("file://")).expanduser().absolute(), f"channel {name!r}")
-    kind = {"S3DataType": "S3Prefix", "S3DataDistributionType": "FullyReplicated", "S3Uri": uri}
-    return {"ChannelName": name, "DataSource": {"S3DataSource": kind}}
+    kind = {"S3DataType": "S3Prefix", "S3DataDistributionType": "FullyReplicated", **_fields(record, _SOURCE_FIELDS)}
+    return {
+        "ChannelName": name,
+        "DataSource": {"S3DataSource": {**kind, "S3Uri": uri}},
+        **_fields(channel, _CHANNEL_FIELDS),
+    }
+
+
+def _fields(record: Any, names: Sequence[str]) -> dict[str, Any]:
+    """What a record of the SDK has been given, under the names of the service."""
+    found = {name: given(record, name) for name in names}
+    return {"".join(word.title() for word in name.split("_")): value for name, value in found.items() if value}
 
 
 def _output(config: Any) -> str:

@@ -43,6 +43,7 @@ class Trainer(Protocol):
     input_data_config: Any
     checkpoint_config: Any
     networking: Any
+    training_input_mode: Any
     base_job_name: Any
     local_container_root: Any
     keep_job_folder: bool

@@ -71,6 +71,27 @@ def test_two_hosts_from_folders_to_model(make: Make, tmp_path: Path, capsys: pyt
     assert "step 2/2 | loss 1.5000" in shown
 
 
+def test_hosts_share_out_a_sharded_channel(make: Make, tmp_path: Path) -> None:
+    from sagemaker.inputs import TrainingInput
+
+    data = tmp_path / "data"
+    (data / "more").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "more/c.txt"):
+        (data / name).write_text(name)
+    estimator = make(instance_count=2, input_mode="FastFile")
+    sharded = TrainingInput(f"file://{data}", distribution="ShardedByS3Key", content_type="text/csv")
+    estimator.fit({"train": sharded, "one": TrainingInput(f"file://{data / 'a.txt'}", distribution="ShardedByS3Key")})
+    first, second = (report(estimator, host) for host in ("algo-1", "algo-2"))
+    assert first["channels"] == {"train": ["a.txt", "more"], "one": ["a.txt"]}
+    assert second["channels"] == {"train": ["b.txt"], "one": []}
+    assert first["inputs"]["train"] == {
+        "TrainingInputMode": "FastFile",
+        "S3DistributionType": "ShardedByS3Key",
+        "RecordWrapperType": "None",
+        "ContentType": "text/csv",
+    }
+
+
 def test_the_default_session_needs_nothing(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from smp_estimator import ProcessSession, SMPEstimator
 

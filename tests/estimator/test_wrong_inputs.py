@@ -254,10 +254,46 @@ WRONG: dict[str, tuple[Callable[[Make], Any], str, str, str]] = {
         r"use at most 63 letters",
     ),
     "pipe mode": (
-        lambda make: make().fit({"train": _pipe()}),
+        lambda make: make().fit({"train": _channel(input_mode="Pipe")}),
         r"channel 'train' asks for input mode 'Pipe'",
         r"reads plain files",
         r"use 'File' or 'FastFile'",
+    ),
+    "pipe mode of the job": (
+        lambda make: make(input_mode="Pipe").fit({"train": "file:///tmp"}),
+        r"channel 'train' asks for input mode 'Pipe'",
+        r"reads plain files",
+        r"use 'File' or 'FastFile'",
+    ),
+    "pipe mode of a job without channels": (
+        lambda make: make(input_mode="Pipe").fit(),
+        r"input_mode is 'Pipe'",
+        r"reads plain files",
+        r"use 'File' or 'FastFile'",
+    ),
+    "compressed channel": (
+        lambda make: make().fit({"train": _channel(compression="Gzip")}),
+        r"channel 'train' has CompressionType 'Gzip'",
+        r"reads the files of a folder as they are",
+        r"leave it out",
+    ),
+    "wrapped channel": (
+        lambda make: make().fit({"train": _channel(record_wrapping="RecordIO")}),
+        r"channel 'train' has RecordWrapperType 'RecordIO'",
+        r"as they are",
+        r"leave it out",
+    ),
+    "shuffled channel": (
+        lambda make: make().fit({"train": _channel(shuffle_config=_shuffled())}),
+        r"channel 'train' has ShuffleConfig .*7",
+        r"as they are",
+        r"leave it out",
+    ),
+    "channel of some groups": (
+        lambda make: make().fit({"train": _channel(instance_groups=["one"])}),
+        r"channel 'train' has InstanceGroupNames \['one'\]",
+        r"on all hosts",
+        r"leave it out",
     ),
     "no entry point": (
         lambda make: SMPEstimator(instance_type="local"),
@@ -274,10 +310,16 @@ WRONG: dict[str, tuple[Callable[[Make], Any], str, str, str]] = {
 }
 
 
-def _pipe() -> Any:
+def _channel(**given: Any) -> Any:
     from sagemaker.inputs import TrainingInput
 
-    return TrainingInput("file:///tmp", input_mode="Pipe")
+    return TrainingInput("file:///tmp", **given)
+
+
+def _shuffled() -> Any:
+    from sagemaker.inputs import ShuffleConfig
+
+    return ShuffleConfig(7)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -20,7 +20,9 @@ from support.sdk3 import require_sdk_3
 
 require_sdk_3()
 
-from sagemaker.core.training.configs import (  # noqa: E402 - only where it is installed
+from sagemaker.core.shapes import DataSource, S3DataSource  # noqa: E402 - only where it is installed
+from sagemaker.core.training.configs import (  # noqa: E402
+    Channel,
     CheckpointConfig,
     InputData,
     OutputDataConfig,
@@ -70,6 +72,30 @@ def test_two_hosts_from_folders_to_model(make: Make, tmp_path: Path, capsys: pyt
     assert "hello from algo-1" in said
     assert "step 2/2" in said
     assert f"Model: {trainer.model_data}" in said
+
+
+def test_settings_of_channels_hold_or_are_refused(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "data" / name).write_text(name)
+
+    def channel(source: dict[str, Any], **given: Any) -> Channel:
+        source = {"s3_uri": f"file://{tmp_path / 'data'}", "s3_data_type": "S3Prefix", **source}
+        return Channel(channel_name="train", data_source=DataSource(s3_data_source=S3DataSource(**source)), **given)
+
+    trainer = make(compute={"instance_type": "local", "instance_count": 2}, training_input_mode="FastFile")
+    trainer.train([channel({"s3_data_distribution_type": "ShardedByS3Key"}, content_type="text/csv")])
+    assert [report(trainer, host)["channels"]["train"] for host in ("algo-1", "algo-2")] == [["a.txt"], ["b.txt"]]
+    assert report(trainer)["inputs"]["train"]["TrainingInputMode"] == "FastFile"
+    for given, said in (
+        (channel({}, input_mode="Pipe"), "input mode 'Pipe'"),
+        (channel({}, compression_type="Gzip"), "CompressionType 'Gzip'"),
+        (channel({"instance_group_names": ["one"]}), "InstanceGroupNames"),
+    ):
+        with pytest.raises(ConfigError, match=f"channel 'train' .*{said}"):
+            make().train([given])
+    with pytest.raises(ConfigError, match="input mode 'Pipe'"):
+        make(training_input_mode="Pipe").train([channel({})])
 
 
 def test_without_a_configuration_the_script_runs_once_per_host(make: Make) -> None:
