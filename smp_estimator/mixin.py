@@ -227,6 +227,8 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
             return
         ours = self._process_mode or self._ships() or strategies.is_model_parallel(self.distribution)
         checks.check_code(self.entry_point, self.source_dir, self.dependencies, own_launcher=ours)
+        if not self._process_mode:
+            checks.check_upload(self.source_dir)
         read = self._check_settings() if self._process_mode else None
         if read is not None and read.settings.model_parallel is not None:
             parameters = read.settings.model_parallel

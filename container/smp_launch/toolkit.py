@@ -26,6 +26,8 @@ _DOWNLOAD = "download"
 _REQUIREMENTS = "requirements"
 
 _REQUIREMENTS_FILE = "requirements.txt"
+#: With it the code is a package, which the toolkit installs.
+_PACKAGE_FILE = "setup.py"
 
 #: Of the reason for a failure.
 _REASON_BYTES = 4000
@@ -41,7 +43,7 @@ def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Map
     code = training.tree.code_dir
     source = training.hyperparameters.get("sagemaker_submit_directory")
     remote = [source] if isinstance(source, str) and source.startswith("s3://") else []
-    if not remote and not (code / _REQUIREMENTS_FILE).is_file():
+    if not remote and not any((code / name).is_file() for name in (_PACKAGE_FILE, _REQUIREMENTS_FILE)):
         return
     code.mkdir(parents=True, exist_ok=True)
     failed, reason = _run([str(code), *remote], stop, environ)
@@ -52,9 +54,10 @@ def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Map
             "let the role read that object, and the container reach S3"
         )
     if failed == _REQUIREMENTS:
+        name = _PACKAGE_FILE if (code / _PACKAGE_FILE).is_file() else _REQUIREMENTS_FILE
         raise LaunchError(
-            f"{_REQUIREMENTS_FILE} cannot be installed: {reason}; pip ran on host {host!r} in the code folder; "
-            "correct the file, or put what it names into the image"
+            f"{name} cannot be installed: {reason}; pip ran on host {host!r} in the code folder; correct the file, or put what it "
+            "names into the image"
         )
     if failed:
         raise LaunchError(
@@ -94,7 +97,7 @@ def main() -> None:
 
 
 def child(arguments: Sequence[str]) -> int:
-    """``REPORT FOLDER [URI]``: fetch the archive ``URI`` into ``FOLDER``, and install what its requirements name.
+    """``REPORT FOLDER [URI]``: fetch the archive ``URI`` into ``FOLDER``, and install it if it is a package, and what it requires.
 
     Both in one process, because the toolkit takes a second to import. ``REPORT`` is the number of a descriptor that gets
     the reason of a failure; the exit code is then 1.
@@ -108,7 +111,9 @@ def child(arguments: Sequence[str]) -> int:
         if uri:
             files.download_and_extract(uri[0], folder)
         task = _REQUIREMENTS
-        if os.path.isfile(os.path.join(folder, _REQUIREMENTS_FILE)):
+        if os.path.isfile(os.path.join(folder, _PACKAGE_FILE)):
+            modules.install(folder, capture_error=True)  # the package, and its requirements file too
+        elif os.path.isfile(os.path.join(folder, _REQUIREMENTS_FILE)):
             modules.install_requirements(folder, capture_error=True)
     except Exception as error:
         reason = f"{task}\n{type(error).__name__}: {error}"

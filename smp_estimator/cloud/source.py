@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from smp_estimator.cloud.image_table import TrainingImage
 
 #: What the platform starts; it prepares the runtime and runs the user's script.
-PROGRAM = "smp_entry.py"
+#: Behind an underscore, where the automatic discovery of a package in ``source_dir`` does not look.
+PROGRAM = "_smp_entry.py"
 
 #: Hyperparameter that names the user's script; of the platform's prefix, so that scripts never see it as an argument.
 USER_PROGRAM = entry.USER_PROGRAM

@@ -106,8 +106,9 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
                 source.copy_to(tree.code, session)
             else:
                 _link_submitted(tree.code, hyperparameters)
-            if (tree.code / "requirements.txt").exists():
-                logger.warning("requirements.txt is not installed: the job uses the packages of this environment")
+            for name in ("setup.py", "requirements.txt"):
+                if (tree.code / name).is_file():
+                    logger.warning("%s is not installed: the job uses the packages of this environment", name)
             tree.build(
                 hyperparameters=hyperparameters,
                 channels=channels,

@@ -335,6 +335,8 @@ def _check_code(trainer: Trainer, where: Where) -> None:
         )
     if not archive:
         checks.check_code(code.entry_script, code.source_dir, (), own_launcher=True)
+        if not where.process_mode:
+            checks.check_upload(code.source_dir)
     config = trainer.distributed
     if isinstance(config, ModelParallel):
         places = trainer.checkpoint_config.s3_uri if trainer.checkpoint_config is not None else None

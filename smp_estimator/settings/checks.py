@@ -26,6 +26,9 @@ from smp_estimator.settings.variables import is_variable
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
 
+#: What the launchers of images hand to pip.
+REQUIREMENTS = "requirements.txt"
+
 
 def check_arguments(given: dict[str, Any], known: Collection[str], former: Mapping[str, str], kind: str) -> list[str]:
     """Put arguments under their present names, in place.
@@ -209,6 +212,45 @@ def _check_files(entry_point: Any, source_dir: Any, dependencies: Iterable[Any])
         _require_script(Path(entry_point).expanduser().absolute(), entry_point, "the working directory")
     for dependency in dependencies:
         require_existing(Path(dependency).expanduser().absolute(), f"the dependency {str(dependency)!r}")
+
+
+def check_upload(source_dir: Any) -> None:
+    """Check that the code can be put into an archive.
+
+    Raises:
+        ConfigError: a link that leads nowhere or in a circle, or a folder where pip expects a file.
+    """
+    if not source_dir or is_variable(source_dir) or is_s3_uri(source_dir):
+        return
+    directory = Path(source_dir).expanduser().absolute()
+    _require_targets(directory, directory, frozenset((directory.resolve(),)))
+    if (directory / REQUIREMENTS).is_dir():
+        raise ConfigError(
+            f"{directory / REQUIREMENTS} is a folder, and the image's launcher installs what a file of that name lists: rename it"
+        )
+
+
+def _require_targets(folder: Path, directory: Path, around: frozenset[Path]) -> None:
+    """Raise ConfigError for links below ``folder`` that cannot be followed to their end.
+
+    Args:
+        directory: all of the code, for the message.
+        around: the folders that were gone through, as they really are.
+    """
+    for path in sorted(folder.iterdir()):
+        try:
+            target, why = path.resolve(strict=True), ""
+        except FileNotFoundError:
+            target, why = path, "which does not exist"
+        except (OSError, RuntimeError):  # the latter before Python 3.13
+            target, why = path, "which leads in a circle"
+        if path.is_symlink() and (why or target in around or target in folder.resolve().parents):
+            raise ConfigError(
+                f"source_dir {directory} holds the link {path.relative_to(directory)} to {os.readlink(path)}, "
+                f"{why or 'a folder that it lies in'}, so it cannot be put into the archive of the code: remove or correct it"
+            )
+        if target.is_dir():
+            _require_targets(path, directory, around | {target})
 
 
 def _require_suffix(entry_point: str) -> None:

@@ -154,7 +154,7 @@ def test_the_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[SMP103]" in said
     assert re.search(r"^parameters: .*\"tensor_parallel_degree\": 8", said, re.MULTILINE)
     assert re.search(
-        r"^code: requirements.txt smp_entry.py smp_estimator-\S+.whl train.ipynb train.py$", said, re.MULTILINE
+        r"^code: _smp_entry.py requirements.txt smp_estimator-\S+.whl train.ipynb train.py$", said, re.MULTILINE
     )
     assert re.search(r"^attached: .*'tensor_parallel_degree': 8", said, re.MULTILINE)
     assert any("16 ranks on 2 nodes: tensor parallel over 8" in data.get("text/html", "") for data in shown)

@@ -103,3 +103,38 @@ def test_requirements_that_contradict(cloud: Cloud, script: Path) -> None:
     job = cloud.estimator(script, distribution=model_parallel(8, ddp=True), image_uri=None)
     with pytest.raises(ConfigError, match="no version of pydantic is both"):
         job.fit(wait=False)
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ({"gone": "nowhere"}, "holds the link gone to nowhere, which does not exist"),
+        ({"a": "b", "b": "a"}, "holds the link a to b, which leads in a circle"),
+        ({"back": "."}, r"holds the link back to \., a folder that it lies in"),
+        (
+            {"one/two": "../three", "three/one": "../one"},
+            "holds the link one/two/one to ../one, a folder that it lies in",
+        ),
+    ],
+)
+@pytest.mark.parametrize("image", [None, "own"])
+def test_code_that_no_archive_can_hold(
+    cloud: Cloud, script: Path, links: dict[str, str], said: str, image: str | None
+) -> None:
+    for link, target in links.items():
+        (script / link).parent.mkdir(exist_ok=True)
+        (script / link).symlink_to(target)
+    given = {} if image else {"image_uri": None}
+    with pytest.raises(ConfigError, match=rf"source_dir {script} {said}.* remove or correct it"):
+        cloud.estimator(script, distribution=model_parallel(8, ddp=True), **given).fit(wait=False)
+
+
+def test_links_that_lead_somewhere_travel(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "more.py").write_text("")
+    (script / "shared").symlink_to(tmp_path / "shared")
+    (script / "again").symlink_to("shared")
+    cloud.estimator(script, distribution=model_parallel(8, ddp=True)).fit(wait=False)
+    (script / "requirements.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"requirements\.txt is a folder, and .* rename it"):
+        cloud.estimator(script, distribution=model_parallel(8, ddp=True)).fit(wait=False)

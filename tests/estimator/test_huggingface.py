@@ -33,7 +33,7 @@ def test_stock_image_request_and_attach(cloud: Cloud, script: Path) -> None:
     assert "-transformers4." in image
     carried = cloud.carried()
     assert carried["mp_parameters"]["partitions"] == 2
-    assert carried["sagemaker_program"] == "smp_entry.py"
+    assert carried["sagemaker_program"] == "_smp_entry.py"
     assert carried["sagemaker_mpi_custom_mpi_options"].endswith("FI_EFA_USE_DEVICE_RDMA=1")
     attached = SMPHuggingFace.attach(job.latest_training_job.name, sagemaker_session=cloud.session)
     assert isinstance(attached, SMPHuggingFace)

@@ -94,7 +94,7 @@ def image_has_torch(site: Path, version: str) -> None:
 
 
 def entry_program(code: Path) -> str:
-    return str(code / "smp_entry.py")
+    return str(code / "_smp_entry.py")
 
 
 def test_both_sides_have_one_floor() -> None:
@@ -126,10 +126,10 @@ def test_stock_image_and_source(cloud: Cloud, shipped: tuple[dict[str, Any], Pat
     row = image_table.row_of(image)
     assert images.is_stock(image)
     assert row is None or not row.has_ended(DAY), "one that is younger than the table, or the newest that is patched"
-    assert cloud.carried()["sagemaker_program"] == "smp_entry.py"
+    assert cloud.carried()["sagemaker_program"] == "_smp_entry.py"
     assert cloud.carried()["sagemaker_smp_program"] == "train.py"
     assert sorted(path.name for path in code.iterdir()) == sorted(
-        ["folder", "helper.py", "requirements.txt", "smp_entry.py", "train.py", WHEEL]
+        ["folder", "helper.py", "requirements.txt", "_smp_entry.py", "train.py", WHEEL]
     )
     assert not [path for path in code.rglob("*") if path.is_symlink()]
     assert (code / WHEEL).read_bytes() == built.read_bytes()
@@ -190,8 +190,8 @@ class Hook:
 
 sys.meta_path.insert(0, Hook)
 import runpy
-sys.argv[0] = "smp_entry.py"
-runpy.run_path("smp_entry.py", run_name="__main__")
+sys.argv[0] = "_smp_entry.py"
+runpy.run_path("_smp_entry.py", run_name="__main__")
 """
     )
     image_has_torch(tmp_path, "2.6.0")
@@ -223,7 +223,9 @@ def test_a_script_alone_and_a_shell_script(cloud: Cloud, script: Path, tmp_path:
     )
     job.fit(wait=False)
     code = unpacked(cloud.boto, cloud.requests[-1], tmp_path / "code")
-    assert sorted(path.name for path in code.iterdir()) == sorted(["requirements.txt", "run.sh", "smp_entry.py", WHEEL])
+    assert sorted(path.name for path in code.iterdir()) == sorted(
+        ["requirements.txt", "run.sh", "_smp_entry.py", WHEEL]
+    )
     done = started(code, "a", tmp=tmp_path, SM_FRAMEWORK_PARAMS='{"sagemaker_smp_program": "run.sh"}')
     assert done.returncode == 3
     assert done.stdout.startswith("shell a smp-site-")
@@ -254,9 +256,9 @@ def test_when_the_runtime_stays_at_home(cloud: Cloud, script: Path) -> None:
         return str(cloud.carried()["sagemaker_program"])
 
     assert program(**smp) == "train.py", "an image of one's own has the runtime"
-    assert program(**smp, image_uri=stock) == "smp_entry.py"
+    assert program(**smp, image_uri=stock) == "_smp_entry.py"
     assert program(**smp, image_uri=stock, ship_runtime=False) == "train.py"
-    assert program(**smp, ship_runtime=True) == "smp_entry.py"
+    assert program(**smp, ship_runtime=True) == "_smp_entry.py"
     plain = {"image_uri": None, "framework_version": "2.5.1", "py_version": "py311"}
     assert program(**plain, distribution={"torch_distributed": {"enabled": True}}) == "train.py"
 
@@ -266,9 +268,18 @@ def test_what_cannot_travel(cloud: Cloud, script: Path) -> None:
     remote = cloud.estimator(script, **smp, source_dir="s3://bucket/code/sourcedir.tar.gz")
     with pytest.raises(ConfigError, match=r"source_dir is s3://.*use a local source_dir, or image_uri"):
         remote.fit(wait=False)
-    (script / "smp_entry.py").write_text("")
-    with pytest.raises(ConfigError, match=r"holds a file smp_entry\.py.*rename it"):
+    (script / "_smp_entry.py").write_text("")
+    with pytest.raises(ConfigError, match=r"holds a file _smp_entry\.py.*rename it"):
         cloud.estimator(script, **smp).fit(wait=False)
+
+
+def test_a_package_is_discovered_as_without_the_runtime(cloud: Cloud, script: Path) -> None:
+    """The toolkit installs code with a ``setup.py`` by pip; two modules at the top would be an error there."""
+    discovery = pytest.importorskip("setuptools.discovery")
+    (script / "helper.py").unlink()
+    (script / "setup.py").write_text("from setuptools import setup\nsetup(name='train')\n")
+    with source.with_runtime("train.py", str(script)) as folder:
+        assert discovery.FlatLayoutModuleFinder.find(str(folder)) == ["train"]
 
 
 def ran_as_by_the_toolkit(code: Path, tmp_path: Path, words: list[str], **environment: str) -> list[Any]:
@@ -343,7 +354,7 @@ def test_the_runtime_of_a_data_parallel_job(
     cloud.estimator(script, **{"image_uri": None, **given}, distribution=DATA_PARALLEL).fit(wait=False)
     assert image in cloud.requests[-1]["AlgorithmSpecification"]["TrainingImage"]
     carried = cloud.carried()
-    assert carried["sagemaker_program"] == ("smp_entry.py" if ships else "train.py")
+    assert carried["sagemaker_program"] == ("_smp_entry.py" if ships else "train.py")
     assert carried["sagemaker_distributed_dataparallel_enabled"] is True
     # By mpirun: the launcher's other way needs a program of the image's library. It counts the GPUs itself.
     assert carried.get("sagemaker_mpi_enabled") is (True if ships else None)
@@ -395,4 +406,4 @@ def test_a_data_parallel_job_of_hugging_face(cloud: Cloud, script: Path) -> None
     SMPHuggingFace(**given).fit(wait=False)
     assert "huggingface-pytorch-training:2." in cloud.requests[-1]["AlgorithmSpecification"]["TrainingImage"]
     carried = cloud.carried()
-    assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("smp_entry.py", True)
+    assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("_smp_entry.py", True)

@@ -167,12 +167,12 @@ def test_the_request_and_what_travels(row: TrainingImage, asked: Any, cloud: Clo
     image = f"{REGISTRY}/{row.name}"
     assert request["AlgorithmSpecification"]["TrainingImage"] == image
     carried = {name: json.loads(value) for name, value in request["HyperParameters"].items()}
-    assert (carried["sagemaker_program"], carried["sagemaker_smp_program"]) == ("smp_entry.py", "train.py")
+    assert (carried["sagemaker_program"], carried["sagemaker_smp_program"]) == ("_smp_entry.py", "train.py")
     assert (carried["sagemaker_mpi_enabled"], carried["sagemaker_mpi_num_of_processes_per_host"]) == (True, 8)
     code = unpacked(cloud.boto, request, tmp_path / "code")
     wheel = f"smp_estimator-{__version__}-py3-none-any.whl"
     assert sorted(path.name for path in code.iterdir()) == sorted(
-        ["helper.py", "requirements.txt", "smp_entry.py", "train.py", wheel]
+        ["helper.py", "requirements.txt", "_smp_entry.py", "train.py", wheel]
     )
     lines = (code / "requirements.txt").read_text().splitlines()
     assert lines[0] == "sentencepiece"
@@ -185,7 +185,7 @@ def test_the_request_and_what_travels(row: TrainingImage, asked: Any, cloud: Clo
     if images.number(row.torch) >= images.DATA_PARALLEL_FLOOR:
         asked(row, DATA_PARALLEL if row.processor == "cpu" else {**DATA_PARALLEL, "mpi": {"enabled": True}})
         carried = cloud.carried()
-        assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("smp_entry.py", True)
+        assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("_smp_entry.py", True)
         assert carried["sagemaker_distributed_dataparallel_enabled"] is True
 
 

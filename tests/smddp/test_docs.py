@@ -59,5 +59,5 @@ def test_the_job_in_the_cloud(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert images.is_stock(image)
         row = image_table.row_of(image)
         assert row is None or not row.smddp, "it has no data parallel library of its own"
-        assert cloud.carried()["sagemaker_program"] == "smp_entry.py"
+        assert cloud.carried()["sagemaker_program"] == "_smp_entry.py"
         assert cloud.carried()["sagemaker_mpi_enabled"] is True

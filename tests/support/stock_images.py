@@ -217,7 +217,7 @@ def started_by_toolkit(
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     options = ["--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
     return subprocess.run(
-        [mpirun, *options, str(program), "-m", "mpi4py", "smp_entry.py", *words],
+        [mpirun, *options, str(program), "-m", "mpi4py", "_smp_entry.py", *words],
         cwd=code,
         env={**_outside(), **environment},
         capture_output=True,
