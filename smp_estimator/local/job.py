@@ -315,7 +315,9 @@ class ProcessJob:
                 variable,
             )
         if not self._stopping and (self._hung or any(self._exit_codes.values()) or self.log.failure):
-            self._conclude(Status.FAILED, self._reason())
+            reason = self._reason()
+            self._pack_what_is_left()
+            self._conclude(Status.FAILED, reason)
             return
         if self.log.failure:
             logger.warning("job %s: %s", self.name, self.log.failure)
@@ -332,11 +334,24 @@ class ProcessJob:
             logger.warning(
                 "job %s wrote nothing to its model directory (SM_MODEL_DIR): the archive is empty", self.name
             )
-        where: dict[str, Any] = {"job_name": self.name, "session": self._session, "compressed": self._compressed}
-        deliver(models, "model", self._destination, **where)
+        self._deliver(models, "model")
+        self._pack_output()
+
+    def _pack_output(self) -> None:
         outputs = [host.output_data_dir for host in self.tree.hosts]
         if merged_files(outputs):
-            deliver(outputs, "output", self._destination, **where)
+            self._deliver(outputs, "output")
+
+    def _deliver(self, folders: Sequence[Path], name: str) -> None:
+        given: dict[str, Any] = {"job_name": self.name, "session": self._session, "compressed": self._compressed}
+        deliver(folders, name, self._destination, **given)
+
+    def _pack_what_is_left(self) -> None:
+        """Of a job that failed the service gives the output data, too; that must not hide why it failed."""
+        try:
+            self._pack_output()
+        except Exception as error:
+            logger.warning("job %s: what it wrote to its output data is not delivered: %s", self.name, error)
 
     def _reason(self) -> str:
         """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""

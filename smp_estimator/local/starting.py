@@ -106,9 +106,9 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
                 source.copy_to(tree.code, session)
             else:
                 _link_submitted(tree.code, hyperparameters)
-            for name in ("setup.py", "requirements.txt"):
-                if (tree.code / name).is_file():
-                    logger.warning("%s is not installed: the job uses the packages of this environment", name)
+            for file in ("setup.py", "requirements.txt"):
+                if (tree.code / file).is_file():
+                    logger.warning("%s is not installed: the job uses the packages of this environment", file)
             tree.build(
                 hyperparameters=hyperparameters,
                 channels=channels,

@@ -82,6 +82,27 @@ def test_a_failing_job_says_why(make: Make, tmp_path: Path) -> None:
     assert not (root / "output").exists()
 
 
+def test_a_failed_job_s_output_data_is_delivered(make: Make, tmp_path: Path) -> None:
+    place = f"file://{tmp_path / 'out'}"
+    with pytest.raises(UnexpectedStatusException, match="ValueError: boom"):
+        make("fail", instance_count=2, hyperparameters={"write_output": 1}, output_path=place).fit(logs=False)
+    with tarfile.open(tmp_path / "out" / "output.tar.gz") as archive:
+        assert sorted(archive.getnames()) == ["curve-algo-1.csv", "curve-algo-2.csv"]
+    assert not (tmp_path / "out" / "model.tar.gz").exists()
+
+
+def test_what_cannot_be_delivered_does_not_hide_why_a_job_failed(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "out"))
+
+    monkeypatch.setattr("smp_estimator.local.job.deliver", refuse)
+    with pytest.raises(UnexpectedStatusException, match="ValueError: boom"):
+        make("fail", hyperparameters={"write_output": 1}, output_path=f"file://{tmp_path / 'out'}").fit(logs=False)
+    assert "what it wrote to its output data is not delivered: [Errno 13] Permission denied" in caplog.text
+
+
 def test_a_bootstrap_that_dies_silently(make: Make) -> None:
     with pytest.raises(
         UnexpectedStatusException, match=r"(?s)without a failure file: algo-1 with signal 9.*Segmentation"

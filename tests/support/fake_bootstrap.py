@@ -64,6 +64,8 @@ if play == "train":
     }
     (base / "model" / f"report-{host}.json").write_text(json.dumps(report))
 elif play == "fail":
+    if hyperparameters.get("write_output"):
+        (base / "output/data" / f"curve-{host}.csv").write_text("step,loss")
     if leader:
         (base / "output/failure").write_text(
             "rank 1 (algo-1): ValueError: boom\nTraceback (most recent call last):\n  step 3\nValueError: boom"
