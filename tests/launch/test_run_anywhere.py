@@ -235,6 +235,11 @@ from smp_config.whereabouts import here
 count = int(os.environ["SMP_RESTART_COUNT"])
 here().begin_step()
 print("rank", os.environ["SMP_RANK"], "start", count, len(os.environ["SMP_JOB_SECRET"]), flush=True)
+started = f"started-{count}"  # rank 1 must not fail before rank 0 has said that it is there
+if os.environ["SMP_RANK"] == "0":
+    open(started, "w").close()
+while not os.path.exists(started):
+    time.sleep(0.01)
 if os.environ["SMP_RANK"] == "1" and (count == 0 or sys.argv[1] == "always"):
     raise ConnectionError(f"lost after {time.monotonic()} s")
 time.sleep(100 if count == 0 else 0)
