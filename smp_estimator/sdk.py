@@ -95,6 +95,7 @@ with credentials_when_used(), without_absent_defaults():
     from sagemaker.local.image import _SageMakerContainer as LocalContainers
     from sagemaker.local.local_session import LocalSagemakerClient, LocalSagemakerRuntimeClient
     from sagemaker.pytorch import PyTorch
+    from sagemaker.session import Session
     from sagemaker.session import _check_job_status as check_job_status
     from sagemaker.workflow import is_pipeline_variable
     from sagemaker.workflow.entities import PipelineVariable
@@ -154,6 +155,7 @@ __all__ = [
     "PipelineSession",
     "PipelineVariable",
     "PyTorch",
+    "Session",
     "TrainingInput",
     "TrainingJob",
     "UnexpectedStatusException",

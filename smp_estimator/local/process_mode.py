@@ -9,7 +9,7 @@ from smp_config import ConfigError
 from smp_config.error_codes import Coded
 from smp_config.version import __version__
 from smp_estimator.local.session import ProcessSession
-from smp_estimator.sdk import EstimatorBase, TrainingJob
+from smp_estimator.sdk import EstimatorBase, LocalSession, PipelineSession, Session, TrainingJob
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,25 @@ class NoContainers(Coded, RuntimeError):
 
 
 def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
-    """Whether an estimator with these arguments trains as processes of this machine."""
-    session = sdk.get("sagemaker_session")
-    if session is not None:
+    """Whether an estimator with these arguments trains as processes of this machine.
+
+    Raises:
+        ConfigError: it is for Docker on this machine, with a session of the service.
+    """
+    session, is_local = sdk.get("sagemaker_session"), sdk.get("instance_type") in LOCAL_TYPES
+    if session is not None and not _is_of_service(session):
         return isinstance(session, ProcessSession)
-    return sdk.get("instance_type") in LOCAL_TYPES and not image_uri
+    if is_local and image_uri and session is not None:
+        raise ConfigError(
+            f"instance_type is {sdk['instance_type']!r} and image_uri {image_uri!r}, so the job runs in Docker on this machine, but "
+            "sagemaker_session is one of the service: leave it out, or give sagemaker.local.LocalSession(boto_session)"
+        )
+    return is_local and not image_uri
+
+
+def _is_of_service(session: Any) -> bool:
+    """Whether jobs of a session run in the cloud as soon as they are started."""
+    return isinstance(session, Session) and not isinstance(session, LocalSession | PipelineSession)
 
 
 def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
@@ -49,8 +63,13 @@ def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
         raise ConfigError('entry_point is missing; it is the script that every rank runs: add entry_point="train.py"')
     if image_uri:
         logger.warning("image_uri=%r is not used: the session runs jobs as processes", image_uri)
-    if sdk.get("sagemaker_session") is None:
+    session = sdk.get("sagemaker_session")
+    if session is None:
         sdk["sagemaker_session"] = ProcessSession()
+    elif not isinstance(session, ProcessSession):  # of the service: it knows whose S3 is meant
+        sdk["sagemaker_session"] = ProcessSession(
+            boto_session=session.boto_session, sagemaker_config=session.sagemaker_config
+        )
     if not sdk.get("role"):
         sdk["role"] = _NO_ROLE
     if sdk.get("instance_groups") is None:

@@ -404,6 +404,17 @@ def test_an_image_keeps_docker(script: Path, cloud: Cloud) -> None:
     assert job.training_image_uri() == IMAGE
 
 
+def test_a_session_of_the_service_is_that_of_a_job_on_this_machine(cloud: Cloud, script: Path) -> None:
+    local = {"instance_type": "local", "instance_count": 1, "distribution": model_parallel(2, ddp=True)}
+    made = cloud.estimator(script, **local, image_uri=None)
+    assert isinstance(made.sagemaker_session, ProcessSession)
+    assert made.sagemaker_session.boto_session is cloud.boto
+    with pytest.raises(
+        ConfigError, match=r"runs in Docker on this machine, but sagemaker_session is one of the service"
+    ):
+        cloud.estimator(script, **local)
+
+
 def test_s3_input_and_output_of_a_process_job(cloud: Cloud, script: Path, tmp_path: Path) -> None:
     s3 = cloud.boto.client("s3")
     s3.put_object(Bucket="bucket", Key="data/part/a.txt", Body=b"a")
