@@ -166,13 +166,13 @@ class JobSettings(BaseModel):
         mpi = None
         if MPI_ENABLED in carried:
             given = {
-                "enabled": carried[MPI_ENABLED],
+                "enabled": _flag(carried[MPI_ENABLED]),
                 "processes_per_host": carried.get(MPI_PROCESSES),
                 "custom_mpi_options": carried.get(MPI_OPTIONS),
             }
             mpi = _settings(MpiSettings, given, "mpi")
         data = None
-        enabled = carried.get(DATA_PARALLEL_ENABLED)
+        enabled = _flag(carried.get(DATA_PARALLEL_ENABLED))
         if enabled is not None and enabled is not False:
             given = {"enabled": enabled, "custom_mpi_options": carried.get(DATA_PARALLEL_OPTIONS)}
             data = _settings(DataParallelSettings, given, "smdistributed.dataparallel")
@@ -191,6 +191,11 @@ class JobSettings(BaseModel):
             instance_type=instance_type,
             instance_groups=_group_names(carried.get(INSTANCE_GROUPS), f"the hyperparameter {INSTANCE_GROUPS}"),
         )
+
+
+def _flag(value: Any) -> Any:
+    """Take Python's word for JSON's ``true``, as the training toolkit does; its ``"False"`` turns things on, so that is refused."""
+    return True if value == "True" else value
 
 
 def _group_names(value: Any, what: str) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ _MODEL_ARGUMENTS = {
 }
 
 #: Settings of version 2 of the library, and what to write instead.
-_VERSION_2 = {
+VERSION_2 = {
     "hybrid_shard_degree": '"ddp": True and "sharded_data_parallel_degree"',
     "sm_activation_offloading": '"offload_activations"',
     "random_seed": "torch.manual_seed(…) in the script",
@@ -204,10 +204,10 @@ class ModelParallelParameters(BaseModel):
                         f"unknown parameter {key!r}: {argument} is no setting of the job but an argument of the script's model; "
                         f"remove it and write smp.DistributedModel(model, {argument}={_MODEL_ARGUMENTS[argument]})"
                     )
-                if key in _VERSION_2:
+                if key in VERSION_2:
                     raise ValueError(
                         f"unknown parameter {key!r}: it belongs to version 2 of the model parallel library, and this speaks "
-                        f"version 1; use {_VERSION_2[key]} instead"
+                        f"version 1; use {VERSION_2[key]} instead"
                     )
                 raise ValueError(
                     f"unknown parameter {shown(key)}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,13 @@ _OF_THE_SDK = (
     "sagemaker_region",
 )
 
+
+#: What it reads of every job, and what stands for it where a job has none; the SDK wants a name.
+_READ_BY_THE_SDK = {
+    "sagemaker_program": '"the_job_names_no_entry_point.py"',
+    "sagemaker_submit_directory": "null",
+    "sagemaker_container_log_level": str(logging.INFO),
+}
 
 #: A job that exists is not refused: it can be watched and its model used, whatever its settings.
 _attaching: ContextVar[bool] = ContextVar("attaching", default=False)
@@ -58,10 +66,29 @@ def lenient_when_attaching(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def completed(job_details: dict[str, Any]) -> dict[str, Any]:
-    """A description with what the SDK insists on and the service may leave out: a key, and instances beside groups."""
+    """A description with what the SDK insists on and the service may leave out: a key, and instances beside groups.
+
+    Hyperparameters are JSON in jobs of the SDK alone. Others, started by boto3 or a state machine, have any text, and need not
+    have the SDK's own.
+    """
     resources = {"InstanceType": None, "InstanceCount": None, **job_details["ResourceConfig"]}
     output = {"KmsKeyId": None, **job_details["OutputDataConfig"]}
-    return {**job_details, "ResourceConfig": resources, "OutputDataConfig": output}
+    given = {**_READ_BY_THE_SDK, **(job_details.get("HyperParameters") or {})}
+    hyperparameters = {name: value if _is_json(value) else json.dumps(value) for name, value in given.items()}
+    return {
+        **job_details,
+        "ResourceConfig": resources,
+        "OutputDataConfig": output,
+        "HyperParameters": hyperparameters,
+    }
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def restored(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
         return isinstance(session, ProcessSession)
     if is_local and image_uri and session is not None:
         raise ConfigError(
-            f"instance_type is {sdk['instance_type']!r} and image_uri {image_uri!r}, so the job runs in Docker on this machine, but "
-            "sagemaker_session is one of the service: leave it out, or give sagemaker.local.LocalSession(boto_session)"
+            f"instance_type is {sdk['instance_type']!r} and image_uri {image_uri!r}, so the job runs in Docker on this machine, "
+            "but sagemaker_session is one of the service: leave it out, or give sagemaker.local.LocalSession(boto_session)"
         )
     return is_local and not image_uri
 

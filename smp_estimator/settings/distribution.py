@@ -27,6 +27,7 @@ from smp_config import (
 from smp_config.errors import shown, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.mpi_options import MpiOption, check_mpi_options, merge, variables
+from smp_config.parameters import VERSION_2
 from smp_config.smddp import BufferSizes
 from smp_config.timeline import steps_to_keep
 from smp_estimator.settings.accelerators import catalogued, check_accelerators
@@ -125,6 +126,7 @@ def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) 
         for key in _OTHER_LAUNCHERS:
             part = distribution.get(key)
             if isinstance(part, Mapping) and part.get("enabled"):
+                _refuse_version_2(distribution)
                 raise ConfigError(
                     f"distribution enables {key!r}, but this job runs as processes of this machine, which are started "
                     'with mpirun: use {"mpi": {"enabled": True, "processes_per_host": 2}}, or give image_uri to run '
@@ -253,9 +255,19 @@ def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] 
     return settled
 
 
+def _refuse_version_2(distribution: Mapping[str, Any]) -> None:
+    """Say first that parameters are those of version 2 of the library, whose jobs torchrun starts: that is the greater mistake."""
+    part = distribution.get("smdistributed")
+    library = part.get("modelparallel") if isinstance(part, Mapping) else None
+    parameters = library.get("parameters") if isinstance(library, Mapping) else None
+    if isinstance(parameters, Mapping) and any(key in VERSION_2 for key in parameters):
+        ModelParallelParameters.from_mp_parameters(parameters)
+
+
 def _refuse_torchrun(distribution: Mapping[str, Any]) -> None:
     torchrun = distribution.get("torch_distributed")
     if is_model_parallel(distribution) and isinstance(torchrun, Mapping) and torchrun.get("enabled"):
+        _refuse_version_2(distribution)
         raise ConfigError(
             "distribution enables smdistributed and torch_distributed together; torch_distributed starts the ranks with "
             'torchrun, this library with mpirun: replace it by "mpi": {"enabled": True, "processes_per_host": 8}'

@@ -116,3 +116,13 @@ def test_failure_line_keeps_rank_and_message_however_long():
     short = parse_failure(format_failure(FailureRecord.of(0, "", ValueError("ü\n" * 10), "x" * 9000 + "last frame")))
     assert short.message == "ü\n" * 10
     assert short.traceback.endswith("last frame")
+
+
+def test_switches_are_read_as_by_the_training_toolkit():
+    """A job that no SDK started may have Python's word for true."""
+    sent = {"sagemaker_mpi_enabled": "True", "sagemaker_mpi_num_of_processes_per_host": "8", "mp_parameters": "{}"}
+    assert JobSettings.from_hyperparameters(sent).mpi.enabled is True
+    data = {"sagemaker_distributed_dataparallel_enabled": "True"}
+    assert JobSettings.from_hyperparameters(data).data_parallel.enabled is True
+    with pytest.raises(ConfigError, match="False"):
+        JobSettings.from_hyperparameters({**sent, "sagemaker_mpi_enabled": "False"})

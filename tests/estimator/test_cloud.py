@@ -193,6 +193,29 @@ def test_attach_to_what_this_version_refuses(
     assert attached.model_data.endswith("model.tar.gz")
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"sagemaker_program": "train.py", "sagemaker_submit_directory": "s3://bucket/code.tar.gz"}]
+)
+def test_attach_to_a_job_that_no_sdk_started(cloud: Cloud, script: Path, more: dict[str, str]) -> None:
+    name = f"by-boto3-{len(more)}"
+    parameters = {"mp_parameters": '{"pipeline_parallel_degree": 2, "ddp": true}', "lr": "1e-3", "data": "wiki text"}
+    mpi = {"sagemaker_mpi_enabled": "True", "sagemaker_mpi_num_of_processes_per_host": "8"}
+    cloud.session.sagemaker_client.create_training_job(
+        TrainingJobName=name,
+        HyperParameters={**parameters, **mpi, **more},
+        AlgorithmSpecification={"TrainingImage": IMAGE, "TrainingInputMode": "File"},
+        RoleArn=ROLE,
+        OutputDataConfig={"S3OutputPath": "s3://bucket/out"},
+        ResourceConfig={"InstanceType": "ml.p4d.24xlarge", "InstanceCount": 2, "VolumeSizeInGB": 30},
+        StoppingCondition={"MaxRuntimeInSeconds": 3600},
+    )
+    found = SMPEstimator.attach(name, cloud.session)
+    assert found.hyperparameters()["data"] == '"wiki text"'
+    assert found.distribution["smdistributed"]["modelparallel"]["parameters"]["pipeline_parallel_degree"] == 2
+    assert found.distribution["mpi"]["processes_per_host"] == 8
+    assert found.entry_point == more.get("sagemaker_program", "the_job_names_no_entry_point.py")
+
+
 def test_spot_and_checkpoints(cloud: Cloud, script: Path) -> None:
     job = cloud.estimator(
         script,

@@ -184,3 +184,19 @@ def test_strategies_of_the_sdk_are_left_to_it() -> None:
     assert not strategies.is_ours({"mpi": {"enabled": True}})
     assert strategies.is_ours({"mpi": {"enabled": True}}, process_mode=True)
     assert not strategies.is_ours(None)
+
+
+@pytest.mark.parametrize("process_mode", [False, True])
+def test_version_2_of_the_library_is_recognized_before_its_launcher(process_mode: bool) -> None:
+    parameters = {"hybrid_shard_degree": 8, "sm_activation_offloading": True}
+    distribution = {
+        "torch_distributed": {"enabled": True},
+        "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+    }
+    with pytest.raises(
+        ConfigError, match="'hybrid_shard_degree': it belongs to version 2 of the model parallel library"
+    ):
+        read(distribution, instance_type=None, hosts=1, process_mode=process_mode)
+    distribution["smdistributed"]["modelparallel"]["parameters"] = {"ddp": True}
+    with pytest.raises(ConfigError, match="torch_distributed"):
+        read(distribution, instance_type=None, hosts=1, process_mode=process_mode)
