@@ -199,6 +199,7 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
         """Check the attributes as they are now, which may have been changed since the constructor."""
         if self._recipe:
             return None
+        self.distribution = self.distribution or {}  # as the SDK's constructor does
         strategies.refuse_unknown_strategies(self.distribution, process_mode=self._process_mode)
         checks.require_count(self.instance_count, "instance_count")
         plain.check_hyperparameters(self._hyperparameters)
@@ -210,6 +211,7 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
             service.check_request(self, self._hyperparameters, self._reader.say)
         if not self.distribution or not strategies.is_ours(self.distribution, process_mode=self._process_mode):
             return None
+        plain.refuse_carried(self._hyperparameters)
         if not self._process_mode:
             self._warn_of_image()
         return self._reader.read(

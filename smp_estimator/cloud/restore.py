@@ -35,6 +35,10 @@ _READ_BY_THE_SDK = {
     "sagemaker_container_log_level": str(logging.INFO),
 }
 
+#: The channel by which a job without a network gets its code, and where it has it.
+_CODE_CHANNEL = "code"
+_CODE_IN_CONTAINER = f"/opt/ml/input/data/{_CODE_CHANNEL}/"
+
 #: A job that exists is not refused: it can be watched and its model used, whatever its settings.
 _attaching: ContextVar[bool] = ContextVar("attaching", default=False)
 
@@ -111,7 +115,18 @@ def restored(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, A
             params[name] = checkpoints[key]
     if is_file_uri(params.get("source_dir")):
         params["source_dir"] = str(path_of(params["source_dir"]))
+    elif (place := params.get("source_dir")) and str(place).startswith(_CODE_IN_CONTAINER):
+        params["source_dir"] = _address_of_code(job_details) or place
     return params
+
+
+def _address_of_code(job_details: dict[str, Any]) -> str | None:
+    """Where the code of a job without a network lies, which gets it by a channel."""
+    for channel in job_details.get("InputDataConfig") or ():
+        if channel["ChannelName"] == _CODE_CHANNEL:
+            address = channel.get("DataSource", {}).get("S3DataSource", {}).get("S3Uri")
+            return None if address is None else str(address)
+    return None
 
 
 def _restore_distribution(params: dict[str, Any]) -> None:

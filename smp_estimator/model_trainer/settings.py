@@ -323,6 +323,11 @@ def _check_code(trainer: Trainer, where: Where) -> None:
             "source_code has no entry_script; it is the script that every rank runs: write source_code=SourceCode("
             'source_dir="scripts", entry_script="train.py")'
         )
+    if code.args and not code.command:
+        raise ConfigError(
+            f"source_code has args {code.args!r} and no command, for which they are, so the SDK drops them without a word: give "
+            "hyperparameters, which the script gets on its command line"
+        )
     if code.command:
         raise ConfigError(
             f"source_code has the command {code.command!r} and the entry_script {code.entry_script!r}; the SDK would run the "

@@ -8,6 +8,7 @@ from typing import Any
 
 from smp_config import ConfigError, strict_json
 from smp_config.errors import shown
+from smp_config.job import CARRIED
 from smp_config.secrets import masked_text, shown_value
 from smp_estimator.settings.variables import is_variable
 
@@ -70,6 +71,16 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
                 f"hyperparameter {name!r} is {shown_value(name, value)}, a {type(value).__name__}; hyperparameters are sent as "
                 f"JSON and this one cannot be ({error}): convert it, for example with str() or float()"
             ) from None
+
+
+def refuse_carried(hyperparameters: Mapping[str, Any]) -> None:
+    """Raise ConfigError for hyperparameters that ``distribution`` becomes, which would be overwritten without a word."""
+    for name in hyperparameters:
+        if name in CARRIED:
+            raise ConfigError(
+                f"hyperparameters has {name!r}, which is written from distribution and would replace it: give in distribution what it "
+                "should say, and remove it from hyperparameters"
+            )
 
 
 def check_variables(environment: Mapping[str, Any] | None) -> None:

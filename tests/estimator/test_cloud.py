@@ -216,6 +216,21 @@ def test_attach_to_a_job_that_no_sdk_started(cloud: Cloud, script: Path, more: d
     assert found.entry_point == more.get("sagemaker_program", "the_job_names_no_entry_point.py")
 
 
+@pytest.mark.parametrize("image", [IMAGE, None])
+def test_attach_to_a_job_without_a_network(cloud: Cloud, script: Path, image: str | None) -> None:
+    distribution = model_parallel(8, ddp=True)
+    job = cloud.estimator(script, distribution=distribution, image_uri=image, enable_network_isolation=True)
+    job.fit(wait=False)
+    found = SMPEstimator.attach(job.latest_training_job.name, cloud.session)
+    assert found.source_dir.startswith("s3://bucket/")
+    found.fit(wait=False)  # the code goes along as it is
+    first, second = (
+        next(c["DataSource"]["S3DataSource"]["S3Uri"] for c in request["InputDataConfig"] if c["ChannelName"] == "code")
+        for request in cloud.requests[-2:]
+    )
+    assert first == second
+
+
 def test_spot_and_checkpoints(cloud: Cloud, script: Path) -> None:
     job = cloud.estimator(
         script,

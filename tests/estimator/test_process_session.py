@@ -92,6 +92,20 @@ def test_hosts_share_out_a_sharded_channel(make: Make, tmp_path: Path) -> None:
     }
 
 
+def test_a_distribution_may_be_taken_away(make: Make) -> None:
+    estimator = make(distribution=model_parallel(2, ddp=True))
+    estimator.distribution = None
+    estimator.fit()
+    assert "mp_parameters" not in report(estimator, "algo-1")["hyperparameters"]
+
+
+@pytest.mark.parametrize("name", ["mp_parameters", "sagemaker_mpi_custom_mpi_options", "sagemaker_instance_type"])
+def test_hyperparameters_that_would_be_overwritten_are_refused(make: Make, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"hyperparameters has '{name}'.* give in distribution"):
+        make(distribution=model_parallel(2, ddp=True), hyperparameters={name: "x"})
+    make(hyperparameters={"sagemaker_program": "x"})
+
+
 def test_the_default_session_needs_nothing(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from smp_estimator import ProcessSession, SMPEstimator
 

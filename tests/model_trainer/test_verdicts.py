@@ -122,6 +122,11 @@ MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("folder missing", {"code": {"source_dir": "/nowhere"}}, (r"source_code\.source_dir='/nowhere'",)),
     ("no Python", {"code": {"entry_script": "train.txt"}}, (r"train\.txt",)),
     (
+        "arguments of no command",
+        {"code": {"args": ["--epochs", 25]}},
+        (r"source_code has args \['--epochs', 25\] and no command", r"give hyperparameters"),
+    ),
+    (
         "a command beside",
         {"code": {"command": "python x.py"}},
         (r"drop distributed without a word: remove the command",),
