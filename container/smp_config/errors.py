@@ -35,8 +35,14 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except Exception as error:
-        return f"a {type(value).__name__} that cannot be written out ({type(error).__name__})"
+        return f"{kind_of(value)} that cannot be written out ({type(error).__name__})"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type with its article: ``an int``, ``a str``."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

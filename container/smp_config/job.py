@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
 from smp_config import strict_json
-from smp_config.errors import ConfigError, shown, suggest
+from smp_config.errors import ConfigError, kind_of, shown, suggest
 from smp_config.numbers_given import Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.parameters import ModelParallelParameters
 
@@ -179,7 +179,7 @@ class JobSettings(BaseModel):
         instance_type = carried.get(INSTANCE_TYPE)
         if instance_type is not None and not isinstance(instance_type, str):
             raise ConfigError(
-                f"the hyperparameter {INSTANCE_TYPE} is {shown(instance_type)}, a {type(instance_type).__name__}; it names the "
+                f"the hyperparameter {INSTANCE_TYPE} is {shown(instance_type)}, {kind_of(instance_type)}; it names the "
                 "type "
                 'of the hosts: write text such as "ml.p4d.24xlarge", or leave it out'
             )
@@ -207,7 +207,7 @@ def _group_names(value: Any, what: str) -> tuple[str, ...]:
     )
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"{what} is {shown(value)}, a {type(value).__name__}; it lists the groups of instances that train: write a list of "
+            f"{what} is {shown(value)}, {kind_of(value)}; it lists the groups of instances that train: write a list of "
             'their names such as ["workers"]'
         )
     return tuple(map(str, names))
@@ -218,7 +218,7 @@ def _dictionary(value: Any, path: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f'distribution["{path}"] is {shown(value)}, a {type(value).__name__}; it must be a dictionary such as '
+            f'distribution["{path}"] is {shown(value)}, {kind_of(value)}; it must be a dictionary such as '
             '{"enabled": True}'
         )
     return dict(value)
@@ -245,7 +245,7 @@ def _part(parent: Mapping[str, Any], name: str, known: tuple[str, ...], path: st
         )
     if not isinstance(part["enabled"], bool):
         raise ConfigError(
-            f'distribution {path} has "enabled": {shown(part["enabled"])}, a {type(part["enabled"]).__name__}; '
+            f'distribution {path} has "enabled": {shown(part["enabled"])}, {kind_of(part["enabled"])}; '
             "only a boolean turns the strategy on: write True or False without quotes"
         )
     return part if part["enabled"] else {}

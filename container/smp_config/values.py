@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config import strict_json
-from smp_config.errors import ConfigError
+from smp_config.errors import ConfigError, kind_of
 
 
 def literal(text: str, what: str) -> Any:
@@ -35,7 +35,7 @@ def why_no_path(path: Any) -> str | None:
     try:
         text = os.fspath(path)
     except TypeError:
-        return f"is {path!r}, a {type(path).__name__}; give the path of a folder or file on this machine as text"
+        return f"is {path!r}, {kind_of(path)}; give the path of a folder or file on this machine as text"
     if not isinstance(text, str):
         return f"is {text!r}, which is bytes; give the path as text"
     if not text.strip():
@@ -69,5 +69,5 @@ def dictionary(value: str, what: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     found = literal(text, what)
     if not isinstance(found, dict):
-        raise ConfigError(f"{what} holds a {type(found).__name__}; settings have names: write a dictionary")
+        raise ConfigError(f"{what} holds {kind_of(found)}; settings have names: write a dictionary")
     return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config import strict_json
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, kind_of, shown
 from smp_config.limits import MOST_RANKS
 from smp_config.secrets import shown_value
 
@@ -90,7 +90,7 @@ def check_names(found: Mapping[str, Any], path: Path) -> None:
         value = found.get(field)
         if value is not None and not isinstance(value, str):
             raise ConfigError(
-                f"{path} has {field}={shown(value)}, a {type(value).__name__}; it is a name: write it as text, or leave it out"
+                f"{path} has {field}={shown(value)}, {kind_of(value)}; it is a name: write it as text, or leave it out"
             )
 
 
@@ -103,12 +103,10 @@ def _check_groups(groups: Any, path: Path) -> None:
         "leave it out"
     )
     if not isinstance(groups, list):
-        raise ConfigError(f"{wrong}, a {type(groups).__name__}; it lists groups of hosts: {right}")
+        raise ConfigError(f"{wrong}, {kind_of(groups)}; it lists groups of hosts: {right}")
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            raise ConfigError(
-                f"{wrong}, and the group at {number} is a {type(group).__name__}; each is an object: {right}"
-            )
+            raise ConfigError(f"{wrong}, and the group at {number} is {kind_of(group)}; each is an object: {right}")
         name, hosts = group.get("instance_group_name"), group.get("hosts", [])
         if not isinstance(name, str):
             raise ConfigError(
@@ -128,7 +126,7 @@ def check_channels(found: Mapping[str, Any], path: Path) -> None:
             )
         if not isinstance(channel, Mapping):
             raise ConfigError(
-                f"{path} has {shown(channel)}, a {type(channel).__name__}, for the channel {name!r}; a channel is described by an "
+                f"{path} has {shown(channel)}, {kind_of(channel)}, for the channel {name!r}; a channel is described by an "
                 'object: write for example {"TrainingInputMode": "File"}'
             )
 

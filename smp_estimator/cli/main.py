@@ -12,6 +12,7 @@ from rich.table import Table
 
 from smp_config import ConfigError, JobSettings, Topology
 from smp_config.error_codes import marked
+from smp_config.errors import kind_of
 from smp_config.instances import instance
 from smp_config.parameters import KEYS
 from smp_config.values import literal as _literal
@@ -106,7 +107,7 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     """
     found = _literal(file.read(), str(getattr(file, "name", "FILE")))
     if not isinstance(found, dict):
-        raise ConfigError(f"the file holds a {type(found).__name__}; a distribution is a dictionary")
+        raise ConfigError(f"the file holds {kind_of(found)}; a distribution is a dictionary")
     distribution, said_type, said_count = _parted(found)
     kind = instance_type or said_type or "ml.p4d.24xlarge"
     hosts = instance_count or said_count or 1
@@ -135,12 +136,12 @@ def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | No
     kind, hosts = found.get("instance_type"), found.get("instance_count")
     if not isinstance(kind, str | None):
         raise ConfigError(
-            f"instance_type is {kind!r}, a {type(kind).__name__}; it names one type of instance: write "
+            f"instance_type is {kind!r}, {kind_of(kind)}; it names one type of instance: write "
             '"instance_type": "ml.p4d.24xlarge"'
         )
     if hosts is not None and (isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1):
         raise ConfigError(
-            f"instance_count is {hosts!r}, a {type(hosts).__name__}; it is a number of instances: write "
+            f"instance_count is {hosts!r}, {kind_of(hosts)}; it is a number of instances: write "
             '"instance_count": 1 or more, without quotes'
         )
     rest = {name: value for name, value in found.items() if name not in ("instance_type", "instance_count")}

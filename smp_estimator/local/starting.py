@@ -174,7 +174,7 @@ def _new_root(name: str, root: Path | None) -> Path:
 def _warn_of_ignored(request: Mapping[str, Any]) -> None:
     for key, words in _IGNORED.items():
         if request.get(key):
-            logger.warning("%s are not available for a job on this machine and are left out", words)
+            logger.warning("left out, since a job on this machine has no such thing: %s", words)
     for key in ("ContainerEntrypoint", "ContainerArguments"):
         if request["AlgorithmSpecification"].get(key):
             logger.warning("%s has no meaning without a container and is left out", key)

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, StrictBool, StrictStr, ValidationError,
 
 from smp_config import ConfigError, JobSettings, ModelParallelParameters
 from smp_config.distributed_config import FIELDS, as_distribution
-from smp_config.errors import suggest
+from smp_config.errors import kind_of, suggest
 from smp_config.parameters import KEYS, Whole
 from smp_estimator.model_trainer import driver_folder
 from smp_estimator.model_trainer.sdk import DistributedConfig
@@ -232,5 +232,5 @@ def _own_errors() -> Iterator[None]:
         name = str(first["loc"][0]) if first["loc"] else "ModelParallel"
         value = first["input"]
         raise ConfigError(
-            f"ModelParallel: {name} is {value!r}, a {type(value).__name__}; it must be {_SHAPES.get(name, 'another value')}"
+            f"ModelParallel: {name} is {value!r}, {kind_of(value)}; it must be {_SHAPES.get(name, 'another value')}"
         ) from None

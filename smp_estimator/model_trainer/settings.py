@@ -85,8 +85,8 @@ class Where:
         """
         if getattr(compute, "instance_groups", None):
             raise ConfigError(
-                f"instance_groups has {len(compute.instance_groups)} groups, but ModelParallel starts ranks on all hosts of a job, "
-                "which must be alike: use instance_type and instance_count"
+                f"compute names {len(compute.instance_groups)} instance_groups, but ModelParallel starts ranks on all hosts of a "
+                "job, which must be alike: use instance_type and instance_count"
             )
         if preferences := given(compute, "instance_preferences"):
             return cls._of_preferences(compute, preferences, process_mode=process_mode, containers=containers)

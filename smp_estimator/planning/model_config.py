@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError
-from smp_config.errors import suggest
+from smp_config.errors import kind_of, suggest
 from smp_estimator.planning.model_shape import ModelShape, Weight
 
 #: What Transformers' configurations call the sizes of a model, the usual name first.
@@ -66,7 +66,7 @@ def read_shape(path: Path) -> ModelShape:
             f"{file} is no JSON ({error}); give the path of a configuration of Transformers, or of its folder"
         ) from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds a {type(found).__name__}; a configuration has names: give a dictionary")
+        raise ConfigError(f"{file} holds {kind_of(found)}; a configuration has names: give a dictionary")
     return shape_of(found, str(file))
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from smp_config import ConfigError
-from smp_config.errors import suggest
+from smp_config.errors import kind_of, suggest
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class ModelShape:
         named = getattr(module, "named_parameters", None)
         if not callable(named):
             raise ConfigError(
-                f"the model is {module!r:.80}, a {type(module).__name__}; give an nn.Module, a ModelShape, the name of a "
+                f"the model is {module!r:.80}, {kind_of(module)}; give an nn.Module, a ModelShape, the name of a "
                 "published shape or a number of parameters"
             )
         found = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
-from smp_config.errors import suggest
+from smp_config.errors import kind_of, suggest
 from smp_config.instances import instance, instances, refuse_neuron
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
@@ -113,7 +113,7 @@ class Workload:
     def _check_prices(self) -> None:
         if not isinstance(self.prices, Mapping):
             raise ConfigError(
-                f"prices is {self.prices!r}, a {type(self.prices).__name__}; they are looked up by the type of the instance: write "
+                f"prices is {self.prices!r}, {kind_of(self.prices)}; they are looked up by the type of the instance: write "
                 'for example {"ml.p4d.24xlarge": 25.0}, in US dollars per hour'
             )
         for name, price in self.prices.items():

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, strict_json, tracking
-from smp_config.errors import shown, suggest
+from smp_config.errors import kind_of, shown, suggest
 from smp_config.instances import instance, instances
 from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.limits import MOST_RANKS
@@ -100,7 +100,7 @@ def require_text(value: Any, name: str, example: str) -> Any:
     if value is None or isinstance(value, str) or is_variable(value):
         return value
     raise ConfigError(
-        f"{name} is {shown(value)}, a {type(value).__name__}; it must be text or a path: write for example {name}={example!r}"
+        f"{name} is {shown(value)}, {kind_of(value)}; it must be text or a path: write for example {name}={example!r}"
     )
 
 
@@ -120,7 +120,7 @@ def require_paths(value: Any, name: str) -> None:
         isinstance(p, str | os.PathLike) and str(p) for p in listed
     ):
         raise ConfigError(
-            f"{name} is {shown(value)}, a {type(value).__name__}; it lists paths of what is shipped beside the script: write "
+            f"{name} is {shown(value)}, {kind_of(value)}; it lists paths of what is shipped beside the script: write "
             f'{name}=["lib"]'
         )
 
@@ -143,7 +143,7 @@ def require_mapping(value: Any, name: str) -> None:
     """Raise ConfigError unless an argument is left out or a dictionary."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(
-            f"{name} is {shown_value(name, value)}, a {type(value).__name__}; names and values are read from it: write a "
+            f"{name} is {shown_value(name, value)}, {kind_of(value)}; names and values are read from it: write a "
             "dictionary such "
             f'as {name}={{"steps": 300}}'
         )

@@ -24,7 +24,7 @@ from smp_config import (
     limits,
     recovery,
 )
-from smp_config.errors import shown, suggest
+from smp_config.errors import kind_of, shown, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.mpi_options import MpiOption, check_mpi_options, merge, variables
 from smp_config.parameters import VERSION_2
@@ -111,7 +111,7 @@ def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) 
         return
     if not isinstance(distribution, Mapping):
         raise ConfigError(
-            f"distribution is {shown(distribution)}, a {type(distribution).__name__}; strategies are read from its keys: "
+            f"distribution is {shown(distribution)}, {kind_of(distribution)}; strategies are read from its keys: "
             'give a dictionary such as {"smdistributed": {"modelparallel": {"enabled": True}}, '
             '"mpi": {"enabled": True, "processes_per_host": 2}}'
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp_config import ConfigError, strict_json
-from smp_config.errors import shown
+from smp_config.errors import kind_of, shown
 from smp_config.job import CARRIED
 from smp_config.secrets import masked_text, shown_value
 from smp_estimator.settings.variables import is_variable
@@ -68,7 +68,7 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
             strict_json.parse(json.dumps(value))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"hyperparameter {name!r} is {shown_value(name, value)}, a {type(value).__name__}; hyperparameters are sent as "
+                f"hyperparameter {name!r} is {shown_value(name, value)}, {kind_of(value)}; hyperparameters are sent as "
                 f"JSON and this one cannot be ({error}): convert it, for example with str() or float()"
             ) from None
 
@@ -78,8 +78,8 @@ def refuse_carried(hyperparameters: Mapping[str, Any]) -> None:
     for name in hyperparameters:
         if name in CARRIED:
             raise ConfigError(
-                f"hyperparameters has {name!r}, which is written from distribution and would replace it: give in distribution what it "
-                "should say, and remove it from hyperparameters"
+                f"hyperparameters has {name!r}, which is written from distribution and would replace it: give in distribution what "
+                "it should say, and remove it from hyperparameters"
             )
 
 
@@ -93,7 +93,7 @@ def check_variables(environment: Mapping[str, Any] | None) -> None:
             )
         if not isinstance(value, str) and not is_variable(value):
             raise ConfigError(
-                f"environment variable {shown(name)} is {shown_value(name, value)}, a {type(value).__name__}; variables hold "
+                f"environment variable {shown(name)} is {shown_value(name, value)}, {kind_of(value)}; variables hold "
                 f"text: write {shown(shown_value(name, value))}"
             )
         require_plain({name: value}, "environment")

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from smp_config import ConfigError
+from smp_config.errors import kind_of
 from smp_config.profiling import ABOUT, CLOCK_MARK, FILE_PREFIX, FILE_SUFFIX, VARIABLE, About
 from smp_estimator.timeline.files import contents, place_of, read_timeline
 from smp_estimator.timeline.views import begin_of, chrome_trace
@@ -209,7 +210,7 @@ def _shift(events: Sequence[Event], about: About) -> tuple[float, float]:
 def _checked(event: Any) -> Event:
     """An event whose times are numbers, which all that follows takes for granted."""
     if not isinstance(event, dict):
-        raise TypeError(f"an event is a {type(event).__name__}")
+        raise TypeError(f"an event is {kind_of(event)}")
     for name in ("ts", "dur"):
         if name in event:
             number = event[name]

@@ -187,7 +187,7 @@ def test_a_sequence_with_a_forward_of_its_own():
         smp.set_activation_checkpointing(Own(Layer()), strategy="group_2")
     with pytest.raises(SMPUserError, match="needs an nn.Sequential, but got a Layer"):
         checkpoint_sequential(Layer(), torch.ones(1))
-    with pytest.raises(SMPUserError, match="checkpoint got 3, a int, to call"):
+    with pytest.raises(SMPUserError, match="checkpoint got 3, an int, to call"):
         checkpoint(3, torch.ones(1))
 
 

@@ -40,7 +40,7 @@ def _endless() -> dict[str, Any]:
             {"instance_count": 1_000_000},
             "instance_count is 1000000; it is a number of hosts, and no job has more than 131,072",
         ),
-        ({"instance_count": 10**5000}, "instance_count is a int that cannot be written out"),
+        ({"instance_count": 10**5000}, "instance_count is an int that cannot be written out"),
         ({"distribution": model_parallel(2, ddp=True, sdp_gradient_clipping=10**400)}, "got one of 401 digits"),
         (
             {"distribution": model_parallel(2, ddp=True, sdp_gradient_clipping=float("inf"))},
@@ -52,7 +52,7 @@ def _endless() -> dict[str, Any]:
         ),
         ({"distribution": _mpi(processes_per_host=2, custom_mpi_options="-x A=1 " * 9000)}, "has 63,000 characters"),
         ({"distribution": _endless()}, "is nested more than 64 levels deep"),
-        ({"distribution": {**model_parallel(2), "instance_groups": 5}}, 'distribution["instance_groups"] is 5, a int'),
+        ({"distribution": {**model_parallel(2), "instance_groups": 5}}, 'distribution["instance_groups"] is 5, an int'),
         ({"environment": {"A=B": "1"}}, "an environment variable is called 'A=B'"),
         ({"environment": {"": "1"}}, "an environment variable is called ''"),
         ({"environment": {0: "1"}}, "an environment variable is called 0"),
@@ -73,8 +73,8 @@ def _endless() -> dict[str, Any]:
         ({"hyperparameters": {"a": 10**5000}}, "hyperparameters['a'] is a whole number of 16610 bits"),
         ({"hyperparameters": {"a": {1: 2, "1": 3}}}, "'1' stands twice"),
         ({"hyperparameters": {"api_key": {1, 2}}}, "hyperparameter 'api_key' is ***, a set"),
-        ({"dependencies": 5}, "dependencies is 5, a int"),
-        ({"base_job_name": 5}, "base_job_name is 5, a int"),
+        ({"dependencies": 5}, "dependencies is 5, an int"),
+        ({"base_job_name": 5}, "base_job_name is 5, an int"),
         (
             {"entry_point": "s3://bucket/train.py"},
             "entry_point is 's3://bucket/train.py'; the script is one of the files",

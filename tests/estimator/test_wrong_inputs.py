@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[Callable[[Make], Any], str, str, str]] = {
     ),
     "entry point type": (
         fit(entry_point=7),
-        r"entry_point is 7, a int",
+        r"entry_point is 7, an int",
         r"must be text or a path",
         r"entry_point='train\.py'",
     ),
@@ -213,7 +213,7 @@ WRONG: dict[str, tuple[Callable[[Make], Any], str, str, str]] = {
     ),
     "environment": (
         fit(environment={"THREADS": 2}),
-        r"environment variable 'THREADS' is 2, a int",
+        r"environment variable 'THREADS' is 2, an int",
         r"variables hold text",
         r"write '2'",
     ),

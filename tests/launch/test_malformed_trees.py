@@ -52,7 +52,7 @@ def _in_place(name: str, make: Callable[[Path], None]) -> Change:
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (_hyperparameter("sagemaker_instance_type", "5"), ["sagemaker_instance_type is 5, a int"]),
+        (_hyperparameter("sagemaker_instance_type", "5"), ["sagemaker_instance_type is 5, an int"]),
         (
             _hyperparameter("sagemaker_distribution_instance_groups", '"workers"'),
             ["instance_groups is 'workers', a str"],
@@ -73,11 +73,11 @@ def _in_place(name: str, make: Callable[[Path], None]) -> Change:
         (_hyperparameter("n", '"\\ud800"'), ["['n'] holds half of a surrogate pair"]),
         (_hyperparameter("n", "x" * 200_000), ["cannot be started", "takes 200,001 bytes of at most 131,072"]),
         (_hyperparameter("mp_parameters", '{"ddp": true, "ddp": false}'), ["mp_parameters", "'ddp' stands twice"]),
-        (_resource("current_instance_type", 5), ["resourceconfig.json has current_instance_type=5, a int"]),
+        (_resource("current_instance_type", 5), ["resourceconfig.json has current_instance_type=5, an int"]),
         (_resource("network_interface_name", ["lo"]), ["network_interface_name=['lo'], a list"]),
         (_resource("network_interface_name", "x" * 300), ["network_interface_name=", "no interface is called that"]),
-        (_resource("instance_groups", 5), ["instance_groups=5, a int"]),
-        (_resource("instance_groups", [5]), ["the group at 0 is a int"]),
+        (_resource("instance_groups", 5), ["instance_groups=5, an int"]),
+        (_resource("instance_groups", [5]), ["the group at 0 is an int"]),
         (_resource("instance_groups", [{"instance_group_name": ["a"]}]), ["instance_group_name=['a']"]),
         (_resource("instance_groups", [{"instance_group_name": "a", "hosts": 3}]), ["the group 'a' has hosts=3"]),
         (_resource("hosts", ["algo-1", "algo-1"]), ["2 names of which 1 differ"]),
@@ -85,7 +85,7 @@ def _in_place(name: str, make: Callable[[Path], None]) -> Change:
         (_resource("hosts", ["algo-1", "x" * 300]), ["(300 characters)"]),
         (_set("inputdataconfig", "../outside", {}), ["a channel called '../outside'"]),
         (_set("inputdataconfig", "x" * 300, {}), ["a channel called 'xxx"]),
-        (_set("inputdataconfig", "train", 5), ["has 5, a int, for the channel 'train'"]),
+        (_set("inputdataconfig", "train", 5), ["has 5, an int, for the channel 'train'"]),
         (_file("resourceconfig", b"[" * 5000), ["resourceconfig.json is not JSON", "more than 64 levels"]),
         (_file("resourceconfig", b'{"n": ' + b"9" * 5000 + b"}"), ["resourceconfig.json is not JSON", "4300 digits"]),
         (_file("hyperparameters", b'{"a": "1", "a": "2"}'), ["hyperparameters.json", "'a' stands twice"]),
@@ -129,7 +129,7 @@ def test_the_variable_is_named(launcher: Any, variable: str, text: str, part: st
 @pytest.mark.parametrize(
     ("change", "config", "part"),
     [
-        (_resource("current_instance_type", 5), "{}", "current_instance_type=5, a int"),
+        (_resource("current_instance_type", 5), "{}", "current_instance_type=5, an int"),
         (_resource("current_instance_type", None), "[" * 5000, "no JSON object"),
         (_resource("current_instance_type", None), '{"parameters": {"ddp": true, "ddp": true}}', "no JSON object"),
     ],

@@ -232,7 +232,7 @@ def test_what_cannot_be_saved_is_refused(wrapped, tmp_path):
         smp.auto_resume(run.model.module, run.optimizer)
     with pytest.raises(SMPUserError, match="every is 0 steps"):
         smp.auto_resume(run.model, run.optimizer, every=0)
-    with pytest.raises(SMPUserError, match="epoch= of smp.auto_resume is a int"):
+    with pytest.raises(SMPUserError, match="epoch= of smp.auto_resume is an int"):
         smp.auto_resume(run.model, run.optimizer, epoch=3)
     smp.auto_resume(run.model, run.optimizer, folder=tmp_path)
     with pytest.raises(SMPUserError, match="called a second time"):

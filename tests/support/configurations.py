@@ -79,7 +79,7 @@ ONE = {"instance_count": 1}
 WRONG = [
     # the switch
     Probe("enabled as text", smp(ddp=True, enabled="true"), (r"\"enabled\": 'true', a str", r"True or False without")),
-    Probe("enabled as number", smp(ddp=True, enabled=1), (r"\"enabled\": 1, a int", r"only a boolean")),
+    Probe("enabled as number", smp(ddp=True, enabled=1), (r"\"enabled\": 1, an int", r"only a boolean")),
     Probe(
         "enabled missing",
         without("smdistributed", "modelparallel", "enabled"),
@@ -372,5 +372,5 @@ WRONG = [
         "long hyperparameter", {**smp(ddp=True), "hyperparameters": {"a": "x" * 2500}}, (r"'a' takes 2502 characters",)
     ),
     Probe("variable name", {**smp(ddp=True), "environment": {"MY-VAR": "1"}}, (r"'MY-VAR'", r"write 'MY_VAR'")),
-    Probe("variable as number", {**smp(ddp=True), "environment": {"A": 1}}, (r"'A' is 1, a int", r"write '1'")),
+    Probe("variable as number", {**smp(ddp=True), "environment": {"A": 1}}, (r"'A' is 1, an int", r"write '1'")),
 ]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from smp_config.errors import kind_of
 from smp_runtime.activations.activations import Activations
 from smp_runtime.activations.regions import is_off, run_region
 from smp_runtime.errors import SMPUserError
@@ -39,7 +40,7 @@ def checkpoint(module: Callable[..., Any], *args: Any, preserve_rng_state: bool 
     """
     if not callable(module):
         raise SMPUserError(
-            f"checkpoint got {module!r}, a {type(module).__name__}, to call; pass the module first and its arguments after it: "
+            f"checkpoint got {module!r}, {kind_of(module)}, to call; pass the module first and its arguments after it: "
             "checkpoint(self.layer, x)"
         )
     if is_off():
@@ -148,7 +149,7 @@ def check_sequential(module: nn.Module, strategy: Strategy) -> nn.Sequential:
     """
     if not isinstance(module, nn.Sequential):
         raise SMPUserError(
-            f"checkpointing with strategies needs an nn.Sequential, but got a {type(module).__name__}; make the layers an "
+            f"checkpointing with strategies needs an nn.Sequential, but got {kind_of(module)}; make the layers an "
             "nn.Sequential, or checkpoint them one by one"
         )
     if strategy.most > 1 and type(module).forward is not nn.Sequential.forward:

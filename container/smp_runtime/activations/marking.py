@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from smp_config.errors import kind_of
 from smp_runtime.activations.activations import Activations, StagedRegions
 from smp_runtime.activations.functional import Strategy, check_sequential, checkpoint, run_sequential
 from smp_runtime.activations.regions import is_off, run_region
@@ -56,7 +57,7 @@ def set_activation_checkpointing(
     how = Strategy.parse(strategy)
     if not isinstance(module, nn.Module):
         raise SMPUserError(
-            f"smp.set_activation_checkpointing got {module!r}, a {type(module).__name__}; pass a module of the model, such as "
+            f"smp.set_activation_checkpointing got {module!r}, {kind_of(module)}; pass a module of the model, such as "
             "model.module.layers"
         )
     if sessions.is_initialized() and any(module is model for model in sessions.current().models):
@@ -73,7 +74,7 @@ def set_activation_checkpointing(
     if how.name != "each" or pack_args_as_tuple:
         given = f"strategy={strategy!r}" if how.name != "each" else "pack_args_as_tuple=True"
         raise SMPUserError(
-            f"{given} was given for a {type(module).__name__}, but only an nn.Sequential tells in which order its children are "
+            f"{given} was given for {kind_of(module)}, but only an nn.Sequential tells in which order its children are "
             "called; leave it out, or make the layers an nn.Sequential"
         )
     for part in module if isinstance(module, nn.ModuleList) else [module]:

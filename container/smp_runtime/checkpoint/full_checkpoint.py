@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_config.errors import kind_of
 from smp_runtime.checkpoint.export import Planned, write_streamed
 from smp_runtime.checkpoint.files.manifest import FoundCheckpoint
 from smp_runtime.checkpoint.files.name_translation import Translate, renamed
@@ -358,7 +359,7 @@ def read_full_state(file: Path) -> dict[str, Any]:
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
         raise CheckpointError(
-            f"{file} holds no state of an optimizer, but a {type(state).__name__} without 'state' and 'param_groups'; save "
+            f"{file} holds no state of an optimizer, but {kind_of(state)} without 'state' and 'param_groups'; save "
             "optimizer.state_dict(), or pass load_optimizer=False"
         )
     return dict(state)

@@ -12,6 +12,7 @@ import torch
 from torch.serialization import default_restore_location
 
 from smp_config import Group, whereabouts
+from smp_config.errors import kind_of
 from smp_runtime.checkpoint.files.opened_files import local_path
 from smp_runtime.checkpoint.files.whole_file import read_tensors, write_tensors
 from smp_runtime.errors import SMPUserError
@@ -130,6 +131,6 @@ def here(device: torch.device) -> Callable[[Any, str], Any]:
 def _path(session: Session, f: Any, what: str, *, partial: bool, v3: bool) -> Path:
     """Return the path of this rank's file."""
     if not isinstance(f, str):
-        raise SMPUserError(f"the file is given as a {type(f).__name__}; pass its name as a string")
+        raise SMPUserError(f"the file is given as {kind_of(f)}; pass its name as a string")
     local_path(f, what)
     return Path(f"{f}_{partial_suffix(session, v3=v3)}" if partial else f)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
+from smp_config.errors import kind_of
 from smp_config.whereabouts import SAVE, here
 from smp_runtime.checkpoint import full_checkpoint as full
 from smp_runtime.checkpoint.adapters import find_adapters, load_adapters
@@ -143,7 +144,7 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
 
 def _check_optimizer(optimizer: object) -> None:
     if optimizer is not None and not hasattr(optimizer, "original_groups"):
-        raise SMPUserError(f"optimizer= is a {type(optimizer).__name__}; pass what smp.DistributedOptimizer returned")
+        raise SMPUserError(f"optimizer= is {kind_of(optimizer)}; pass what smp.DistributedOptimizer returned")
 
 
 def memory_checkpoint(

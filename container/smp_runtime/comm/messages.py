@@ -6,6 +6,7 @@ import enum
 from typing import Any
 
 from smp_config import Group, Topology
+from smp_config.errors import kind_of
 from smp_runtime.comm.control import USER_COLLECTIVE_CHANNEL, ControlPlane
 from smp_runtime.errors import SMPUserError
 
@@ -86,7 +87,7 @@ class Messages:
     def _members(self, group: CommGroup) -> list[int]:
         if not isinstance(group, CommGroup):
             raise SMPUserError(
-                f"group is {group!r}, a {type(group).__name__}; pass a member of smp.CommGroup such as smp.WORLD"
+                f"group is {group!r}, {kind_of(group)}; pass a member of smp.CommGroup such as smp.WORLD"
             )
         return self._topology.group_of(group.value, self._control.rank)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_config import Group, whereabouts
+from smp_config.errors import kind_of
 from smp_config.launchers import SECRET_VARIABLE
 from smp_config.whereabouts import here
 from smp_runtime.comm.control import ControlPlane, connect
@@ -333,7 +334,7 @@ def _given(config: Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     if not isinstance(config, Mapping):
         raise SMPUserError(
-            f"smp.init() got {config!r}, a {type(config).__name__}; pass a dictionary of parameters such as "
+            f"smp.init() got {config!r}, {kind_of(config)}; pass a dictionary of parameters such as "
             '{"ddp": True}, or nothing'
         )
     settings = dict(config)

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from smp_config import Group
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.libraries.lightning_job import JobEnvironment, JobStrategy, whole_parameters
 from smp_runtime.libraries.shared_order import share_order
@@ -178,7 +179,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         def log(name: str, value: Any, *args: Any, **how: Any) -> None:
             if not isinstance(value, torch.Tensor | int | float):
                 raise SMPUserError(
-                    f"self.log({name!r}, …) got a {type(value).__name__}, but with pipeline parallelism or microbatches numbers "
+                    f"self.log({name!r}, …) got {kind_of(value)}, but with pipeline parallelism or microbatches numbers "
                     "and tensors are averaged over the microbatches; log metric.compute() after the epoch"
                 )
             how.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))

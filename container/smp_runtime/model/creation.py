@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.module_state import compiled_blocks
@@ -156,12 +157,12 @@ def compile(module: nn.Module, backend: str = "inductor") -> None:
     """
     if not isinstance(module, nn.Module):
         raise SMPUserError(
-            f"smp.compile got {module!r}, a {type(module).__name__}; pass a module of the model, such as model.layers"
+            f"smp.compile got {module!r}, {kind_of(module)}; pass a module of the model, such as model.layers"
         )
     for model in sessions.current().models if sessions.is_initialized() else []:
         if any(part is module for part in model.module.modules()):
             raise SMPUserError(
-                f"smp.compile got a {type(module).__name__} of a model that is wrapped already, whose modules have their place; "
+                f"smp.compile got {kind_of(module)} of a model that is wrapped already, whose modules have their place; "
                 "call it before smp.DistributedModel"
             )
     compiled_blocks.mark(module, backend)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def check_arguments(
         SMPUserError: one is out of its range.
     """
     if not isinstance(module, nn.Module):
-        raise SMPUserError(
-            f"smp.DistributedModel wraps an nn.Module, but got a {type(module).__name__}: pass the model"
-        )
+        raise SMPUserError(f"smp.DistributedModel wraps an nn.Module, but got {kind_of(module)}: pass the model")
     if trace_device not in ("cpu", "gpu"):
         raise SMPUserError(f"trace_device is {trace_device!r}; it must be 'gpu' or 'cpu'")
     if trace_execution_times and trace_device == "cpu":

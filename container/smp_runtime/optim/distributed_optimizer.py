@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
+from smp_config.errors import kind_of
 from smp_config.whereabouts import OPTIMIZER, here
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
@@ -79,9 +80,7 @@ class DistributedOptimizer(SavedOptimizer):
         **loss_args: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise SMPUserError(
-                f"smp.DistributedOptimizer wraps a torch.optim.Optimizer, but got a {type(optimizer).__name__}"
-            )
+            raise SMPUserError(f"smp.DistributedOptimizer wraps a torch.optim.Optimizer, but got {kind_of(optimizer)}")
         if isinstance(optimizer, DistributedOptimizer):
             raise SMPUserError("this optimizer is already wrapped in smp.DistributedOptimizer; wrap it once")
         self.loss_scale_args = {**DYNAMIC_DEFAULTS, **(dynamic_loss_args or {}), **loss_args}

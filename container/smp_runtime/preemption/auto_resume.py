@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from smp_config.errors import kind_of
 from smp_config.recovery import wants_memory
 from smp_config.whereabouts import SAVE, here
 from smp_runtime.checkpoint.files.manifest import PARTIAL, checkpoints_in, newest_name
@@ -283,7 +284,7 @@ def auto_resume(
     """
     if not isinstance(model, DistributedModel) or not isinstance(optimizer, DistributedOptimizer):
         raise SMPUserError(
-            f"smp.auto_resume got a {type(model).__name__} and a {type(optimizer).__name__}; pass what smp.DistributedModel and "
+            f"smp.auto_resume got {kind_of(model)} and {kind_of(optimizer)}; pass what smp.DistributedModel and "
             "smp.DistributedOptimizer returned"
         )
     if session.models != [model] or session.optimizers != [optimizer]:
@@ -295,7 +296,7 @@ def auto_resume(
     for name, other in states.items():
         if not isinstance(other, Stateful):
             raise SMPUserError(
-                f"{name}= of smp.auto_resume is a {type(other).__name__} without state_dict and load_state_dict; pass plain "
+                f"{name}= of smp.auto_resume is {kind_of(other)} without state_dict and load_state_dict; pass plain "
                 "values in user_content="
             )
     if every is not None and every < 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from smp_config.errors import suggest
+from smp_config.errors import kind_of, suggest
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.construction_marks import marking
 from smp_runtime.nn.settings import tell_without_effect
@@ -103,7 +103,7 @@ def set_tensor_parallelism(
         >>> smp.set_tensor_parallelism(mlp, True)  # before smp.DistributedModel
     """
     if not isinstance(module, nn.Module):
-        raise SMPUserError(f"set_tensor_parallelism got a {type(module).__name__}; pass a module of the model")
+        raise SMPUserError(f"set_tensor_parallelism got {kind_of(module)}; pass a module of the model")
     mark = _mark(enabled, keep_weights, plan, overrides)
     for part in module.modules():
         part.__dict__[_MARK] = mark
@@ -140,5 +140,5 @@ def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _truth(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise SMPUserError(f"{name} is {value!r}, a {type(value).__name__}; it is a switch: use True or False")
+        raise SMPUserError(f"{name} is {value!r}, {kind_of(value)}; it is a switch: use True or False")
     return value

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from smp_config import ConfigError, Group, ModelParallelParameters
+from smp_config.errors import kind_of
 from smp_runtime.checkpoint.memory.copying import Copier
 from smp_runtime.checkpoint.memory.known_contents import KnownContents
 from smp_runtime.checkpoint.save_partial import Saver
@@ -286,7 +287,7 @@ def _checked(session: Session, given: Mapping[str, Any]) -> ModelParallelParamet
     """
     if not isinstance(given, Mapping):
         raise SMPUserError(
-            f"smp.reshape() got {given!r}, a {type(given).__name__}; pass a dictionary of parameters such as "
+            f"smp.reshape() got {given!r}, {kind_of(given)}; pass a dictionary of parameters such as "
             '{"pipeline_parallel_degree": 2}'
         )
     before = {k: v for k, v in session.ranks.cfg.to_mp_parameters().items() if k != "partitions"}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import mapped, storage_of
 
@@ -31,7 +32,7 @@ def lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
     output = mapped(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
     if any(is_view(left) and not isinstance(left, nn.Parameter) for left in tensors_in(output)):
         raise SMPUserError(
-            f"{units[0].name or 'the model'} returns a {type(output).__name__} with a view of its parameter, whose memory is freed "
+            f"{units[0].name or 'the model'} returns {kind_of(output)} with a view of its parameter, whose memory is freed "
             "when the call has ended: return view.clone()"
         )
     return output

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise SMPUserError(
-            f"register_parameter got a {type(module).__name__} and a {type(parameter).__name__}; pass the module that "
+            f"register_parameter got {kind_of(module)} and {kind_of(parameter)}; pass the module that "
             "uses the parameter, and the parameter: smp.register_parameter(self, self.layer1.weight)"
         )
     # Past nn.Module.__setattr__, so that it is no parameter of the module's own.

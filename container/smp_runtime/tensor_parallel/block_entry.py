@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from smp_config import Group
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.deferred import of_all_rows, of_own_rows
@@ -140,7 +141,7 @@ class BlockEntry:
         call.batch = batch = _batch_of((args, kwargs))
         if batch is None:
             raise SMPUserError(
-                f"a {type(block).__name__} that is split over {group.size} ranks with a batch per rank was called without a tensor "
+                f"{kind_of(block)} that is split over {group.size} ranks with a batch per rank was called without a tensor "
                 "of a batch: give it one of [batch, …], or set prescaled_batch to true"
             )
         return self._gathered(block, batch, args, kwargs)
@@ -212,7 +213,7 @@ class BlockEntry:
         for rank, theirs in zip(members[1:], every[1:], strict=True):
             if theirs != every[0]:
                 raise SMPUserError(
-                    f"the ranks {members} of a tensor parallel group call a {type(block).__name__}, which is split over them, "
+                    f"the ranks {members} of a tensor parallel group call {kind_of(block)}, which is split over them, "
                     f"with different tensors: {_shapes(every[0])} on rank {members[0]}, {_shapes(theirs)} on rank {rank}. With a "
                     "batch per rank it sees all of their batches at once: pad all to one length, use batches of one size, and give "
                     "masks on all ranks or on none"
@@ -248,7 +249,7 @@ def _refuse_gradient(block: nn.Module, leaf: Any, rows: int, what: str) -> None:
     """Of what all ranks have in common, gradients outside are those of one batch, and inside those of all."""
     if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
         raise SMPUserError(
-            f"a {type(block).__name__} that is split in place {what} a tensor of shape {list(leaf.shape)} that gradients flow "
+            f"{kind_of(block)} that is split in place {what} a tensor of shape {list(leaf.shape)} that gradients flow "
             f"through, whose first dim is not the batch of {rows} rows, so with a batch per rank it belongs to none of them: set "
             "prescaled_batch to true, or take the block out by smp.set_tensor_parallelism(module, plan={})"
         )

@@ -10,6 +10,7 @@ from typing import SupportsFloat
 
 import torch
 
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 
 Number = float | torch.Tensor
@@ -94,7 +95,7 @@ def _number(name: str, value: object) -> float:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)
     raise SMPUserError(
-        f"smp.log got {name}={str(value)[:80]!r}, a {type(value).__name__}; a tracker draws numbers: give a number or a tensor of "
+        f"smp.log got {name}={str(value)[:80]!r}, {kind_of(value)}; a tracker draws numbers: give a number or a tensor of "
         "one element"
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from smp_config.errors import kind_of
 from smp_runtime.checkpoint.files.manifest import MODULE, PARTIAL, Manifest
 from smp_runtime.checkpoint.files.name_translation import (
     Traced,
@@ -149,5 +150,5 @@ def _config(file: str | None, folder: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise SMPUserError(f"{path} is no JSON ({error}); give the config.json that Transformers wrote") from None
     if not isinstance(found, dict):
-        raise SMPUserError(f"{path} holds a {type(found).__name__}; give the config.json that Transformers wrote")
+        raise SMPUserError(f"{path} holds {kind_of(found)}; give the config.json that Transformers wrote")
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from smp_config.errors import kind_of
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Manifest, Piece, TensorRecord
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity
 from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
@@ -189,7 +190,7 @@ class CheckpointReader:
                 groups = content.get("param_groups") if isinstance(content, dict) else None
                 saved = self.manifest.optimizer.groups if self.manifest.optimizer is not None else []
                 if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-                    raise self._lacking(file, "param_groups", TypeError(f"it is a {type(groups).__name__}"))
+                    raise self._lacking(file, "param_groups", TypeError(f"it is {kind_of(groups)}"))
                 if len(groups) != len(saved):
                     raise self._lacking(
                         file, "param_groups", ValueError(f"{len(groups)} instead of {len(saved)} groups")
@@ -208,7 +209,7 @@ class CheckpointReader:
                 content = self._content(file)
                 found = content.get("loss_scaler") if isinstance(content, dict) else content
                 if found is not None and not isinstance(found, dict):
-                    raise self._lacking(file, "loss_scaler", TypeError(f"it is a {type(found).__name__}"))
+                    raise self._lacking(file, "loss_scaler", TypeError(f"it is {kind_of(found)}"))
                 return found
         return None
 

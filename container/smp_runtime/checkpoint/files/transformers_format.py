@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from smp_config.errors import kind_of
 from smp_runtime.checkpoint.files.opened_files import is_plain_name, open_regular, read_text, refuse_other_kinds
 from smp_runtime.checkpoint.files.safetensors_writer import as_it_is, size_of, write_safetensors
 from smp_runtime.checkpoint.files.whole_file import (
@@ -172,7 +173,7 @@ def _read_file(file: Path, map_location: Any) -> dict[str, Any]:
     state = _unpickled(file, map_location)
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"{file} holds a {type(state).__name__}; a full checkpoint is a dictionary of tensors by name: save "
+            f"{file} holds {kind_of(state)}; a full checkpoint is a dictionary of tensors by name: save "
             "model.state_dict()"
         )
     return dict(state)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_config.errors import suggest
+from smp_config.errors import kind_of, suggest
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.module_tree import ModuleTree, Trace, together_with_reasons
 
@@ -98,7 +98,7 @@ class Assignment:
             SMPUserError: something else.
         """
         if not isinstance(data, Mapping) or not {"stages", "modules"} <= set(data):
-            has = f"the keys {sorted(map(str, data))}" if isinstance(data, Mapping) else f"a {type(data).__name__}"
+            has = f"the keys {sorted(map(str, data))}" if isinstance(data, Mapping) else f"{kind_of(data)}"
             raise SMPUserError(
                 f'a partition is a dictionary with "stages" and "modules", but this is {has}; write it with partition_file '
                 "and load_partition off"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_state.construction_marks import marking
 from smp_runtime.pipeline.partition.assignment import Assignment, check_together, some
@@ -69,7 +70,7 @@ class ManualAssignment:
         """
         if not isinstance(module, nn.Module):
             raise SMPUserError(
-                f"smp.set_partition got a {type(module).__name__}; pass a module of the model, such as model.module.encoder"
+                f"smp.set_partition got {kind_of(module)}; pass a module of the model, such as model.module.encoder"
             )
         self._check(stage, "smp.set_partition")
         call, before = uuid.uuid4().hex, module.__dict__.get(_CALLS, ())
@@ -144,7 +145,7 @@ class ManualAssignment:
 
     def _check(self, stage: int, where: str) -> None:
         if isinstance(stage, bool) or not isinstance(stage, int):
-            raise SMPUserError(f"{where} got {stage!r}, a {type(stage).__name__}; pass the number of a stage")
+            raise SMPUserError(f"{where} got {stage!r}, {kind_of(stage)}; pass the number of a stage")
         if not 0 <= stage < self.stages:
             raise SMPUserError(
                 f"{where} got {stage}, but pipeline_parallel_degree is {self.stages}, so stages are 0 to {self.stages - 1}; "

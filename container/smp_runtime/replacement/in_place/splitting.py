@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.planned.linear import PlannedLinear
 from smp_runtime.tensor_parallel import collectives
@@ -68,7 +69,7 @@ def require_all(block: nn.Module, split: Split, made: Container[int]) -> None:
     for path in (*split.leaves, *split.tables):
         if id(block.get_submodule(path)) not in made:
             raise SMPUserError(
-                f"{path} of a {type(block).__name__} that is split in place cannot be replaced (see the warning before this), and "
+                f"{path} of {kind_of(block)} that is split in place cannot be replaced (see the warning before this), and "
                 "the rest of it counts on that: take the block out by smp.set_tensor_parallelism(module, False), or create all of "
                 "it in one context"
             )

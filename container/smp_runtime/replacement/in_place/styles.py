@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from smp_config.errors import suggest
+from smp_config.errors import kind_of, suggest
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.planned.linear import LinearSplit, is_linear, is_transposed
 
@@ -88,7 +88,7 @@ def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bo
                     found[path] = replace(_LINEAR[style], transposed=is_transposed(modules[path]))
                 elif is_scripts:
                     raise SMPUserError(
-                        f"the plan has the style {style!r} for {path!r}, a {type(modules[path]).__name__}; it is for linear maps "
+                        f"the plan has the style {style!r} for {path!r}, {kind_of(modules[path])}; it is for linear maps "
                         "(nn.Linear, Conv1D)"
                     )
     return {path: split for path, split in found.items() if path.rpartition(".")[0] not in left}

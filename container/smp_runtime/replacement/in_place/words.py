@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from smp_config.errors import kind_of
 from smp_runtime.nn.planned.linear import is_linear
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def wrong_plan(block: Block, failed: list[tuple[Unit, str]], size: int) -> str:
     """Why a script's plan cannot be had."""
     reasons = [f"{listed(unit)}: {why}" for unit, why in failed]
     return (
-        f"the plan of a {type(block.module).__name__} ({block.path or 'the model'}) over {size} ranks makes it compute something "
+        f"the plan of {kind_of(block.module)} ({block.path or 'the model'}) over {size} ranks makes it compute something "
         f"else than the whole one: {'; '.join(reasons)}. It was tried with all parts in one process, on random numbers in float64: "
         "colwise maps must be followed by rowwise ones, with only what works on single heads or features between them, and the "
         "ranks must divide the heads; change the plan, or leave it out"
