@@ -10,7 +10,7 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_estimator.migration.estimator_call import EstimatorCall
-from smp_estimator.migration.names import ESTIMATORS, HOMES, MOVED, Names, move_imports
+from smp_estimator.migration.names import ESTIMATORS, HOMES, MOVED, Names, move_imports, moved_names, note_kept_names
 from smp_estimator.migration.source import Note, Source
 from smp_estimator.migration.uses import rewrite_uses
 
@@ -63,7 +63,10 @@ def migrate_sources(texts: list[str], folder: Path) -> tuple[list[str], list[lis
             ) from None
         names.read(sources[-1])
     stays = False
+    # "import sagemaker" names nothing that is left, once what stands behind it has moved in every piece.
+    keeps_sagemaker = sum(note_kept_names(source, names) for source in sources) > 0  # in each they are noted
     for source in sources:
+        source.renamed = moved_names(source, names)
         needed: set[str] = set()
         for node in ast.walk(source.tree):
             kind = names.estimator_kind(node)
@@ -76,27 +79,19 @@ def migrate_sources(texts: list[str], folder: Path) -> tuple[list[str], list[lis
             else:
                 stays = True
         needed |= rewrite_uses(source, names)
-        _write_imports(source, names, needed, stays)
+        _write_imports(source, names, needed, stays=stays, keeps_sagemaker=keeps_sagemaker)
     return [source.changed() for source in sources], [source.notes for source in sources]
 
 
-def _write_imports(source: Source, names: Names, needed: set[str], stays: bool) -> None:
+def _write_imports(source: Source, names: Names, needed: set[str], *, stays: bool, keeps_sagemaker: bool) -> None:
     """The imports of one piece; classes of estimators go, unless a call of one stays as it is."""
     moved = {name[1:] for name in needed if name.startswith("=")}
     for full in moved:
         HOMES.setdefault(full.rpartition(".")[2], MOVED[full])
     wanted = {name for name in needed if not name.startswith("=")} | {full.rpartition(".")[2] for full in moved}
     gone = set() if stays else {f"{full}" for full in ESTIMATORS} | {"smp_estimator.ProcessSession"}
-    # "import sagemaker" alone names nothing that is left, once what stands behind it has moved.
-    if moved or wanted:
-        used = {ast.unparse(node) for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
-        roots = {
-            name
-            for name in used
-            if name.startswith("sagemaker.") and names.full(ast.parse(name, mode="eval").body) not in MOVED
-        }
-        if not any(name.startswith("sagemaker.") for name in roots):
-            gone.add("sagemaker")
+    if (moved or wanted) and not keeps_sagemaker:
+        gone.add("sagemaker")
     move_imports(source, names, wanted, gone)
 
 

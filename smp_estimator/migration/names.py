@@ -111,6 +111,36 @@ class Names:
         return ast.unparse(node) in self.estimators or self.estimator_kind(node) is not None
 
 
+def moved_names(source: Source, names: Names) -> dict[tuple[int, int], str]:
+    """Return where names of SDK v2 stand behind their module, and what they are called once they are imported themselves."""
+    found = {}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and names.full(node) in MOVED and not isinstance(node.ctx, ast.Store):
+            start, end = source.span(node)
+            if source.text[start:end] == ast.unparse(node):  # before Python 3.12, places in f-strings may be others
+                found[start, end] = node.attr
+    return found
+
+
+def note_kept_names(source: Source, names: Names) -> bool:
+    """Say which names behind ``sagemaker`` SDK v3 does not have; returns whether any stays, so that its import is needed."""
+    used = {
+        full: node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and (full := names.full(node))
+    }
+    kept = {full: node for full, node in used.items() if full.startswith("sagemaker.") and not _moves(full)}
+    for full, node in kept.items():
+        is_whole = not any(other.startswith(f"{full}.") for other in kept)
+        if is_whole and full.split(".")[1] not in _OF_VERSION_3:
+            instead = _RENAMED.get(full)
+            source.note(node, f"SDK v3 has no {full}" + (f"; it has {instead}" if instead else ""))
+    return bool(kept)
+
+
+def _moves(full: str) -> bool:
+    """Whether a full name is one that moves, leads to one, or is the class of an estimator."""
+    return any(f"{moved}.".startswith(f"{full}.") or full.startswith(f"{moved}.") for moved in (*MOVED, *ESTIMATORS))
+
+
 def move_imports(source: Source, names: Names, needed: Iterable[str], gone: set[str]) -> None:
     """Write the imports that the changed piece needs, and take out those of names that it no longer has.
 

@@ -37,10 +37,12 @@ class Source:
     Attributes:
         text: as it is written.
         notes: what was found to look at.
+        renamed: names that are called otherwise wherever they stand, by the places where they begin and end.
     """
 
     text: str
     notes: list[Note] = field(default_factory=list)
+    renamed: dict[tuple[int, int], str] = field(default_factory=dict)
     _edits: list[tuple[int, int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,9 +65,14 @@ class Source:
         return self.at(place[0], place[1]), self.at(place[2], place[3])
 
     def segment(self, node: ast.AST) -> str:
-        """A node as it is written."""
+        """A node as it is written, but for the names that are called otherwise."""
         start, end = self.span(node)
-        return self.text[start:end]
+        made, place = [], start
+        for (begin, after), name in sorted(self.renamed.items()):
+            if place <= begin and after <= end:
+                made += [self.text[place:begin], name]
+                place = after
+        return "".join([*made, self.text[place:end]])
 
     def moved(self, node: ast.AST, indent: int) -> str:
         """A node as it is written, with its further lines set in as if it stood on a line with ``indent`` blanks."""

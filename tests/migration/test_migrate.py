@@ -362,3 +362,51 @@ def test_the_command(tmp_path: Path) -> None:
     assert "is no notebook" in CliRunner().invoke(main, ["migrate", str(tmp_path / "n.ipynb")]).output
     with pytest.raises(ConfigError, match=r"piece 2 of 2 is not Python"):
         migrate_sources(["x = 1", "x = ("], tmp_path)
+
+
+def test_names_inside_what_a_call_keeps_are_imported() -> None:
+    text = """import sagemaker
+from sagemaker.pytorch import PyTorch
+
+estimator = PyTorch(
+    entry_point="train.py",
+    source_dir="scripts",
+    role=sagemaker.get_execution_role(),
+    instance_type="ml.p4d.24xlarge",
+    instance_count=1,
+    image_uri="own",
+    output_path="s3://" + sagemaker.Session().default_bucket() + f"/{sagemaker.Session().boto_region_name}",
+    sagemaker_session=sagemaker.session.Session(),
+    distribution={"smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True}}}, "mpi": {"enabled": True}},
+)
+estimator.fit({"train": sagemaker.inputs.TrainingInput("s3://b/x")})
+"""
+    (after,), (notes,) = migrate_sources([text], Path())
+    assert "import sagemaker\n" not in after
+    assert "from sagemaker.core.helper.session_helper import Session, get_execution_role" in after
+    assert "from sagemaker.core.inputs import TrainingInput" in after
+    used = {ast.unparse(node) for node in ast.walk(ast.parse(after)) if isinstance(node, ast.Attribute)}
+    assert not any(name.startswith("sagemaker.") for name in used)
+    assert not [note for note in notes if "SDK v3 has no" in note.text]
+
+
+def test_a_name_that_version_3_lacks_keeps_its_import_and_is_listed() -> None:
+    text = """import sagemaker
+role = sagemaker.get_execution_role()
+tuner = sagemaker.tuner.HyperparameterTuner(None)
+"""
+    (after,), (notes,) = migrate_sources([text], Path())
+    assert "import sagemaker\n" in after
+    assert "role = get_execution_role()" in after
+    assert [note.text for note in notes] == [
+        "SDK v3 has no sagemaker.tuner.HyperparameterTuner; it has HyperparameterTuner of sagemaker.train.tuner"
+    ]
+
+
+def test_an_import_of_one_cell_stays_for_another() -> None:
+    first = "import sagemaker\nrole = sagemaker.get_execution_role()\n"
+    second = "model = sagemaker.model.Model(role)\n"
+    (before, after), (_, notes) = migrate_sources([first, second], Path())
+    assert "import sagemaker\n" in before
+    assert after == second
+    assert [note.text for note in notes] == ["SDK v3 has no sagemaker.model.Model"]
