@@ -9,6 +9,7 @@ import fcntl
 import gc
 import hashlib
 import io
+import json
 import os
 import re
 import signal
@@ -59,6 +60,9 @@ _FROM_CUDA_CODE = re.compile(
     r"lib(cuda|cudart|cublas|cublasLt|cudnn|cufft|curand|cusolver|cusparse|nccl|nvrtc|nvToolsExt)[\w-]*\.so",
     re.IGNORECASE,
 )
+
+#: Names the folder of a channel, by its name in capital letters.
+_CHANNEL = "SM_CHANNEL_"
 
 #: Characters of a message: PyTorch lists all its backends behind it.
 _LOOKED_AT = 400
@@ -118,6 +122,8 @@ def _explain(error: BaseException, folders: Iterable[str]) -> None:
     if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
         words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"
         _add(error, f"{words} {wanted}()")
+    elif (why := _why_no_channel(error)) is not None:
+        _add(error, why)
     elif (why := early_ends.why_no_input(error) or early_ends.why_hidden(error, folders)) is not None:
         _add(error, why)
     elif os.environ.get(emulation.VARIABLE, "0") != "0":
@@ -125,6 +131,19 @@ def _explain(error: BaseException, folders: Iterable[str]) -> None:
             _add(error, _BARE_NUMBER)
         elif _wants_gpu(error):
             _add(error, _NO_GPU)
+
+
+def _why_no_channel(error: BaseException) -> str | None:
+    """What a script must know that asks for the folder of a channel which the job does not have."""
+    wanted = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else None
+    if not isinstance(wanted, str) or not wanted.startswith(_CHANNEL):
+        return None
+    given, name = json.loads(os.environ.get("SM_CHANNELS", "[]")), wanted.removeprefix(_CHANNEL).lower()
+    has = f"its channels are {', '.join(given)}" if given else "it has none"
+    return (
+        f"the job has no channel {name!r} ({has}); give it one: fit({{{name!r}: 'file:///folder'}}), or --channel {name}=FOLDER "
+        "of smp-estimator run"
+    )
 
 
 def _add(error: BaseException, words: str) -> None:

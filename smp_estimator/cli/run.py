@@ -149,7 +149,14 @@ def _train(settings: dict[str, Any], channels: dict[str, str]) -> None:
     try:
         estimator.fit(channels or None)
     except ValueError as error:  # the job failed; the message holds the rank and its exception
-        raise click.ClickException(str(error)) from None
+        raise click.ClickException(_without_traceback(str(error))) from None
+
+
+def _without_traceback(message: str) -> str:
+    """The message of a job that failed, without the traceback, which its log has just shown."""
+    return re.sub(
+        r"\n+Traceback \(most recent call last\):\n.*(?=\nThe whole log is in )", "", message, flags=re.DOTALL
+    )
 
 
 def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> None:
@@ -181,7 +188,7 @@ def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> Non
         try:
             trainer.train(channels or None)
         except FailedStatusError as error:
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(_without_traceback(str(error))) from None
 
 
 def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -215,6 +215,20 @@ def test_a_tensor_that_is_taken_for_a_step_output_is_explained():
         assert str(raised.value).endswith(words)
 
 
+@pytest.mark.parametrize(
+    ("channels", "has"), [("[]", "it has none"), ('["test","valid"]', "its channels are test, valid")]
+)
+def test_a_channel_that_the_job_lacks_is_named(monkeypatch, channels, has):
+    monkeypatch.setenv("SM_CHANNELS", channels)
+    error = _raised("SM_CHANNEL_TRAIN")
+    ending.explain(error)
+    assert f"the job has no channel 'train' ({has}); give it one: fit(" in str(error)
+    for other in ("SM_CHANNELS", 3):
+        error = _raised(other)
+        ending.explain(error)
+        assert error.args == (other,)
+
+
 def test_equal_errors_of_several_ranks_are_printed_once(capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     value = uuid.uuid4().hex  # errors that were told are known as long as the process lives

@@ -127,11 +127,13 @@ def test_step_output_reductions(two_microbatches):
 
 def test_who_takes_an_output_for_a_tensor_is_told_what_to_call(two_microbatches):
     output = smp.step(lambda x: x * 2)(torch.ones(4))
-    for use in (lambda: output.item(), lambda: output.backward(), lambda: float(output), lambda: f"{output:.3f}"):
+    for use in (lambda: output.item(), lambda: output.mean(), lambda: float(output), lambda: f"{output:.3f}"):
         with pytest.raises(
             (AttributeError, TypeError), match=r"one tensor for each microbatch; call \.reduce_mean\(\)"
         ):
             use()
+    with pytest.raises(AttributeError, match=r"call model\.backward\(loss\), .* in the function with @smp\.step"):
+        output.backward()
     assert f"{output}" == "StepOutput(2 × torch.float32 [2])"
     with pytest.raises(AttributeError, match=r"(?m)no attribute 'no_such_thing'$"):
         output.no_such_thing  # noqa: B018

@@ -135,6 +135,11 @@ class StepOutput:
         def __getattr__(self, name: str) -> Any:
             """Names of tensors are answered with what to call first."""
             hint = f"; it {_IS_SEVERAL}" if hasattr(torch.Tensor, name) else ""
+            if name == "backward":
+                hint = (
+                    "; its gradients are computed where the loss is: call model.backward(loss), of smp.DistributedModel, in the "
+                    "function with @smp.step"
+                )
             raise SMPAttributeError(f"'StepOutput' object has no attribute {name!r}{hint}")
 
     def __float__(self) -> float:
