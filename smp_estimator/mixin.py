@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
@@ -34,6 +33,7 @@ from smp_estimator.sdk import (
     credentials_when_used,
     git_utils,
     is_pipeline_variable,
+    naming_missing_region,
 )
 from smp_estimator.served import Served
 from smp_estimator.settings import advice, checks, plain, translation
@@ -119,7 +119,7 @@ class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
             self._require_versions(sdk)
         sdk["environment"] = given  # without one the SDK takes that of its defaults file
         # The SDK makes a client for its TensorBoard app; on this machine it must not look for credentials now.
-        with credentials_when_used() if self._process_mode else contextlib.nullcontext():
+        with credentials_when_used() if self._process_mode else naming_missing_region(sdk.get("instance_type")):
             super().__init__(
                 entry_point=entry_point,
                 source_dir=source_dir,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
+from smp_config import ConfigError
 from smp_estimator.sdk_found import require
 
 require(2)
@@ -128,6 +129,24 @@ def region_of(session: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
+@contextmanager
+def naming_missing_region(instance_type: Any) -> Iterator[None]:
+    """Inside, an SDK that finds no region of AWS says so in one sentence.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "local AWS configuration" not in str(error):
+            raise
+        raise ConfigError(
+            f"no region of AWS is configured, and instance_type {instance_type!r} is of the cloud: set AWS_DEFAULT_REGION, or give "
+            "a sagemaker_session; instance_type='local' runs on this machine, and smp-estimator plan and suggest need neither"
+        ) from None
+
+
 def show_arguments(kind: type) -> None:
     """Let the constructor's signature list the arguments that it hands on: ``help()`` and notebooks complete from it."""
     own = inspect.signature(vars(kind)["__init__"])
@@ -167,6 +186,7 @@ __all__ = [
     "is_pipeline_variable",
     "load_local_mode_config",
     "load_sagemaker_config",
+    "naming_missing_region",
     "region_of",
     "show_arguments",
     "validate_sagemaker_config",

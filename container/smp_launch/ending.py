@@ -122,15 +122,17 @@ def _explain(error: BaseException, folders: Iterable[str]) -> None:
     if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
         words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"
         _add(error, f"{words} {wanted}()")
-    elif (why := _why_no_channel(error)) is not None:
-        _add(error, why)
-    elif (why := early_ends.why_no_input(error) or early_ends.why_hidden(error, folders)) is not None:
+    elif (why := _why_known(error, folders)) is not None:
         _add(error, why)
     elif os.environ.get(emulation.VARIABLE, "0") != "0":
         if "Cannot access accelerator device" in str(error):
             _add(error, _BARE_NUMBER)
         elif _wants_gpu(error):
             _add(error, _NO_GPU)
+
+
+def _why_known(error: BaseException, folders: Iterable[str]) -> str | None:
+    return _why_no_channel(error) or early_ends.why_no_input(error) or early_ends.why_hidden(error, folders)
 
 
 def _why_no_channel(error: BaseException) -> str | None:

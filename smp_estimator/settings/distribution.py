@@ -280,18 +280,19 @@ def _topology(parameters: ModelParallelParameters, per_host: int, hosts: int) ->
     pipeline, tensor = parameters.pipeline_parallel_degree, parameters.tensor_parallel_degree
     came_about = f"{world} processes = mpi.processes_per_host {per_host} × instance_count {hosts}"
     replica = pipeline * tensor
-    if world % replica:
-        relation = "more than" if replica > world else "no divisor of"
-        fitting = replica // math.gcd(replica, hosts)
-        raise ConfigError(
-            f"one model replica takes pipeline_parallel_degree {pipeline} × tensor_parallel_degree {tensor} = "
-            f"{replica} processes, which is {relation} the {came_about}; set processes_per_host to {fitting} (or a "
-            f"multiple of it), or choose degrees whose product divides {world}"
-        )
     try:
         return parameters.topology(world)
     except ConfigError as error:
-        raise ConfigError(f"{error} ({came_about})").of_the_kind_of(error) from None
+        said = f"{error} ({came_about})"
+        if world % replica:
+            relation = "more than" if replica > world else "no divisor of"
+            fitting = replica // math.gcd(replica, hosts)
+            said = (
+                f"one model replica takes pipeline_parallel_degree {pipeline} × tensor_parallel_degree {tensor} = "
+                f"{replica} processes, which is {relation} the {came_about}; set processes_per_host to {fitting} (or a "
+                f"multiple of it), or choose degrees whose product divides {world}"
+            )
+        raise ConfigError(said).of_the_kind_of(error) from None
 
 
 def _check_topology(parameters: ModelParallelParameters, per_host: int, hosts: int, say: Callable[[str], None]) -> None:

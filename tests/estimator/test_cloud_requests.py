@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.cloud import Cloud, service
+from support.fake_jobs import forget_account
 from support.jobs import model_parallel
 
 from smp_config import ConfigError
@@ -138,3 +139,21 @@ def test_links_that_lead_somewhere_travel(cloud: Cloud, script: Path, tmp_path: 
     (script / "requirements.txt").mkdir()
     with pytest.raises(ConfigError, match=r"requirements\.txt is a folder, and .* rename it"):
         cloud.estimator(script, distribution=model_parallel(8, ddp=True)).fit(wait=False)
+
+
+def test_a_missing_region_is_said_in_one_sentence(
+    script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from smp_estimator import SMPEstimator
+
+    forget_account(monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match="no region of AWS is configured, and instance_type 'ml.p4d.24xlarge'"):
+        SMPEstimator(
+            entry_point="train.py",
+            source_dir=str(script),
+            role="role",
+            image_uri="own",
+            instance_type="ml.p4d.24xlarge",
+            instance_count=1,
+            distribution=model_parallel(8, ddp=True),
+        )

@@ -200,3 +200,10 @@ def test_version_2_of_the_library_is_recognized_before_its_launcher(process_mode
     distribution["smdistributed"]["modelparallel"]["parameters"] = {"ddp": True}
     with pytest.raises(ConfigError, match="torch_distributed"):
         read(distribution, instance_type=None, hosts=1, process_mode=process_mode)
+
+
+def test_degrees_that_do_not_fit_have_the_code_of_these() -> None:
+    for degree in (3, 16):
+        with pytest.raises(ConfigError, match="one model replica takes") as caught:
+            read(model_parallel(8, tensor_parallel_degree=degree, ddp=True), process_mode=False)
+        assert caught.value.code == "SMP102"
