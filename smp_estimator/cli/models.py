@@ -46,8 +46,14 @@ def _differs(family: FamilyOutcomes, major: str) -> bool:
     return any(not outcome.is_equal for outcome in family.majors[major].values())
 
 
+#: What the numbers under tensor parallelism say.
+_CAPTION = (
+    "under tp: the part of the matrices that a rank is spared / the bytes that it sends for a layer, Megatron's being 1"
+)
+
+
 def _table(families: list[FamilyOutcomes], major: str, title: str) -> Table:
-    table = Table(title=title)
+    table = Table(title=title, caption=_CAPTION)
     for column in ("family", "kind", *MODES):
         table.add_column(column)
     for family in families:

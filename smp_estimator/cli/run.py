@@ -59,8 +59,9 @@ class _Run(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            meant = f", did you mean {error.possibilities[0]}?" if error.possibilities else ";"
             raise click.UsageError(
-                f"run has no option {error.option_name}; if it is meant for the script, write it behind --: "
+                f"run has no option {error.option_name}{meant} if it is meant for the script, write it behind --: "
                 f"run SCRIPT -- {error.option_name} …",
                 ctx,
             ) from None

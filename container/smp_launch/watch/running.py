@@ -61,6 +61,10 @@ def named(name: str) -> RunningJob:
     if len(chosen) == 1:
         return chosen[0]
     there = ", ".join(job.name or "one without a name" for job in jobs) or "none"
+    if not jobs:
+        raise ConfigError(
+            f"no job {f'{name!r} ' if name else ''}of yours runs as processes of this machine: start one, or give its name"
+        )
     if not chosen:
         raise ConfigError(f"no job {name!r} of yours runs as processes of this machine; there are: {there}")
     raise ConfigError(f"{len(chosen)} running jobs have names that begin with {name!r}; say which: {there}")
