@@ -15,6 +15,7 @@ import click
 
 from smp_config import ConfigError
 from smp_config.error_codes import marked
+from smp_config.errors import suggest
 from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
 from smp_config.values import dictionary
 from smp_estimator.cli.console import printable
@@ -59,9 +60,9 @@ class _Run(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            meant = f", did you mean {error.possibilities[0]}?" if error.possibilities else ";"
+            near = suggest(error.option_name, [option for each in self.params for option in each.opts])
             raise click.UsageError(
-                f"run has no option {error.option_name}{meant} if it is meant for the script, write it behind --: "
+                f"run has no option {error.option_name}{near or ';'} if it is meant for the script, write it behind --: "
                 f"run SCRIPT -- {error.option_name} …",
                 ctx,
             ) from None

@@ -299,7 +299,7 @@ def test_run_refuses_in_the_words_of_its_options(script: Path) -> None:
     ]
     said = flat(call(*words, code=1))
     assert "3 processes = --processes 3 × --hosts 1; set --processes to 2" in said
-    assert "[SMP103]" in said
+    assert "[SMP102]" in said
 
 
 def test_run_says_which_variables_of_the_shell_it_leaves_out(
