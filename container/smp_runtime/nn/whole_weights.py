@@ -12,7 +12,7 @@ from smp_runtime.tensor_parallel.block_entry import is_in_block
 from smp_runtime.tensor_parallel.group import gather_whole
 from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, LaterTensor, changes_in_place, plain_of
 from smp_runtime.tensors.nested import leaves_of
-from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, backward_pass, tree_map
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, backward_pass, storage_key, tree_map
 
 if TYPE_CHECKING:
     from smp_runtime.parameters.registry import TensorSlice
@@ -61,35 +61,30 @@ class WholeWeight(LaterTensor):
         _refuse_other_writes(func, args, kwargs)
         if whole is None or func in NEEDS_NO_ELEMENTS | OF_ITS_PLACE:
             return super().__torch_function__(func, types, args, kwargs)
+        if not _changes_first(func) and func != _DATA:
+            return whole.mark_views(super().__torch_function__(func, types, args, kwargs))
+        plain = whole.plain()
         if func == _DATA:
-            with torch.no_grad():
-                return whole.viewed(whole.plain().detach())
-        if not _changes_first(func):
-            return whole.viewed(super().__torch_function__(func, types, args, kwargs))
+            return _marked(plain.detach(), whole, plain)
         args, kwargs = tree_map(plain_of, (args[1:], kwargs))
         if func == _SET_DATA:
-            whole.write(torch.Tensor.copy_, whole.plain().detach(), args, kwargs)
+            whole.write(torch.Tensor.copy_, plain.detach(), plain, args, kwargs)
             return None
-        result = whole.write(func, whole.plain(), args, kwargs)
+        result = whole.write(func, plain, plain, args, kwargs)
         return whole if isinstance(result, torch.Tensor) else result
 
-    def viewed(self, result: Any) -> Any:
-        """Mark what shares memory with the gathered weight: what is written into it reaches the ranks' parts too."""
-        if isinstance(result, tuple | list):
-            return type(result)(map(self.viewed, result)) if not hasattr(result, "_fields") else result
-        if not isinstance(result, torch.Tensor) or isinstance(result, WholeWeight) or self._plain is None:
-            return result
-        if result.untyped_storage().data_ptr() != self._plain.untyped_storage().data_ptr():
-            return result
-        view = result.as_subclass(_View)
-        view.weight = self
-        return view
+    def mark_views(self, result: Any) -> Any:
+        """Mark what shares memory with the gathered weight, if it was gathered."""
+        return result if self._plain is None else _marked(result, self, self._plain)
 
-    def write(self, func: Any, target: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def write(
+        self, func: Any, target: torch.Tensor, gathered: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Change the gathered weight in place; every rank keeps its part of it.
 
         Args:
-            func: gets ``target``, which is the gathered weight or a view of it, before ``args`` and ``kwargs``.
+            func: gets ``target``, which is ``gathered`` or a view of it, before ``args`` and ``kwargs``.
+            gathered: the weight, as it was gathered; perhaps not for the last time.
 
         Raises:
             SMPUserError: gradients are recorded, which PyTorch refuses of any parameter.
@@ -101,14 +96,31 @@ class WholeWeight(LaterTensor):
             )
         with torch.no_grad(), DisableTorchFunctionSubclass():
             result = func(target, *args, **kwargs)
-            self.source.mine.copy_(self.source.where.cut(self.plain()))
+            self.source.mine.copy_(self.source.where.cut(gathered))
+        if gathered is not self._plain:
+            self._plain = None
         return result
+
+
+def _marked(result: Any, weight: WholeWeight, gathered: torch.Tensor) -> Any:
+    """Mark what shares memory with the gathered weight: what is written into it reaches the ranks' parts too."""
+    if isinstance(result, list | tuple):
+        parts = [_marked(part, weight, gathered) for part in result]
+        return getattr(type(result), "_make", type(result))(parts)
+    if not isinstance(result, torch.Tensor) or isinstance(result, WholeWeight) or result.layout is not torch.strided:
+        return result
+    if storage_key(result) != storage_key(gathered):
+        return result
+    view = result.as_subclass(_View)
+    view.weight, view.gathered = weight, gathered
+    return view
 
 
 class _View(torch.Tensor):
     """A view of a gathered weight."""
 
     weight: WholeWeight
+    gathered: torch.Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,11 +129,11 @@ class _View(torch.Tensor):
         _refuse_other_writes(func, args, kwargs)
         if view is not None and _changes_first(func) and func != _SET_DATA:  # which leaves the weight alone
             args, kwargs = tree_map(plain_of, (args[1:], kwargs))
-            result = view.weight.write(func, view, args, kwargs)
+            result = view.weight.write(func, view, view.gathered, args, kwargs)
             return view if isinstance(result, torch.Tensor) else result
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result if view is None else view.weight.viewed(result)
+        return result if view is None else _marked(result, view.weight, view.gathered)
 
 
 def _first_as_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
