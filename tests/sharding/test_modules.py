@@ -145,7 +145,7 @@ def test_a_view_that_cannot_be_copied_is_refused(ranks):
 
         model = smp.DistributedModel(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Held()))
         with pytest.raises(
-            SMPUserError, match=r"^1 returns a Answer with a view of its parameter.*return view.clone\(\)"
+            SMPUserError, match=r"^1 returns an Answer with a view of its parameter.*return view.clone\(\)"
         ):
             model.module[1]()
 
