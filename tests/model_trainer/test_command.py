@@ -59,7 +59,7 @@ def test_a_refusal_has_the_code_that_it_has_with_version_2(tmp_path: Path) -> No
     parameters = '{"tensor_parallel_degree": 2, "ddp": true}'
     code, said = run(str(tmp_path / "train.py"), "--processes", "3", "--parameters", parameters)
     assert code == 1
-    assert "[SMP103]" in said
+    assert "[SMP102]" in said
     code, said = run(str(tmp_path / "train.py"), "--parameters", '{"microbatche": 2}')
     assert "[SMP101]" in said
 
