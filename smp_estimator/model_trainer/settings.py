@@ -85,8 +85,8 @@ class Where:
         """
         if groups := getattr(compute, "instance_groups", None):
             raise ConfigError(
-                f"instance_groups has {len(groups)} group{'s' if len(groups) > 1 else ''}, but ModelParallel starts ranks on all hosts "
-                "of a job, which must be alike: use instance_type and instance_count"
+                f"instance_groups has {len(groups)} group{'s' if len(groups) > 1 else ''}, but ModelParallel starts ranks on all "
+                "hosts of a job, which must be alike: use instance_type and instance_count"
             )
         if preferences := given(compute, "instance_preferences"):
             return cls._of_preferences(compute, preferences, process_mode=process_mode, containers=containers)

@@ -151,7 +151,7 @@ def test_the_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     said, shown = _run("cloud", tmp_path, monkeypatch)
     assert "3 processes, which is no divisor of the 16 processes" in said
-    assert "[SMP103]" in said
+    assert "[SMP102]" in said
     assert re.search(r"^parameters: .*\"tensor_parallel_degree\": 8", said, re.MULTILINE)
     assert re.search(
         r"^code: _smp_entry.py requirements.txt smp_estimator-\S+.whl train.ipynb train.py$", said, re.MULTILINE
