@@ -132,11 +132,12 @@ def _explain(error: BaseException, folders: Iterable[str]) -> None:
 
 
 def _why_known(error: BaseException, folders: Iterable[str]) -> str | None:
+    """Return what a beginner must know of an error; None where nothing is known."""
     return _why_no_channel(error) or early_ends.why_no_input(error) or early_ends.why_hidden(error, folders)
 
 
 def _why_no_channel(error: BaseException) -> str | None:
-    """What a script must know that asks for the folder of a channel which the job does not have."""
+    """Return what to do about a channel that the script asks for and the job lacks; None for another error."""
     wanted = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else None
     if not isinstance(wanted, str) or not wanted.startswith(_CHANNEL):
         return None
