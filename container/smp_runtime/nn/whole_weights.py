@@ -117,7 +117,7 @@ def _marked(result: Any, weight: WholeWeight, gathered: torch.Tensor) -> Any:
 
 
 class _View(torch.Tensor):
-    """A view of a gathered weight."""
+    """Shares memory with a gathered weight, and passes writes on to it."""
 
     weight: WholeWeight
     gathered: torch.Tensor
@@ -137,7 +137,7 @@ class _View(torch.Tensor):
 
 
 def _first_as_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Take what a function changes from its keyword, as functions of ``torch.nn.init`` give it."""
+    """Move a tensor given by keyword, as ``torch.nn.init`` does, to the front of the arguments."""
     return (args, kwargs) if args or "tensor" not in kwargs else ((kwargs.pop("tensor"),), kwargs)
 
 

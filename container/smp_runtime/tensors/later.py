@@ -124,7 +124,7 @@ def plain_of(leaf: Any) -> Any:
 
 
 def changes_in_place(name: str) -> bool:
-    """Whether a function of this name writes into its first argument."""
+    """Return whether a function of this name writes into its first argument."""
     if name.startswith("__i") and name.endswith("__"):  # a += b
         return name not in _NOT_AUGMENTED
     return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
