@@ -68,8 +68,8 @@ class ScriptGradients:
         self._ranks = ranks
         self.reduce: Callable[[], None] = lambda: None
         self._delivered: dict[int, _Delivered] = {}
-        #: Of the gradients that were forgotten last: the unit, and which parameters had one. Those that are zero
-        #: instead of None, until a reduction adds to them or somebody wants them.
+        #: Units whose gradients were cleared last, and which parameters had one. ``_zeroed`` holds those cleared to zero and
+        #: not allocated yet: a reduction, a read of the script or an update allocates them.
         self._former: dict[int, tuple[FlatUnit, list[bool]]] = {}
         self._zeroed: dict[int, tuple[FlatUnit, list[bool]]] = {}
         #: Parameters whose gradient the script has in hand, or has set.

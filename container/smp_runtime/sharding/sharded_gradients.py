@@ -359,7 +359,7 @@ class ShardedGradients:
     def zeros_of(self, unit: ShardedUnit) -> torch.Tensor:
         """Return a unit's part of what is ready for the update, which begins with zeros where there is nothing."""
         kind = self._dtype or unit.dtype
-        # What is ready must not move, even if nobody knows yet which units forward uses last.
+        # Reduced gradients must keep their place, even before the first forward pass has shown the order of the units.
         self._order_is_fixed = True
         if kind not in self._ready:
             self._ready[kind] = torch.zeros(self._lengths[kind], dtype=kind, device=unit.device)
