@@ -46,7 +46,7 @@ def _differs(family: FamilyOutcomes, major: str) -> bool:
     return any(not outcome.is_equal for outcome in family.majors[major].values())
 
 
-#: What the numbers under tensor parallelism say.
+#: Explains the numbers under tensor parallelism.
 _CAPTION = (
     "under tp: the part of the matrices that a rank is spared / the bytes that it sends for a layer, Megatron's being 1"
 )

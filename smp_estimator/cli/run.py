@@ -155,7 +155,7 @@ def _train(settings: dict[str, Any], channels: dict[str, str]) -> None:
 
 
 def _without_traceback(message: str) -> str:
-    """The message of a job that failed, without the traceback, which its log has just shown."""
+    """Remove the traceback from the message of a failed job: the log has just shown it."""
     return re.sub(
         r"\n+Traceback \(most recent call last\):\n.*(?=\nThe whole log is in )", "", message, flags=re.DOTALL
     )
