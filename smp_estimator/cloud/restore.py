@@ -70,10 +70,10 @@ def lenient_when_attaching(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def completed(job_details: dict[str, Any]) -> dict[str, Any]:
-    """A description with what the SDK insists on and the service may leave out: a key, and instances beside groups.
+    """Add to a description what the SDK insists on and the service may leave out.
 
-    Hyperparameters are JSON in jobs of the SDK alone. Others, started by boto3 or a state machine, have any text, and need not
-    have the SDK's own.
+    That is a key, instances beside groups, and hyperparameters of the SDK's own, as JSON. Jobs that boto3 or a state machine
+    has started may lack these, and hold any text.
     """
     resources = {"InstanceType": None, "InstanceCount": None, **job_details["ResourceConfig"]}
     output = {"KmsKeyId": None, **job_details["OutputDataConfig"]}
@@ -121,7 +121,7 @@ def restored(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, A
 
 
 def _address_of_code(job_details: dict[str, Any]) -> str | None:
-    """Where the code of a job without a network lies, which gets it by a channel."""
+    """Return the address of the channel that gives an isolated job its code."""
     for channel in job_details.get("InputDataConfig") or ():
         if channel["ChannelName"] == _CODE_CHANNEL:
             address = channel.get("DataSource", {}).get("S3DataSource", {}).get("S3Uri")
