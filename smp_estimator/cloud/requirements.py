@@ -86,7 +86,7 @@ def check_image(path: Path, image: TrainingImage | None) -> None:
 
 
 def _versions(name: str, image: TrainingImage | None) -> Iterator[str]:
-    """Versions of a package that belong to the image's PyTorch, or to any that the runtime can use."""
+    """Yield versions of a package that match the image's PyTorch; without an image, any that the runtime supports."""
     first = int(image.torch.split(".")[1]) if image is not None else TORCH_FLOOR[1]
     for minor in range(first, first + 1 if image is not None else 100):
         release = _WITH_TORCH[name].format(minor=minor, later=minor + 15)

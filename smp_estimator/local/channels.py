@@ -13,8 +13,7 @@ from smp_config.errors import shown, suggest
 from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address
 
 _SHARDED = "ShardedByS3Key"
-#: Settings of a channel that mean the same here, and values that mean nothing. ``CompressionType``, ``RecordWrapperType`` and
-#: ``ShuffleConfig`` are of input mode Pipe.
+#: Settings of a channel that act here as on the platform. Others are refused, unless their value is one of ``_LEFT_OUT``.
 _KNOWN = frozenset(
     "ChannelName DataSource InputMode ContentType S3Uri S3DataType S3DataDistributionType FileUri FileDataDistributionType".split()
 )
@@ -52,6 +51,7 @@ class Channel:
             link.symlink_to(path)
 
     def _fetched(self, downloads: Path, session: Any) -> Path:
+        """Download the channel, once for all hosts of the job."""
         copy = downloads / self.name
         if not copy.exists():
             copy.mkdir(parents=True)
