@@ -231,13 +231,20 @@ def check_upload(source_dir: Any) -> None:
 
 
 def _require_targets(folder: Path, directory: Path, around: frozenset[Path]) -> None:
-    """Raise ConfigError for links below ``folder`` that cannot be followed to their end.
+    """Raise ConfigError for links below ``folder`` that cannot be followed to their end, and folders that cannot be read.
 
     Args:
         directory: all of the code, for the message.
         around: the folders that were gone through, as they really are.
     """
-    for path in sorted(folder.iterdir()):
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"source_dir {directory} holds the folder {folder.relative_to(directory)}, which cannot be read ({error.strerror}), so "
+            "it cannot be put into the archive of the code: let this user read it, or move it elsewhere"
+        ) from None
+    for path in paths:
         try:
             target, why = path.resolve(strict=True), ""
         except FileNotFoundError:

@@ -130,6 +130,24 @@ def test_code_that_no_archive_can_hold(
         cloud.estimator(script, distribution=model_parallel(8, ddp=True), **given).fit(wait=False)
 
 
+def test_code_that_cannot_be_read(cloud: Cloud, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the refusal is played."""
+    (script / "secret").mkdir()
+    listed = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path.name == "secret":
+            raise PermissionError(13, "Permission denied", str(path))
+        return iter(listed(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    made = cloud.estimator(script, distribution=model_parallel(8, ddp=True))  # a warning says it
+    with pytest.raises(
+        ConfigError, match=r"the folder secret, which cannot be read \(Permission denied\).* let this user"
+    ):
+        made.fit(wait=False)
+
+
 def test_links_that_lead_somewhere_travel(cloud: Cloud, script: Path, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "more.py").write_text("")
