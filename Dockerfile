@@ -40,7 +40,7 @@ RUN --mount=type=bind,source=build/project,target=/mnt/project \
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_ROOT_USER_ACTION=ignore \
     PYTHONUNBUFFERED=1 \
-    SAGEMAKER_TRAINING_MODULE=smp_launch.toolkit:main
+    SAGEMAKER_TRAINING_MODULE=smp_launch.sagemaker.toolkit:main
 
 ARG VERSION=unknown
 ARG COMMIT=unknown

@@ -9,6 +9,6 @@ setup(
         "": ["py.typed", "*.pyi"],
         "smp_config": ["data/*.json"],
         "smp_launch": ["discovery*/*/*"],
-        "smp_estimator": ["cloud/data/*.json", "models/*.json", "model_trainer/driver/*.sh"],
+        "smp_estimator": ["cloud/data/*.json", "models/*.json", "sdk_v3/driver/*.sh"],
     },
 )

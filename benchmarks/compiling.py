@@ -40,7 +40,7 @@ def run_rank(case: str, rounds: int, layers: int, hidden: int, seq: int, batch: 
 
     torch.set_num_threads(1)
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.module_state.compiled_blocks import eagerly
+    from smp_runtime.microbatch_state.compiled_blocks import eagerly
 
     _, degrees = CASES[case]
     smp.init({**degrees, "compile": True})

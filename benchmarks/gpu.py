@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import smdistributed.modelparallel.torch as smp
-from smp_config.gpus import gpus
+from smp_config.machine.gpus import gpus
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "entrypoints"))
 import train_gpt

@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
     @contextlib.contextmanager
     def watching_tasks(self) -> Iterator[None]:
         """Count, inside, what the tasks of a pipeline's stage make, each on a thread of its own."""
-        from smp_runtime.pipeline.execution.conductor import Conductor
+        from smp_runtime.pipeline.execution.task_scheduler import Conductor
 
         raised_by = Conductor._raised_by
 

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 
 import smdistributed.modelparallel.torch as smp
-from smp_config.numerics import MOST_EVERY, Guards
+from smp_records.numerics import MOST_EVERY, Guards
 from smp_runtime.job.session import Session, current
-from smp_runtime.numerics.guard import UpdateGuard
-from smp_runtime.numerics.recorder import Recorder
+from smp_tools.numerics.guard import UpdateGuard
+from smp_tools.numerics.recorder import Recorder
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "entrypoints"))
 from train_gpt import GPT, GPTConfig

@@ -111,7 +111,7 @@ def this_machine(ranks: int, reduces: bool) -> Any:
     Args:
         reduces: whether ranks sum gradients, for which the link is measured.
     """
-    from smp_config.rate_card import Link, RateCard
+    from smp_records.rate_card import Link, RateCard
 
     link = _link(ranks) if reduces else Link(bytes_per_second=1e9)
     return RateCard(
@@ -126,7 +126,7 @@ def this_machine(ranks: int, reduces: bool) -> Any:
 
 def _link(ranks: int) -> Any:
     """What an all-reduce over gloo shows: the medians for 4 MiB, and for nothing."""
-    from smp_config.rate_card import Link
+    from smp_records.rate_card import Link
 
     code = """
 import statistics, time, torch, torch.distributed as dist

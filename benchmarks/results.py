@@ -195,8 +195,8 @@ def draw(path: Path, suites: Sequence[Suite], results: Mapping[str, Any]) -> Non
         suites: in the order in which they are drawn, from above.
         results: of a file.
     """
-    from smp_estimator.pictures.svg import colour
-    from smp_estimator.timeline.drawing import DARK, LIGHT, figure_for
+    from smp_estimator.figures.matplotlib_figure import DARK, LIGHT, figure_for
+    from smp_estimator.figures.svg import colour
 
     rows = [
         (index, suite, line)

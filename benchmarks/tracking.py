@@ -26,11 +26,11 @@ import torch.nn.functional as F
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.job.session import Session, current
-from smp_runtime.tracking.loggers.making import KINDS
-from smp_runtime.tracking.rank_times import RankTimes
-from smp_runtime.tracking.run import Run
-from smp_runtime.tracking.tracker import Tracker
-from smp_runtime.tracking.writer import Writer
+from smp_tools.tracking.loggers.making import KINDS
+from smp_tools.tracking.rank_times import RankTimes
+from smp_tools.tracking.run import Run
+from smp_tools.tracking.tracker import Tracker
+from smp_tools.tracking.writer import Writer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "entrypoints"))
 from train_gpt import GPT, GPTConfig

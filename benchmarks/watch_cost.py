@@ -72,9 +72,9 @@ def _timed(notes: Any, spent: list[float]) -> None:
 
 def _rank(strategy: str, steps: int, width: int) -> None:
     import smdistributed.modelparallel.torch as smp
-    from smp_config import whereabouts
+    from smp_records import rank_record
 
-    notes = whereabouts.begin(os.environ, int(os.environ["RANK"]))
+    notes = rank_record.begin(os.environ, int(os.environ["RANK"]))
     spent = [0.0, 0.0]
     _timed(notes, spent)
     smp.init(STRATEGIES[strategy])

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any, TextIO
 
-from smp_config.records import PaceRecord, ProgressRecord, UsageRecord, parse_pace, parse_progress, parse_usage
-from smp_estimator.watching import glance
+from smp_estimator.watching import rank_table
 from smp_estimator.watching.stragglers import Stragglers
+from smp_records.records import PaceRecord, ProgressRecord, UsageRecord, parse_pace, parse_progress, parse_usage
 
 #: Without a terminal: seconds between two progress lines.
 PLAIN_INTERVAL_SECONDS = 10.0
@@ -141,9 +141,9 @@ class Tracker:
         self._stragglers.add([record])
 
     @property
-    def rows(self) -> list[glance.Row]:
+    def rows(self) -> list[rank_table.Row]:
         """Of the ranks that have told of their time."""
-        return glance.most_worth_showing(glance.rows_of(self._ranks.values()))
+        return rank_table.most_worth_showing(rank_table.rows_of(self._ranks.values()))
 
     @property
     def stragglers(self) -> list[str]:
@@ -322,7 +322,7 @@ def render(tracker: Tracker) -> Any:
     rows.add_row(bar)
     rows.add_row(numbers)
     if ranks := tracker.rows:
-        rows.add_row(glance.table_of(ranks))
+        rows.add_row(rank_table.table_of(ranks))
         for sentence in tracker.stragglers:
             rows.add_row(Text(sentence, style="yellow"))
     return rows
@@ -345,7 +345,7 @@ def _html(tracker: Tracker) -> Iterator[str]:
         yield f'<span style="opacity:.6">{name}</span> <b>{value}</b>&ensp;'
     yield "</div>"
     if ranks := tracker.rows:
-        yield glance.html_of(ranks)
+        yield rank_table.html_of(ranks)
         for sentence in tracker.stragglers:
             yield f"<div>{escape(sentence)}</div>"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
-from smp_config.instances import instance
+from smp_config.machine.instances import instance
 from smp_estimator.planning.batches import batches
 from smp_estimator.settings import distribution as strategies
 

@@ -21,48 +21,55 @@ PACKAGES = {
     "smp_emulation": ROOT / "container" / "smp_emulation",
     "smp_runtime": ROOT / "container" / "smp_runtime",
     "smdistributed": ROOT / "container" / "smdistributed",
+    "smp_tools": ROOT / "container" / "smp_tools",
+    "smp_integrations": ROOT / "container" / "smp_integrations",
+    "smp_records": ROOT / "container" / "smp_records",
     "smp_config": ROOT / "container" / "smp_config",
 }
 #: What each package may import of the others.
 MAY_IMPORT = {
     "smp_config": set(),
-    "smp_launch": {"smp_config"},
-    "smp_estimator": {"smp_launch", "smp_config"},
-    "smp_emulation": {"smp_config"},
-    "smp_runtime": {"smp_config", "smp_emulation"},
-    "smdistributed": {"smp_runtime", "smp_config"},
+    "smp_records": {"smp_config"},
+    "smp_launch": {"smp_config", "smp_records"},
+    "smp_estimator": {"smp_launch", "smp_config", "smp_records"},
+    "smp_emulation": {"smp_config", "smp_records"},
+    "smp_runtime": {"smp_config", "smp_emulation", "smp_records"},
+    "smp_integrations": {"smp_config", "smp_records", "smp_runtime"},
+    "smp_tools": {"smp_config", "smp_emulation", "smp_records", "smp_runtime"},
+    "smdistributed": {"smp_config", "smp_integrations", "smp_records", "smp_runtime", "smp_tools"},
 }
 #: Files that reach further, and only inside functions: commands that import the runtime when they run.
 COMMANDS = {
-    ROOT / "smp_estimator" / "cli" / "checkpoint.py": {"smp_runtime"},
-    ROOT / "smp_estimator" / "cli" / "numerics.py": {"smp_runtime"},
+    ROOT / "smp_estimator" / "cli" / "commands" / "checkpoint.py": {"smp_runtime"},
+    ROOT / "smp_estimator" / "cli" / "commands" / "numerics.py": {"smp_runtime", "smp_tools"},
 }
 #: Outside packages that would pull a floor up.
 FORBIDDEN = {
     "smp_config": {"torch", "sagemaker", "boto3", "numpy"},
+    "smp_records": {"torch", "sagemaker", "boto3", "numpy"},
     "smp_launch": {"torch", "sagemaker", "boto3", "numpy"},
     "smp_estimator": {"torch"},
     "smp_emulation": {"sagemaker", "boto3"},
     "smp_runtime": {"sagemaker", "boto3"},
+    "smp_tools": {"sagemaker", "boto3"},
+    "smp_integrations": {"sagemaker", "boto3"},
     "smdistributed": {"sagemaker", "boto3"},
 }
 #: The floors of smp_runtime, from the ground; a room imports only those below its own floor.
 FLOORS = [
     {"errors"},
     {"tensors"},
-    {"comm", "module_state", "parameters"},
+    {"comm", "microbatch_state", "parameters"},
     {"pipeline", "smddp"},
     {"job"},
     {"activations", "data", "data_parallel", "sharding", "step", "tensor_parallel"},
     {"nn", "optim"},
-    {"replacement"},
+    {"module_conversion"},
     {"model"},
     {"checkpoint", "generation"},
-    {"numerics", "preemption", "tracking"},
+    {"preemption"},
     {"reshape"},
     {"wrapped_model"},
-    {"libraries"},
-    {"rehearsal"},
 ]
 #: They know nothing of one another: what one needs of another is a protocol, or is passed in by the model's recipe.
 STRATEGIES = {"activations", "data_parallel", "pipeline", "sharding", "tensor_parallel"}
@@ -81,12 +88,11 @@ TOUCHED_BY_SCRIPTS = {
     "nn/distributed_module.py",
     "optim/distributed_optimizer.py",
     "optim/grad_scaler.py",
-    "replacement/huggingface/translation.py",
-    "replacement/placing.py",
+    "module_conversion/huggingface/translation.py",
+    "module_conversion/parameter_layout.py",
     "step/step.py",
-    "tracking/start.py",
 }
-#: Files of a folder of smp_runtime, at most: more than a newcomer can take in at a glance are two rooms.
+#: Files of a folder, at most: more than a newcomer can take in at a glance are two rooms.
 MOST_FILES = 15
 
 
@@ -170,6 +176,33 @@ def test_no_files_import_one_another_in_a_circle():
     list(graphlib.TopologicalSorter(_graph()).static_order())  # raises CycleError, which names them
 
 
+def _parts():
+    """By package, the modules and folders of it that each of its own imports, and one of these imports for each pair."""
+    graph = _graph()
+    folders = {name.rpartition(".")[0] for name in graph} | {""}
+    for folder in folders | {name.rpartition(".")[0] for name in folders}:
+        inside = f"{folder}." if folder else ""
+        parts = {}
+        for module, imported in graph.items():
+            part = module.removeprefix(inside).split(".")[0]
+            if module.startswith(inside) and module != folder:
+                for name in imported:
+                    other = name.removeprefix(inside).split(".")[0]
+                    if name.startswith(inside) and other != part:
+                        parts.setdefault(part, {})[other] = f"{module} imports {name}"
+        yield folder, parts
+
+
+def test_no_parts_of_a_package_import_one_another_in_a_circle():
+    for folder, parts in _parts():
+        try:
+            list(graphlib.TopologicalSorter(parts).static_order())
+        except graphlib.CycleError as err:
+            circle = err.args[1][::-1]
+            steps = [parts[a][b] for a, b in zip(circle, circle[1:], strict=False)]
+            raise AssertionError(f"in {folder or 'the project'}: {'; '.join(steps)}") from err
+
+
 def test_the_floors_of_the_runtime():
     floor_of = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
     folder = PACKAGES["smp_runtime"]
@@ -183,9 +216,8 @@ def test_the_floors_of_the_runtime():
 
 def test_whoever_wraps_a_model_loads_what_waits_for_it():
     """Generation, adapters and saving in Transformers' format are there for scripts that never name ``smp.DistributedModel``."""
-    folder = PACKAGES["smp_runtime"]
-    wrapping = {p for p in _files("smp_runtime") if re.search(r"(= |return )DistributedModel\(", p.read_text())}
-    assert {str(path.relative_to(folder)) for path in wrapping} >= {"libraries/trainer.py", "libraries/accelerator.py"}
+    wrapping = {p for p in _files("smp_integrations") if re.search(r"(= |return )DistributedModel\(", p.read_text())}
+    assert {path.name for path in wrapping} >= {"trainer.py", "accelerator.py"}
     for path in wrapping:
         assert "from smp_runtime.wrapped_model import DistributedModel" in path.read_text(), path
 
@@ -206,8 +238,7 @@ def test_the_session_is_asked_for_by_what_scripts_touch():
             r"\bsessions?\.(current|is_initialized|is_tracing)\(|session import .*\bcurrent\b", path.read_text()
         )
     }
-    # Other libraries call their adapters as scripts call the rest.
-    assert {name for name in asking if not name.startswith("libraries/")} == TOUCHED_BY_SCRIPTS
+    assert asking == TOUCHED_BY_SCRIPTS
 
 
 def test_strategies_take_the_record_of_ranks_and_no_session():
@@ -218,7 +249,7 @@ def test_strategies_take_the_record_of_ranks_and_no_session():
 
 
 def test_folders_can_be_taken_in_at_a_glance():
-    for folder in {path.parent for path in _files("smp_runtime")}:
+    for folder in {path.parent for package in PACKAGES for path in _files(package)}:
         assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder.relative_to(ROOT)
 
 
@@ -408,7 +439,7 @@ def test_private_names_of_pytorch_are_used_behind_one_door():
     for path, nodes in files.items():
         for line, name, is_certain in _uses_of_private_names(nodes):
             is_known = name in in_place or (name in own | OF_OTHERS and name not in behind and not is_certain)
-            is_known |= "libraries" in path.parts and not is_certain  # of the library that the file adapts
+            is_known |= "smp_integrations" in path.parts and not is_certain  # of the library that the file adapts
             assert is_known, f"{path.relative_to(ROOT)}:{line} uses {name} of PyTorch: take it through {DOOR.name}"
         texts = [(n.lineno, n.value) for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         for line, name in (*texts, *_definitions(nodes)):

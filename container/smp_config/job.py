@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
-from smp_config import strict_json
 from smp_config.errors import ConfigError, kind_of, shown, suggest
-from smp_config.numbers_given import Whole  # noqa: TC001 - pydantic reads the types
+from smp_config.formats import strict_json
+from smp_config.formats.numbers_given import Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.parameters import ModelParallelParameters
 
 #: Silences a warning of Open MPI inside containers; harmless when given twice.

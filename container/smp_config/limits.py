@@ -17,6 +17,9 @@ MOST_RANKS = 2**17
 #: Of a job whose ranks are processes of one machine.
 MOST_LOCAL_RANKS = 2**12
 
+#: Steps or comparisons between two looks of a tool.
+MOST_EVERY = 1_000_000
+
 #: Seconds without progress after which a job hangs; 0 for no watch.
 HANG_VARIABLE = "SMP_HANG_SECONDS"
 

@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from smp_config import strict_json
 from smp_config.errors import ConfigError, shown
-from smp_config.secrets import masked, masked_text
+from smp_config.formats import strict_json
+from smp_config.formats.secrets import masked, masked_text
 
 #: Characters of all options; one word of a command line may have 131,072 bytes.
 _LONGEST = 32_768

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from smp_config import strict_json
 from smp_config.errors import ConfigError, shown, suggest
+from smp_config.formats import strict_json
+from smp_config.formats.numbers_given import Real, Whole  # noqa: TC001 - pydantic reads the types
+from smp_config.formats.values import why_no_path
 from smp_config.in_flight import Schedule, default_active
-from smp_config.numbers_given import Real, Whole  # noqa: TC001 - pydantic reads the types
-from smp_config.numerics import MOST_EVERY
+from smp_config.limits import MOST_EVERY
 from smp_config.topology import Topology
-from smp_config.values import why_no_path
 
 #: Arguments of ``smp.DistributedModel``, which are no settings of the job, and a value to show.
 _MODEL_ARGUMENTS = {

@@ -11,7 +11,7 @@ from typing import Any
 from smp_emulation.errors import refusing, refusing_class
 
 #: Code that is never misled: it hears of tensors what is true.
-_INTERNAL = frozenset({"torch", "smp_runtime", "smdistributed", "smp_emulation"})
+_INTERNAL = frozenset({"torch", "smdistributed", "smp_emulation", "smp_integrations", "smp_runtime", "smp_tools"})
 
 
 @dataclass(frozen=True)

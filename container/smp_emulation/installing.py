@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import smp_emulation
-from smp_config import emulation
-from smp_emulation import (
+from smp_config.machine import emulation
+from smp_emulation import devices
+from smp_emulation.covered import (
     accelerator,
-    devices,
     memory,
     ordering,
     precision,
@@ -25,7 +25,7 @@ from smp_emulation import (
     refused,
     tensors,
 )
-from smp_emulation.bare_numbers import BareNumbers
+from smp_emulation.covered.bare_numbers import BareNumbers
 
 if TYPE_CHECKING:
     from smp_emulation.calls import Call

@@ -11,26 +11,26 @@ from pathlib import Path
 
 import click
 
-from smp_config.disk_space import full_disk, no_more_files
 from smp_config.error_codes import marked
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
+from smp_config.machine.disk_space import full_disk, no_more_files
 from smp_config.recovery import spare_hosts
 from smp_config.version import __version__
 from smp_launch.anywhere.run_command import run_script
-from smp_launch.environment import TrainingEnvironment, gpu_count
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
-from smp_launch.failure import Cause, write_failure
-from smp_launch.hosts import SIMULATED_VARIABLE, Kind, Layout
-from smp_launch.job import Job
-from smp_launch.leader import run_job, run_over_hosts
-from smp_launch.locked_folders import LeaderStatus, StatusDir
-from smp_launch.remaining_hosts import Neighbours
-from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.supervise import LAST_RESORT, grace_seconds, say, stop_code
-from smp_launch.toolkit import prepare_code
-from smp_launch.tree import Tree
-from smp_launch.worker import serve_leader, wait_for_leader
+from smp_launch.failures.failure import Cause, write_failure
+from smp_launch.machine.hosts import SIMULATED_VARIABLE, Kind, Layout
+from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
+from smp_launch.machine.signals import LIFELINE_VARIABLE, StopRequests
+from smp_launch.mpirun.job import Job
+from smp_launch.remote.leader import run_job, run_over_hosts
+from smp_launch.remote.remaining_hosts import Neighbours
+from smp_launch.remote.worker import serve_leader, wait_for_leader
+from smp_launch.sagemaker.environment import TrainingEnvironment, gpu_count
+from smp_launch.sagemaker.toolkit import prepare_code
+from smp_launch.sagemaker.tree import Tree
+from smp_launch.supervision.supervise import LAST_RESORT, grace_seconds, say, stop_code
 
 
 @click.group()

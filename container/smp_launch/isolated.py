@@ -1,4 +1,4 @@
-"""Runs a module of this package without the working folder in front of Python's own modules: ``isolated.py smp_launch.rank …``.
+"""Runs a module of this package without the working folder before Python's own modules: ``isolated.py smp_launch.ranks.rank …``.
 
 ``python -m`` looks there first, and a job's folder may hold a ``random.py`` or ``select.py``. The script itself finds them later.
 """

@@ -8,7 +8,7 @@ from smp_config import ConfigError as ConfigError
 from smp_config.error_codes import Coded
 
 if TYPE_CHECKING:
-    from smp_config.records import FailureRecord
+    from smp_records.records import FailureRecord
 
 
 class SMPError(Coded):

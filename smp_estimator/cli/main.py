@@ -13,25 +13,25 @@ from rich.table import Table
 from smp_config import ConfigError, JobSettings, Topology
 from smp_config.error_codes import marked
 from smp_config.errors import kind_of
-from smp_config.instances import instance
+from smp_config.formats.values import literal as _literal
+from smp_config.machine.instances import instance
 from smp_config.parameters import KEYS
-from smp_config.values import literal as _literal
-from smp_estimator.cli.checkpoint import checkpoint
+from smp_estimator.cli.commands.checkpoint import checkpoint
+from smp_estimator.cli.commands.images import images
+from smp_estimator.cli.commands.init import init
+from smp_estimator.cli.commands.migrate import migrate
+from smp_estimator.cli.commands.models import models
+from smp_estimator.cli.commands.numerics import add_commands as add_numerics
+from smp_estimator.cli.commands.planning import plan, suggest
+from smp_estimator.cli.commands.profile import profile
+from smp_estimator.cli.commands.rehearse import rehearse
+from smp_estimator.cli.commands.reshape import reshape
+from smp_estimator.cli.commands.run import run
+from smp_estimator.cli.commands.top import top
+from smp_estimator.cli.commands.where import where
 from smp_estimator.cli.console import console, printable
 from smp_estimator.cli.help import completion, explain
-from smp_estimator.cli.images import images
-from smp_estimator.cli.init import init
-from smp_estimator.cli.migrate import migrate
-from smp_estimator.cli.models import models
-from smp_estimator.cli.numerics import add_commands as add_numerics
-from smp_estimator.cli.planning import plan, suggest
-from smp_estimator.cli.profile import profile
-from smp_estimator.cli.rehearse import rehearse
-from smp_estimator.cli.reshape import reshape
-from smp_estimator.cli.run import run
-from smp_estimator.cli.top import top
-from smp_estimator.cli.where import where
-from smp_estimator.sdk_found import SDKMissing
+from smp_estimator.sdk.installed import SDKMissing
 
 LOCAL_TYPES = ("local", "local_gpu")
 
@@ -183,7 +183,7 @@ def _degrees(topology: Topology) -> str:
 @click.option("--png", type=click.Path(dir_okay=False, writable=True), help="Draw the groups into this file.")
 def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: int, png: str | None) -> None:
     """Show the groups of processes, as text and as a picture."""
-    from smp_estimator.planning.topology_picture import group_text, save_png
+    from smp_estimator.figures.topology import group_text, save_png
 
     letters = {"cluster": "DPT", "spread": "TPD"}.get(placement, placement)
     grid = Topology(world, pipeline=pp, tensor=tp, sharded=sdp, placement=letters)
@@ -213,8 +213,8 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
     JOB_OUTPUT is what a job left: its output path or folder, or output.tar.gz. Ranks record with
     environment={"SMP_TIMELINE": "10"}, the number of newest steps to keep.
     """
+    from smp_estimator.figures.matplotlib_figure import DARK, LIGHT
     from smp_estimator.timeline import read_timeline
-    from smp_estimator.timeline.drawing import DARK, LIGHT
     from smp_estimator.timeline.views import chrome_trace, rank_table, save_picture, step_table
 
     found = read_timeline(job_output)
@@ -262,7 +262,7 @@ def doctor(mode: tuple[str, ...], role: str | None) -> None:
 
     Exit code 1 when a mode that was asked for with --mode is not ready.
     """
-    from smp_estimator.cli.doctor import cloud_findings, docker_findings, machine_findings, process_findings
+    from smp_estimator.cli.commands.doctor import cloud_findings, docker_findings, machine_findings, process_findings
 
     findings = []
     if not mode or "process" in mode:

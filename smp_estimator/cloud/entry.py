@@ -29,7 +29,16 @@ from typing import Any
 USER_PROGRAM = "sagemaker_smp_program"
 
 #: Packages of the wheel; none of them may come from anywhere else.
-PACKAGES = ("smdistributed", "smp_config", "smp_emulation", "smp_launch", "smp_runtime")
+PACKAGES = (
+    "smdistributed",
+    "smp_config",
+    "smp_emulation",
+    "smp_integrations",
+    "smp_launch",
+    "smp_records",
+    "smp_runtime",
+    "smp_tools",
+)
 
 _PYTHON_FLOOR = (3, 10)
 TORCH_FLOOR = (2, 4)
@@ -94,7 +103,7 @@ def discover(folder: str) -> None:
 
 def emulate(site: str) -> None:
     """Have calls of ``torch.cuda`` act on the CPU, unless there is a GPU."""
-    from smp_launch.environment import EMULATION_LINE, emulates_cuda
+    from smp_launch.sagemaker.environment import EMULATION_LINE, emulates_cuda
 
     if not emulates_cuda(os.environ):
         os.environ[_EMULATE] = "0"

@@ -12,7 +12,7 @@ from smp_config import ConfigError
 from smp_estimator.cloud import image_table, images
 from smp_estimator.cloud.image_table import TrainingImage
 from smp_estimator.cloud.images import DATA_PARALLEL_FLOOR, TORCH_FLOOR, number
-from smp_estimator.sdk_functions import config_for_framework, retrieve_image
+from smp_estimator.sdk.functions import config_for_framework, retrieve_image
 
 #: From this version on, the Trainer of Transformers no longer works with the library.
 TRANSFORMERS_CEILING = (5,)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_estimator.cloud import image_table
-from smp_estimator.sdk_found import SDKMissing
-from smp_estimator.sdk_functions import config_for_framework
+from smp_estimator.sdk.functions import config_for_framework
+from smp_estimator.sdk.installed import SDKMissing
 
 if TYPE_CHECKING:
     from smp_estimator.cloud.image_table import TrainingImage
@@ -89,7 +89,7 @@ def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
     row = image_table.row_of(image_uri)
     if row is not None and row.smddp:  # of an image that is named the SDK asks no version
         return True
-    from smp_estimator.sdk import DATA_PARALLEL_VERSIONS
+    from smp_estimator.sdk.version_2 import DATA_PARALLEL_VERSIONS
 
     return version in DATA_PARALLEL_VERSIONS["pytorch"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from smp_estimator.cloud.log import CloudLog, print_bill
 from smp_estimator.local.session import shows_training
 from smp_estimator.progress import show
-from smp_estimator.sdk import TrainingJob, check_job_status
+from smp_estimator.sdk.version_2 import TrainingJob, check_job_status
 
 
 class CloudTrainingJob(TrainingJob):

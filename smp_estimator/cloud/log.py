@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from smp_config.records import parse_pace, parse_progress, parse_usage
-from smp_estimator.sdk_functions import secondary_training_status_changed, secondary_training_status_message
+from smp_estimator.sdk.functions import secondary_training_status_changed, secondary_training_status_message
+from smp_records.records import parse_pace, parse_progress, parse_usage
 
 if TYPE_CHECKING:
     from smp_estimator.progress import Event

@@ -12,8 +12,8 @@ from typing import Any
 from smp_config import ConfigError
 from smp_config.job import CARRIED
 from smp_estimator.cloud.source import USER_PROGRAM
-from smp_estimator.local.uris import is_file_uri, path_of
-from smp_estimator.sdk import InstanceGroup
+from smp_estimator.local.files.uris import is_file_uri, path_of
+from smp_estimator.sdk.version_2 import InstanceGroup
 from smp_estimator.settings.translation import from_hyperparameters
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from botocore.model import ServiceModel
 
 from smp_config import ConfigError
 from smp_config.job import HYPERPARAMETER_CHARACTERS
-from smp_config.records import PROGRESS_PREFIX
-from smp_estimator.local.uris import is_file_uri, is_s3_uri
+from smp_estimator.local.files.uris import is_file_uri, is_s3_uri
 from smp_estimator.settings.variables import is_variable
+from smp_records.records import PROGRESS_PREFIX
 
 _BASE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9-]*")
 _VARIABLE_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")

@@ -39,9 +39,6 @@ DISTRIBUTION = "smp-estimator"
 #: The folder of this package.
 _OWN = Path(__file__).parents[1]
 
-#: The packages that lie beside ``smp_config``, in a checkout and where pip installed them.
-_BESIDE = ("smp_config", "smp_emulation", "smp_launch", "smp_runtime", "smdistributed")
-
 #: Dependencies that are part of every training image; replacing them would break what was built against them.
 _OF_THE_IMAGE = frozenset({"torch", "numpy"})
 
@@ -137,7 +134,7 @@ def travelling_requirements() -> list[str]:
 
 def _package_files() -> Iterator[tuple[str, bytes]]:
     # Looked up beside smp_config, not through the import system: another smdistributed may be installed here.
-    roots = {name: Path(smp_config.__file__).parent.parent / name for name in _BESIDE}
+    roots = {name: Path(smp_config.__file__).parent.parent / name for name in entry.PACKAGES}
     roots["smp_estimator"] = _OWN
     for package, root in roots.items():
         if not (root / "__init__.py").is_file():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_config import ConfigError
-from smp_config.instances import instance
+from smp_config.machine.instances import instance
 
 #: What is trained.
 MODELS = {"own": "a module of your own", "transformers": "a language model of Transformers"}

@@ -13,7 +13,7 @@ __all__ = ["ProcessSession"]
 def __getattr__(name: str) -> Any:
     if name != "ProcessSession":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from smp_estimator.sdk_found import require
+    from smp_estimator.sdk.installed import require
 
     require(2)
     from smp_estimator.local.session import ProcessSession

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_config import emulation
+from smp_config.machine import emulation
 from smp_estimator.local.log import JobLog, LineSplitter
 from smp_estimator.local.stop import TOKEN_VARIABLE
-from smp_launch.environment import has_gpu
+from smp_launch.sagemaker.environment import has_gpu
 
 if TYPE_CHECKING:
-    from smp_estimator.local.tree import HostTree, JobTree
+    from smp_estimator.local.files.tree import HostTree, JobTree
 
 #: What a host runs: the same module as the image's training program.
 DEFAULT_LAUNCHER = (sys.executable, "-m", "smp_launch", "train")

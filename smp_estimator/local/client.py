@@ -8,10 +8,10 @@ from botocore.exceptions import ClientError
 
 from smp_config import ConfigError
 from smp_estimator.local.starting import STARTED, start_job
-from smp_estimator.sdk import LocalSagemakerClient, LocalSession
+from smp_estimator.sdk.version_2 import LocalSagemakerClient, LocalSession
 
 if TYPE_CHECKING:
-    from smp_estimator.local.code import CodeSource
+    from smp_estimator.local.files.code import CodeSource
     from smp_estimator.local.job import ProcessJob
 
 

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from smp_estimator.local.artifacts import failure_text
-from smp_launch.tree import Tree
+from smp_estimator.local.files.artifacts import failure_text
+from smp_launch.sagemaker.tree import Tree
 
 #: What the job that runs in this context leaves; None where nobody asked.
 _left: ContextVar[_Left | None] = ContextVar("left", default=None)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from smp_estimator.local import container_failures
-from smp_estimator.sdk import LocalContainers, UnexpectedStatusException
+from smp_estimator.sdk.version_2 import LocalContainers, UnexpectedStatusException
 
 
 class ContainerJobFailed(UnexpectedStatusException, RuntimeError):

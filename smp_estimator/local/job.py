@@ -14,18 +14,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from smp_config.disk_space import full_disk
 from smp_config.job import STOP_GRACE_SECONDS
 from smp_config.limits import HANG_VARIABLE, LEAST_HANG_SECONDS, hang_seconds
-from smp_estimator.local.artifacts import address, deliver, failure_text, merged_files
+from smp_config.machine.disk_space import full_disk
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
+from smp_estimator.local.files.artifacts import address, deliver, failure_text, merged_files
+from smp_estimator.local.files.tree import written_on_the_machine
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
-from smp_estimator.local.tree import written_on_the_machine
 from smp_launch.watch.states import state_of
 
 if TYPE_CHECKING:
-    from smp_estimator.local.tree import JobTree
+    from smp_estimator.local.files.tree import JobTree
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from smp_config.disk_space import full_disk
-from smp_config.records import ProgressRecord, UsageRecord, parse_progress, parse_usage
-from smp_estimator.local.tree import only_for_us
+from smp_config.machine.disk_space import full_disk
+from smp_estimator.local.files.tree import only_for_us
+from smp_records.records import ProgressRecord, UsageRecord, parse_progress, parse_usage
 
 #: A progress bar that redraws its line is let through at most this often, in seconds.
 _REDRAW_SECONDS = 1.0

@@ -9,7 +9,7 @@ from smp_config import ConfigError
 from smp_config.error_codes import Coded
 from smp_config.version import __version__
 from smp_estimator.local.session import ProcessSession
-from smp_estimator.sdk import EstimatorBase, LocalSession, PipelineSession, Session, TrainingJob
+from smp_estimator.sdk.version_2 import EstimatorBase, LocalSession, PipelineSession, Session, TrainingJob
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from smp_config import ConfigError
 from smp_config.errors import suggest
 from smp_estimator.local.bootstrap import DEFAULT_LAUNCHER
 from smp_estimator.local.client import ProcessClient
+from smp_estimator.local.files.s3 import FALLBACK_REGION, S3Access
 from smp_estimator.local.job import ProcessJob, Status, failure_message, interrupt
-from smp_estimator.local.s3 import FALLBACK_REGION, S3Access
 from smp_estimator.progress import show
-from smp_estimator.sdk import (
+from smp_estimator.sdk.version_2 import (
     LocalSagemakerRuntimeClient,
     LocalSession,
     UnexpectedStatusException,

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import ConfigError, JobSettings
-from smp_config.disk_space import full_disk, no_more_files, note_room
-from smp_estimator.local.channels import read_channels
+from smp_config.machine.disk_space import full_disk, no_more_files, note_room
+from smp_estimator.local.files.channels import read_channels
+from smp_estimator.local.files.tree import CHECKPOINTS_IN_CONTAINER, JobTree
+from smp_estimator.local.files.uris import is_file_uri, path_of, require_address
 from smp_estimator.local.job import JobSession, ProcessJob
-from smp_estimator.local.tree import CHECKPOINTS_IN_CONTAINER, JobTree
-from smp_estimator.local.uris import is_file_uri, path_of, require_address
 from smp_launch.errors import LaunchError
 
 if TYPE_CHECKING:
-    from smp_estimator.local.code import CodeSource
+    from smp_estimator.local.files.code import CodeSource
 
 logger = logging.getLogger(__name__)
 

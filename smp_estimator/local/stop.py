@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from smp_launch.processes import Process, all_processes, below
+from smp_launch.machine.processes import Process, all_processes, below
 
 #: Name of the environment variable that marks every process of a job.
 TOKEN_VARIABLE = "SMP_JOB_TOKEN"

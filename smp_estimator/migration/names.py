@@ -17,9 +17,9 @@ ESTIMATORS = {
     "sagemaker.huggingface.HuggingFace": "HuggingFace",
     "sagemaker.huggingface.estimator.HuggingFace": "HuggingFace",
     "smp_estimator.SMPEstimator": "SMPEstimator",
-    "smp_estimator.estimator.SMPEstimator": "SMPEstimator",
+    "smp_estimator.sdk_v2.estimator.SMPEstimator": "SMPEstimator",
     "smp_estimator.SMPHuggingFace": "SMPHuggingFace",
-    "smp_estimator.estimator.SMPHuggingFace": "SMPHuggingFace",
+    "smp_estimator.sdk_v2.estimator.SMPHuggingFace": "SMPHuggingFace",
 }
 
 #: Other names of SDK v2 → the module of SDK v3 that has the name.

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from smp_config import ConfigError
-from smp_config.numerics import (
+from smp_config.formats.secrets import MASK
+from smp_estimator.local.bootstrap import is_foreign
+from smp_estimator.numerics.comparison import Comparison, compare
+from smp_estimator.numerics.script_run import launch_command, run_recorded
+from smp_estimator.numerics.tensor_diff import CloseupFiles, Names, Whole, differences, order_of_samples
+from smp_records.numerics import (
     CLOSEUP_VARIABLE,
     EVERY_VARIABLE,
     OUTPUT,
@@ -20,11 +25,6 @@ from smp_config.numerics import (
     Closeup,
     Start,
 )
-from smp_config.secrets import MASK
-from smp_estimator.local.bootstrap import is_foreign
-from smp_estimator.numerics.closeup import CloseupFiles, Names, Whole, differences, order_of_samples
-from smp_estimator.numerics.comparison import Comparison, compare
-from smp_estimator.numerics.script_run import launch_command, run_recorded
 
 if TYPE_CHECKING:
     from smp_estimator.numerics.recorded_run import Key, RecordedRun

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from smp_config.numerics import (
+from smp_estimator.numerics.recorded_run import Drift, Key, RecordedRun, Total, Totals, distance, without_calls
+from smp_records.numerics import (
     BUFFER,
     GRADIENT,
     INPUT,
@@ -25,7 +26,6 @@ from smp_config.numerics import (
     UPDATE,
     WEIGHT,
 )
-from smp_estimator.numerics.recorded_run import Drift, Key, RecordedRun, Total, Totals, distance, without_calls
 
 #: Roundings of one element that an operation and its neighbours may make, and of each of the terms of a sum, in float32.
 _ROUNDINGS, _SUMMED = 16.0, 32.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smp_config import ConfigError
-from smp_config.numerics import (
+from smp_records.numerics import (
     EVERY_VARIABLE,
     FILE_PREFIX,
     FILE_SUFFIX,
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Part:
-    """A sum over some parts of a tensor; the fields are those of :class:`~smp_config.numerics.Value`."""
+    """A sum over some parts of a tensor; the fields are those of :class:`~smp_records.numerics.Value`."""
 
     elements: int = 0
     square: float = 0.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from smp_config.numerics import LOSS, OUTPUT, OUTPUT_GRADIENT, PHASES, UPDATE, WEIGHT
+from smp_records.numerics import LOSS, OUTPUT, OUTPUT_GRADIENT, PHASES, UPDATE, WEIGHT
 
 if TYPE_CHECKING:
     from smp_estimator.numerics.comparison import Compared, Comparison

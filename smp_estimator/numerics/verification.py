@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_config.numerics import EVERY_VARIABLE, TRIAL_VARIABLE, VARIABLE, Trial
 from smp_config.parameters import ModelParallelParameters
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.numerics.comparison import Comparison, compare
 from smp_estimator.numerics.script_run import launch_command, run_recorded
+from smp_records.numerics import EVERY_VARIABLE, TRIAL_VARIABLE, VARIABLE, Trial
 
 if TYPE_CHECKING:
     from smp_estimator.numerics.recorded_run import RecordedRun

@@ -3,11 +3,11 @@
 ``plan`` answers for given settings, ``suggest`` looks for settings. Nothing here imports torch.
 """
 
-from smp_config.gpus import Gpu
-from smp_config.instances import Instance, instance, instances
+from smp_config.machine.gpus import Gpu
+from smp_config.machine.instances import Instance, instance, instances
 from smp_estimator.planning.batches import Batches, Epochs, batch_for, batches, batches_of
 from smp_estimator.planning.forecast import Verdict
-from smp_estimator.planning.memory import Kind
+from smp_estimator.planning.memory.device_memory import Kind
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 from smp_estimator.planning.plan import Plan, plan
 from smp_estimator.planning.request import Workload

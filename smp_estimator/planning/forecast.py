@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from smp_config.instances import Instance, instance
+from smp_config.machine.instances import Instance, instance
 from smp_estimator.planning.batches import Batches, Epochs, batches_of
-from smp_estimator.planning.memory import StageMemory, memory
-from smp_estimator.planning.memory_checkpoints import checkpoint_bytes
+from smp_estimator.planning.memory.device_memory import StageMemory, memory
+from smp_estimator.planning.memory.host_memory import checkpoint_bytes
 from smp_estimator.planning.network import Traffic, traffic
 from smp_estimator.planning.step_time import StepCost, StepTime, Training, idle_of, step_cost, step_time
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
-from smp_config.rate_card import sent_bytes
-from smp_estimator.planning.memory import StageMemory, embedding_is_distributed, is_half, summed_bytes
+from smp_estimator.planning.memory.device_memory import StageMemory, embedding_is_distributed, is_half, summed_bytes
+from smp_records.rate_card import sent_bytes
 
 if TYPE_CHECKING:
     from smp_estimator.planning.batches import Batches

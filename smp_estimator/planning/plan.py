@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from smp_estimator.pictures.placement import Placement
+from smp_estimator.figures.placement import Placement
 from smp_estimator.planning.advice import Change, SmallerCluster, changes, notes, smaller_clusters
 from smp_estimator.planning.forecast import Forecast
 from smp_estimator.planning.report import Report, Shown

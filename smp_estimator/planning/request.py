@@ -12,7 +12,7 @@ from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import kind_of, suggest
-from smp_config.instances import instance, instances, refuse_neuron
+from smp_config.machine.instances import instance, instances, refuse_neuron
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 

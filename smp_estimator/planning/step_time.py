@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group, Topology
-from smp_config.instances import Instance, instance
-from smp_config.rate_card import RateCard
+from smp_config.machine.instances import Instance, instance
 from smp_config.topology import Coordinates
 from smp_estimator.planning.batches import Batches, idle_fraction
-from smp_estimator.planning.memory import embedding_is_distributed
+from smp_estimator.planning.memory.device_memory import embedding_is_distributed
+from smp_records.rate_card import RateCard
 
 if TYPE_CHECKING:
     from smp_estimator.planning.network import Traffic

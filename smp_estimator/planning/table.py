@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from smp_config.instances import price_source
+from smp_config.machine.instances import price_source
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
 from smp_estimator.planning.batches import idle_fraction
 from smp_estimator.planning.forecast import Forecast, Verdict

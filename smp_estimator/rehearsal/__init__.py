@@ -3,8 +3,8 @@
 The script runs in processes of ``smp_runtime``, which are started here; nothing here imports torch.
 """
 
-from smp_config.rehearsal import Rehearsal
 from smp_estimator.rehearsal.rehearse import rehearse
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed
+from smp_records.rehearsal import Rehearsal
 
 __all__ = ["Rehearsal", "RehearsalFailed", "Rehearsed", "rehearse"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smp_estimator.pictures.partition import Partition
+from smp_estimator.figures.partition import Partition
 from smp_estimator.timeline.memory import MemoryCurve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from smp_config.rehearsal import KindReport
+    from smp_records.rehearsal import KindReport
 
 
 def memory_curves(kinds: Sequence[KindReport], gpu_memory_bytes: int | None) -> list[MemoryCurve]:

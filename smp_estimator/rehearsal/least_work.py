@@ -16,8 +16,8 @@ from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.rehearsal.result import on_gpu
 
 if TYPE_CHECKING:
-    from smp_config.rate_card import RateCard
-    from smp_config.rehearsal import KindReport, ModuleWork
+    from smp_records.rate_card import RateCard
+    from smp_records.rehearsal import KindReport, ModuleWork
 
 #: Modules of a list, which stages are made of.
 _OF_A_LIST = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")

@@ -16,16 +16,16 @@ from typing import Any
 
 import smp_config
 from smp_config import ConfigError, ModelParallelParameters
-from smp_config.emulation import VARIABLE as EMULATION_VARIABLE
-from smp_config.instances import require_usable
+from smp_config.formats.values import dictionary
 from smp_config.job import MPI_ENABLED
-from smp_config.rate_card import RateCard
-from smp_config.rehearsal import STAND_IN_SAMPLES, Failure, KindReport, Rehearsal, RehearsalRequest
-from smp_config.rehearsal import input_shapes as input_shapes_of
-from smp_config.timeline import FILE_SUFFIX
-from smp_config.values import dictionary
+from smp_config.machine.emulation import VARIABLE as EMULATION_VARIABLE
+from smp_config.machine.instances import require_usable
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of
 from smp_estimator.timeline.files import read_ranks
+from smp_records.rate_card import RateCard
+from smp_records.rehearsal import STAND_IN_SAMPLES, Failure, KindReport, Rehearsal, RehearsalRequest
+from smp_records.rehearsal import input_shapes as input_shapes_of
+from smp_records.timeline import FILE_SUFFIX
 
 #: Where ranks read ``mp_parameters``, and what Transformers looks for besides to see that it is in a job of this library.
 _PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
@@ -77,7 +77,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         epochs: passes through ``samples``, of which those that fill no step are dropped in each pass.
         samples: of the data set; default: as many as the script's loader has.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
-        rates: file of a rate card (:class:`~smp_config.rate_card.RateCard`); default: the instance's stated rates.
+        rates: file of a rate card (:class:`~smp_records.rate_card.RateCard`); default: the instance's stated rates.
         measured: the output of a job with timelines, or one rank's ``timeline-rank0.json``: what modules took there for a
             microbatch is what they take here. It is of the same model and of microbatches of the same size.
         environment: of the script.
@@ -267,7 +267,7 @@ def _run(
     folder = Path(request.folder)
     asked, log = folder / "request.json", folder / "log.txt"
     asked.write_text(request.model_dump_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "smp_runtime.rehearsal.rank", str(asked), os.fspath(script), *arguments]
+    command = [sys.executable, "-m", "smp_tools.rehearsal.rank", str(asked), os.fspath(script), *arguments]
     with log.open("wb") as file:
         output = None if verbose else file
         try:

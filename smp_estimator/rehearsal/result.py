@@ -7,16 +7,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from smp_config.error_codes import Coded
-from smp_config.instances import GIB, instance
-from smp_estimator.pictures.memory import memory_areas
+from smp_config.machine.instances import GIB, instance
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
 from smp_estimator.rehearsal.curves import memory_curves, partition_of
+from smp_estimator.timeline.memory_figure import memory_areas
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from smp_config.rehearsal import Failure, KindReport, Rehearsal
+    from smp_records.rehearsal import Failure, KindReport, Rehearsal
 
 #: Holders of the fullest stage that are shown.
 _SHOWN_HOLDERS = 6
@@ -95,7 +95,7 @@ class Rehearsed(Shown):
         return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
 
     def to_dict(self) -> dict[str, object]:
-        """All figures, for JSON: the fields of :class:`~smp_config.rehearsal.Rehearsal`, and under ``found`` what follows."""
+        """All figures, for JSON: the fields of :class:`~smp_records.rehearsal.Rehearsal`, and under ``found`` what follows."""
         found = self.rehearsal
         return {
             **found.model_dump(mode="json"),

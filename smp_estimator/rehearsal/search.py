@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters
-from smp_config.instances import instance, require_usable
-from smp_config.rate_card import RateCard
+from smp_config.machine.instances import instance, require_usable
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Region, Search
@@ -23,6 +22,7 @@ from smp_estimator.planning.search.space import SCHEDULES, Configuration, Space
 from smp_estimator.rehearsal.least_work import Alone
 from smp_estimator.rehearsal.rehearse import rehearse
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of, on_gpu
+from smp_records.rate_card import RateCard
 
 #: Stands in the script's arguments for the batch size, which follows from the degrees.
 BATCH = "{batch}"

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
-from smp_config.rehearsal import TimedBlock
-from smp_config.timeline import RankTimeline, StepTimeline, StoredAction
 from smp_estimator.timeline.steps import JobTimeline
+from smp_records.rehearsal import TimedBlock
+from smp_records.timeline import RankTimeline, StepTimeline, StoredAction
 
 if TYPE_CHECKING:
-    from smp_config.rehearsal import KindReport
     from smp_estimator.rehearsal.result import Rehearsed
+    from smp_records.rehearsal import KindReport
 
 #: What a stage does before and after the pipeline's order: the update, mostly.
 _AROUND = "update"

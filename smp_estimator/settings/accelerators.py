@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, smddp
 from smp_config.errors import suggest
-from smp_config.instances import Instance, has_gpus, instances, require_usable
-from smp_launch.environment import gpu_count, has_unusual_gpu
+from smp_config.machine.instances import Instance, has_gpus, instances, require_usable
+from smp_launch.sagemaker.environment import gpu_count, has_unusual_gpu
 
 if TYPE_CHECKING:
     from smp_config import JobSettings

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_config.instances import GIB, Instance, instance, instances
+from smp_config.machine.instances import GIB, Instance, instance, instances
 from smp_estimator.settings.scripts import first_use
 
 if TYPE_CHECKING:

@@ -9,19 +9,21 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from smp_config import ConfigError, strict_json, tracking
+from smp_config import ConfigError
 from smp_config.errors import kind_of, shown, suggest
-from smp_config.instances import instance, instances
+from smp_config.formats import strict_json
+from smp_config.formats.secrets import shown_value
 from smp_config.job import SCRIPT_SUFFIXES
 from smp_config.limits import MOST_RANKS
-from smp_config.numerics import EVERY_VARIABLE, GUARDS_VARIABLE, Guards, every_steps
-from smp_config.profiling import Profile
-from smp_config.secrets import shown_value
-from smp_config.timeline import TIMELINE_VARIABLE, steps_to_keep
-from smp_estimator.local.channels import require_existing
-from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of, require_address, require_nameable
-from smp_estimator.settings.plain import check_variables
+from smp_config.machine.instances import instance, instances
+from smp_estimator.local.files.channels import require_existing
+from smp_estimator.local.files.uris import is_file_uri, is_s3_uri, path_of, require_address, require_nameable
+from smp_estimator.settings.plain_values import check_variables
 from smp_estimator.settings.variables import is_variable
+from smp_records import tracking
+from smp_records.numerics import EVERY_VARIABLE, GUARDS_VARIABLE, Guards, every_steps
+from smp_records.profiling import Profile
+from smp_records.timeline import TIMELINE_VARIABLE, steps_to_keep
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters

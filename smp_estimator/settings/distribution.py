@@ -13,25 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from smp_config import (
-    ConfigError,
-    Group,
-    JobSettings,
-    ModelParallelParameters,
-    Topology,
-    emulation,
-    faults,
-    limits,
-    recovery,
-)
+from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology, limits, recovery
 from smp_config.errors import kind_of, shown, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
+from smp_config.machine import emulation
 from smp_config.mpi_options import MpiOption, check_mpi_options, merge, variables
 from smp_config.parameters import VERSION_2
 from smp_config.smddp import BufferSizes
-from smp_config.timeline import steps_to_keep
 from smp_estimator.settings.accelerators import catalogued, check_accelerators
-from smp_estimator.settings.plain import require_plain
+from smp_estimator.settings.plain_values import require_plain
 from smp_estimator.settings.translation import (
     for_stock_launcher,
     hyperparameters,
@@ -39,9 +29,11 @@ from smp_estimator.settings.translation import (
     stock_image_conflicts,
 )
 from smp_estimator.settings.variables import separated
+from smp_records import faults
+from smp_records.timeline import steps_to_keep
 
 if TYPE_CHECKING:
-    from smp_config.instances import Instance
+    from smp_config.machine.instances import Instance
 
 logger = logging.getLogger(__name__)
 

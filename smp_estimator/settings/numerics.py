@@ -7,9 +7,9 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_config.errors import shown
-from smp_config.numerics import EVERY_VARIABLE, GUARDS_VARIABLE, MOST_EVERY, VARIABLE, Guards
 from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
+from smp_records.numerics import EVERY_VARIABLE, GUARDS_VARIABLE, MOST_EVERY, VARIABLE, Guards
 
 _EVERY, _GUARDS = "every", "guards"
 _VARIABLES = (VARIABLE, EVERY_VARIABLE, GUARDS_VARIABLE)

@@ -7,11 +7,11 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_config.errors import shown
-from smp_config.profiling import VARIABLE as PROFILE_VARIABLE
-from smp_config.profiling import Profile
-from smp_config.tracking import LOGGERS_VARIABLE, loggers_of
 from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
+from smp_records.profiling import VARIABLE as PROFILE_VARIABLE
+from smp_records.profiling import Profile
+from smp_records.tracking import LOGGERS_VARIABLE, loggers_of
 
 _FLAGS = ("memory", "shapes", "stacks")
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smp_config import ConfigError, JobSettings
-from smp_config.instances import instance
 from smp_config.job import DATA_PARALLEL_ENABLED, DEFAULT_MPI_OPTIONS, MPI_OPTIONS, MpiSettings
+from smp_config.machine.instances import instance
 from smp_config.mpi_options import MpiOption, parse_mpi_options, variables
 
 #: Makes NCCL use the Elastic Fabric Adapter.

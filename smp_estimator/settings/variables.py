@@ -20,7 +20,7 @@ _CARRIERS = {
 def is_variable(value: Any) -> bool:
     """Whether ``value`` is a pipeline variable; none exists where the SDK was never imported."""
     if "sagemaker.workflow" in sys.modules:
-        from smp_estimator.sdk import is_pipeline_variable
+        from smp_estimator.sdk.version_2 import is_pipeline_variable
 
         return bool(is_pipeline_variable(value))
     of_version_3 = sys.modules.get("sagemaker.core.helper.pipeline_variable")

@@ -8,13 +8,13 @@ from typing import IO, TYPE_CHECKING
 
 from smp_config import ConfigError
 from smp_config.errors import shown
-from smp_config.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, parse_timeline
-from smp_estimator.local.archives import read_archive
-from smp_estimator.local.uris import is_file_uri, is_s3_uri, path_of
+from smp_estimator.local.files.archives import read_archive
+from smp_estimator.local.files.uris import is_file_uri, is_s3_uri, path_of
 from smp_estimator.timeline.steps import JobTimeline
+from smp_records.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, parse_timeline
 
 if TYPE_CHECKING:
-    from smp_config.timeline import RankTimeline
+    from smp_records.timeline import RankTimeline
 
 _PATTERN = f"{FILE_PREFIX}*{FILE_SUFFIX}"
 _ARCHIVES = ("*.tar.gz", "*.tgz")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from smp_config import ConfigError
-from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, coloured, figure_for, save
 
 #: Squares of more ends than this carry no numbers.
 _NUMBERED = 16

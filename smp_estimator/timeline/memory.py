@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_estimator.pictures.svg import colour
-from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.figures.svg import colour
 from smp_estimator.timeline.links import amount
 
 if TYPE_CHECKING:

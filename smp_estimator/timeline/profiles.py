@@ -16,9 +16,9 @@ from rich.table import Table
 
 from smp_config import ConfigError
 from smp_config.errors import kind_of
-from smp_config.profiling import ABOUT, CLOCK_MARK, FILE_PREFIX, FILE_SUFFIX, VARIABLE, About
 from smp_estimator.timeline.files import contents, place_of, read_timeline
 from smp_estimator.timeline.views import begin_of, chrome_trace
+from smp_records.profiling import ABOUT, CLOCK_MARK, FILE_PREFIX, FILE_SUFFIX, VARIABLE, About
 
 if TYPE_CHECKING:
     from smp_estimator.timeline.steps import JobTimeline

@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
+from smp_estimator.figures.colours import colour_of
+from smp_estimator.figures.step_lanes import Bar, lanes
 from smp_estimator.planning.batches import idle_fraction
-from smp_estimator.timeline.colours import colour_of
-from smp_estimator.timeline.lanes import Bar, lanes
 
 if TYPE_CHECKING:
-    from smp_config.timeline import Kind, RankTimeline, StepTimeline
+    from smp_records.timeline import Kind, RankTimeline, StepTimeline
 
 
 @dataclass(frozen=True)

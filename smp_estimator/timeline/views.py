@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from smp_config import ConfigError
-from smp_estimator.timeline.colours import colour_of
-from smp_estimator.timeline.drawing import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.figures.colours import colour_of
+from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, coloured, figure_for, save
 
 if TYPE_CHECKING:
     from smp_estimator.timeline.steps import JobTimeline, RankStep, Step

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smp_config.records import PaceRecord
+    from smp_records.records import PaceRecord
 
 #: From this robust z on a rank is named (Iglewicz and Hoaglin 1993, "How to detect and handle outliers").
 _LEAST_Z = 3.5

@@ -11,7 +11,7 @@ import torch
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
-from smp_runtime.checkpoint.files.whole_file import write_recorded
+from smp_runtime.checkpoint.files.atomic_file import write_recorded
 from smp_runtime.errors import CheckpointError
 
 CONTENT = {"a": torch.arange(1000.0), "b": [torch.ones(3, dtype=torch.bfloat16), "text"], "c": torch.zeros(0)}

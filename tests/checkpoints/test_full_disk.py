@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smp_runtime.checkpoint.files.atomic_file import write_tensors
 from smp_runtime.checkpoint.files.disk_space import bytes_of, naming_full_disk
-from smp_runtime.checkpoint.files.whole_file import write_tensors
 from smp_runtime.checkpoint.folder_lock import LOCK
 from smp_runtime.errors import CheckpointError
 
@@ -123,10 +123,10 @@ class _FullDisk:
 
 @pytest.mark.parametrize("room", [0, 100, 5_000])
 def test_what_torch_says_of_a_full_disk_is_not_what_is_told(tmp_path, room):
-    from smp_runtime.checkpoint.files import whole_file
+    from smp_runtime.checkpoint.files import atomic_file
 
     with (
-        mock.patch.object(whole_file, "open", lambda *a, **o: _FullDisk(open(*a, **o), room), create=True),
+        mock.patch.object(atomic_file, "open", lambda *a, **o: _FullDisk(open(*a, **o), room), create=True),
         pytest.raises(
             CheckpointError, match=r"w.pt cannot be written: the disk is full \(it takes 40,000 bytes.*No space left"
         ),

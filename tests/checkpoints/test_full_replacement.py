@@ -102,7 +102,7 @@ def test_killed_before_any_change_of_a_name_one_of_the_two_loads(one, tmp_path, 
 
 
 def test_what_a_killed_job_has_published_is_moved_by_the_next_that_reads_or_converts(one, tmp_path):
-    from smp_runtime.checkpoint.files.conversion import full_weights
+    from smp_runtime.checkpoint.full.conversion import full_weights
 
     one.save(tmp_path, "w", 1)
     with mock.patch.object(full_transaction, "finish"):

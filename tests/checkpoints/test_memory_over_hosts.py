@@ -11,7 +11,7 @@ import torch
 from support.checkpoint_training import TOPOLOGIES
 from support.memory_told import told
 
-from smp_runtime.checkpoint.memory.buddies import buddies_of
+from smp_runtime.checkpoint.memory.peer_replication import buddies_of
 
 #: Steps of which the job keeps its state; it makes some more.
 KEPT, LAST = 3, 5

@@ -81,7 +81,7 @@ def _language(path, tag, first, last, divided):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.replacement.huggingface.gpt2 import NAMES
+    from smp_runtime.module_conversion.huggingface.gpt2 import NAMES
 
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(**GPT2, **rates)

@@ -10,8 +10,8 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_config.errors import ConfigError
+from smp_config.formats.values import why_no_path
 from smp_config.parameters import ModelParallelParameters
-from smp_config.values import why_no_path
 from smp_runtime.errors import SMPUserError
 
 ADDRESSES = [

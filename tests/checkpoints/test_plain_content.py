@@ -8,7 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from smp_runtime.checkpoint.files.whole_file import _is_plain, user_content_bytes
+from smp_runtime.checkpoint.files.atomic_file import _is_plain, user_content_bytes
 
 CYCLE: list = [1]
 CYCLE.append(CYCLE)

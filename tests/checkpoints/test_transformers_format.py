@@ -410,9 +410,9 @@ def test_the_model_inside_takes_the_weights_of_one_with_a_head(solo, tmp_path):
 def test_a_translation_without_values_is_the_same_as_with_them():
     import transformers as hf
 
-    from smp_runtime.replacement.huggingface.gpt2 import NAMES as GPT2
-    from smp_runtime.replacement.huggingface.gptneox import NAMES as NEOX
-    from smp_runtime.replacement.huggingface.llama import NAMES as LLAMA
+    from smp_runtime.module_conversion.huggingface.gpt2 import NAMES as GPT2
+    from smp_runtime.module_conversion.huggingface.gptneox import NAMES as NEOX
+    from smp_runtime.module_conversion.huggingface.llama import NAMES as LLAMA
 
     neox = hf.GPTNeoXForCausalLM(
         hf.GPTNeoXConfig(

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from smp_config import ConfigError
-from smp_config.gpus import gpu, gpus
-from smp_config.instances import instance, instances, price_source, refuse_neuron, require_usable
+from smp_config.machine.gpus import gpu, gpus
+from smp_config.machine.instances import instance, instances, price_source, refuse_neuron, require_usable
 
 
 def test_every_gpu_of_an_instance_is_known_and_no_other() -> None:

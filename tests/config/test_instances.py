@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from smp_config.instances import GIB, MIB, instance, instances
+from smp_config.machine.instances import GIB, MIB, instance, instances
 
 
 def _package(name: str) -> Path:

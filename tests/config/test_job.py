@@ -7,7 +7,7 @@ import json
 import pytest
 
 from smp_config import ConfigError, JobSettings
-from smp_config.records import (
+from smp_records.records import (
     FailureRecord,
     ProgressRecord,
     format_failure,

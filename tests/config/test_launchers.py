@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smp_config import ConfigError
-from smp_config.launchers import Launcher, Started, is_process_mode, require_meeting_place, started_by
+from smp_config.machine.launchers import Launcher, Started, is_process_mode, require_meeting_place, started_by
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", **MEETING}

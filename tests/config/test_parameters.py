@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.matrix import examples
 
 from smp_config import ConfigError, ModelParallelParameters
-from smp_config.values import why_no_path
+from smp_config.formats.values import why_no_path
 
 
 def parse(**parameters):

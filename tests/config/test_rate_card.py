@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from smp_config import ConfigError
-from smp_config.instances import instances
-from smp_config.rate_card import COLLECTIVE_KINDS, Link, RateCard, sent_bytes
-from smp_config.timeline import RankTimeline, StepTimeline, StoredAction
+from smp_config.machine.instances import instances
 from smp_estimator.planning import plan
+from smp_records.rate_card import COLLECTIVE_KINDS, Link, RateCard, sent_bytes
+from smp_records.timeline import RankTimeline, StepTimeline, StoredAction
 
 #: Round figures: 100 GFLOP/s reached, 10 GB/s of memory, 1 GB/s and 1 ms inside a host, 0.1 GB/s and 10 ms for each GPU beyond.
 ROUND = RateCard(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from smp_config.formats.secrets import MASK, is_secret_name, masked, masked_text, masked_words, shown_value
 from smp_config.mpi_options import parse_mpi_options
-from smp_config.secrets import MASK, is_secret_name, masked, masked_text, masked_words, shown_value
 
 AWS_ID = "AKIA" + "ABCDEFGH12345678"
 AWS_KEY = "wJalrXUtnFEMIK7MDENGbPxRfiCY" + "EXAMPLEKEY/4"

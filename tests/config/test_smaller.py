@@ -9,7 +9,7 @@ import pytest
 from smp_config.errors import ConfigError
 from smp_config.parameters import ModelParallelParameters
 from smp_config.recovery import readers_at_start, spare_hosts
-from smp_config.smaller import difference, fitted, readers
+from smp_config.shrink_degrees import difference, fitted, readers
 from smp_config.topology import Group
 
 

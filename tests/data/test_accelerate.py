@@ -8,8 +8,8 @@ import pytest
 import torch.utils.data as torch_data
 
 import smdistributed.modelparallel.torch as smp
+from smp_integrations.shared_order import refuse_divided
 from smp_runtime.errors import SMPUserError
-from smp_runtime.libraries.shared_order import refuse_divided
 
 SAMPLES, BATCH = 48, 8
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import smp_emulation
-from smp_config import emulation
-from smp_emulation import installing, processes
-from smp_launch import ending, environment, rank
-from smp_launch.environment import EMULATION_LINE, emulates_cuda
-from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_config.machine import emulation
+from smp_emulation import installing
+from smp_emulation.covered import processes
+from smp_launch.failures import fatal_errors
+from smp_launch.machine.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.ranks import rank
+from smp_launch.sagemaker import environment
+from smp_launch.sagemaker.environment import EMULATION_LINE, emulates_cuda
 
 ASKED = {emulation.VARIABLE: "1"}
 
@@ -112,7 +115,7 @@ def test_a_real_gpu_is_used(monkeypatch):
 )
 def test_process_mode_asks_for_it(gpus, user, inherited, number, found, monkeypatch, tmp_path):
     from smp_estimator.local.bootstrap import environment_of
-    from smp_estimator.local.tree import JobTree
+    from smp_estimator.local.files.tree import JobTree
 
     gpus(number)
     monkeypatch.delenv(emulation.VARIABLE, raising=False)
@@ -158,10 +161,10 @@ def test_docker_s_local_mode_asks_for_it(given, instance_type, inherited, found,
 def test_an_error_of_cuda_code_is_explained(error, monkeypatch):
     monkeypatch.setenv(emulation.VARIABLE, "0")
     before = str(error)
-    ending.explain(error)
+    fatal_errors.explain(error)
     assert str(error) == before
     monkeypatch.setenv(emulation.VARIABLE, "1")
-    ending.explain(error)
+    fatal_errors.explain(error)
     assert str(error).startswith(f"{before}: this needs a GPU, or CUDA code; ")
     assert "SMP_EMULATE_CUDA=1" in str(error)
     assert str(error).endswith("run this part of the script on a machine with a GPU")
@@ -171,7 +174,7 @@ def test_a_device_that_is_a_bare_number_is_explained(monkeypatch):
     monkeypatch.setenv(emulation.VARIABLE, "1")
     with pytest.raises(RuntimeError) as raised:
         torch.device(0)
-    ending.explain(raised.value)
+    fatal_errors.explain(raised.value)
     assert str(raised.value).endswith('write torch.device("cuda", 0), which means the same')
 
 
@@ -179,7 +182,7 @@ def test_a_device_that_is_a_bare_number_is_explained(monkeypatch):
 def test_other_errors_are_left_alone(error, monkeypatch):
     monkeypatch.setenv(emulation.VARIABLE, "1")
     before = str(error)
-    ending.explain(error)
+    fatal_errors.explain(error)
     assert str(error) == before
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_config import emulation
+from smp_config.machine import emulation
 from smp_emulation.checked import emulated, install
-from smp_emulation.checked.execution import Executor
+from smp_emulation.checked.streams.execution import Executor
 
 
 def _order_of(seed, monkeypatch):

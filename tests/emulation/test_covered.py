@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 import torch
 
+from smp_emulation.covered.unchanged import UNCHANGED
 from smp_emulation.errors import NeedsGpuError
 from smp_emulation.installing import CALLS, emulated
-from smp_emulation.unchanged import UNCHANGED
 
 MODULES = """
     torch.cuda torch.cuda.amp torch.cuda.comm torch.cuda.gds torch.cuda.graph_annotations torch.cuda.graphs

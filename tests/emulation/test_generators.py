@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from smp_emulation.checked import emulated
-from smp_runtime.module_state.snapshot import restored
+from smp_runtime.microbatch_state.snapshot import restored
 from smp_runtime.tensors.random_state import generator_of
 
 

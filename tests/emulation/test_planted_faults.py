@@ -15,7 +15,7 @@ from support.emulated_training import PATHS
 from support.planted import planted
 
 from smp_emulation.checked import emulated
-from smp_emulation.checked.faults import StreamFault
+from smp_emulation.checked.streams.faults import StreamFault
 from smp_runtime.errors import CheckpointError
 
 OFFLOADING = "smp_runtime.activations.offloading:"
@@ -116,7 +116,7 @@ ON_RANKS = {
         "reduction", "smp_runtime.comm.buckets:Reducing.land", "self._work.wait()", "pass"
     ),
     "parameters used before they are gathered": Fault(
-        "sharding", "smp_runtime.sharding.live_parameters:LiveParameters._finish", "work.wait()", "pass"
+        "sharding", "smp_runtime.sharding.unshard_prefetch:LiveParameters._finish", "work.wait()", "pass"
     ),
     "gradients added before they have come": Fault(
         "sharding", "smp_runtime.sharding.sharded_gradients:_Travelling.land", "work.wait()", "pass"

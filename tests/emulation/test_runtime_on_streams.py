@@ -26,7 +26,7 @@ MAY_WAIT = {
 
 
 _OF_A_STEP = (
-    *("data_parallel/reducer.py", "sharding/sharded_gradients.py", "comm/flags.py"),
+    *("data_parallel/reducer.py", "sharding/sharded_gradients.py", "comm/flag_all_reduce.py"),
     *("optim/gradient_norms.py", "optim/master_gradients.py", "optim/master_writes.py", "parameters/script_writes.py"),
     *(
         "parameters/optimizer_shards.py",

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from smp_estimator import SMPEstimator, SMPHuggingFace
-from smp_estimator.sdk import HuggingFace, PyTorch, arguments_of
-from smp_estimator.sdk_arguments import SDKArguments
+from smp_estimator.sdk.arguments import SDKArguments
+from smp_estimator.sdk.version_2 import HuggingFace, PyTorch, arguments_of
 
 BOTH = [(SMPEstimator, PyTorch), (SMPHuggingFace, HuggingFace)]
 

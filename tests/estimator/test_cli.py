@@ -323,7 +323,7 @@ def test_run_says_where_the_script_s_words_belong(fake: type[Fake], script: Path
 
 
 def test_run_reads_its_own_addresses(fake: type[Fake], script: Path, tmp_path: Path) -> None:
-    from smp_estimator.local.uris import path_of
+    from smp_estimator.local.files.uris import path_of
 
     for name in ("my out", "my%20out", "100% é", "a#b?c"):
         call("run", str(script / "train.py"), "--output", str(tmp_path / name))

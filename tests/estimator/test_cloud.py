@@ -273,7 +273,7 @@ def test_file_systems(cloud: Cloud, script: Path) -> None:
 def test_metrics_read_the_progress_lines(cloud: Cloud, script: Path) -> None:
     import re
 
-    from smp_config.records import ProgressRecord, format_progress
+    from smp_records.records import ProgressRecord, format_progress
 
     cloud.estimator(script, distribution=model_parallel(8, ddp=True)).fit(wait=False)
     definitions = cloud.requests[0]["AlgorithmSpecification"]["MetricDefinitions"]

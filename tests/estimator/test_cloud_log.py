@@ -11,9 +11,9 @@ import pytest
 from support.cloud import Cloud, boto_session, service, set_status
 from support.jobs import model_parallel
 
-from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
 from smp_estimator import SMPEstimator
 from smp_estimator.cloud.log import CloudLog
+from smp_records.records import ProgressRecord, UsageRecord, format_progress, format_usage
 
 JOB = "watched"
 

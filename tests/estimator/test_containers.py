@@ -183,7 +183,7 @@ def test_the_stock_estimator_has_only_the_exit_code(job: Make, play: Callable[..
     from sagemaker.pytorch import PyTorch
 
     from smp_estimator.local import container_failures
-    from smp_estimator.sdk import LocalContainers
+    from smp_estimator.sdk.version_2 import LocalContainers
 
     play(1, {1: BOOM})
     for _ in range(2):

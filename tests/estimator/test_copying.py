@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from smp_config import ConfigError
-from smp_estimator.local import artifacts, tree
-from smp_estimator.local.code import CodeSource
+from smp_estimator.local.files import artifacts, tree
+from smp_estimator.local.files.code import CodeSource
 
 
 def names(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import ClientError, EndpointConnectionError
 from support.command_line import call, flat
 
-from smp_estimator.cli import doctor
+from smp_estimator.cli.commands import doctor
 
 if TYPE_CHECKING:
     import pytest
@@ -27,7 +27,7 @@ def test_doctor_in_process_mode() -> None:
 
 def test_doctor_says_which_sdk_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def detail(version: str) -> str:
-        monkeypatch.setattr("smp_estimator.sdk_found.installed_version", lambda: version)
+        monkeypatch.setattr("smp_estimator.sdk.installed.installed_version", lambda: version)
         return next(finding.detail for finding in doctor.process_findings() if finding.what == "sagemaker")
 
     assert detail("2.257.7") == "2.257.7, for SMPEstimator, SMPHuggingFace and ProcessSession"

@@ -14,12 +14,12 @@ import pytest
 from sagemaker.exceptions import UnexpectedStatusException
 from support.fake_jobs import FAKE_BOOTSTRAP, gone_within
 
-from smp_config.disk_space import full_disk, why_full
-from smp_config.records import PROGRESS_PREFIX, ProgressRecord
+from smp_config.machine.disk_space import full_disk, why_full
 from smp_estimator import ProcessSession
-from smp_estimator.local import artifacts
+from smp_estimator.local.files import artifacts
 from smp_estimator.local.log import JobLog, LineSplitter
 from smp_launch.errors import LaunchError
+from smp_records.records import PROGRESS_PREFIX, ProgressRecord
 
 Make = Callable[..., Any]
 

@@ -12,7 +12,7 @@ from support.stock_images import DAY
 from smp_config import ConfigError
 from smp_estimator.cloud import image_choice, image_table, images
 from smp_estimator.cloud.image_choice import choose_huggingface, choose_pytorch
-from smp_estimator.sdk_functions import config_for_framework
+from smp_estimator.sdk.functions import config_for_framework
 
 ACCOUNT = "763104351884.dkr.ecr.us-west-2.amazonaws.com"
 

@@ -37,7 +37,7 @@ def test_estimator_never_loads_torch_or_the_runtime() -> None:
 
 
 def test_what_the_sdk_says_of_its_defaults_is_kept_for_who_has_set_up_its_logging(monkeypatch) -> None:
-    from smp_estimator.sdk import without_absent_defaults
+    from smp_estimator.sdk.version_2 import without_absent_defaults
 
     logger, level = logging.getLogger("sagemaker.config"), logging.INFO
     monkeypatch.setattr(logger, "handlers", [])

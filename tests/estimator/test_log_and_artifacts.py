@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
-from smp_estimator.local import artifacts
+from smp_estimator.local.files import artifacts
 from smp_estimator.local.log import JobLog, LineSplitter
+from smp_records.records import ProgressRecord, UsageRecord, format_progress, format_usage
 
 
 def test_followers_get_every_line_and_the_newest_record(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_the_matrix_is_read():
 
 
 def test_a_part_is_shown(monkeypatch):
-    monkeypatch.setattr("smp_estimator.cli.models.read_matrix", lambda: parsed(DATA))
+    monkeypatch.setattr("smp_estimator.cli.commands.models.read_matrix", lambda: parsed(DATA))
     status, text = _said("llama", "--transformers", "4")
     assert status == 0
     assert "equal 0.43 / 1.00" in text

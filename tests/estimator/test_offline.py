@@ -59,7 +59,7 @@ def test_no_network_no_credentials_no_home(script: Path) -> None:
 
 
 def test_clients_of_the_sdk_s_import_still_find_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    from smp_estimator.sdk import credentials_when_used
+    from smp_estimator.sdk.version_2 import credentials_when_used
 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with credentials_when_used():

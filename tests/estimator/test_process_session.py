@@ -176,7 +176,8 @@ def test_checkpoints_stay_in_the_given_directory(make: Make, tmp_path: Path) -> 
 def test_a_script_that_writes_to_this_machine_s_own_folders_is_told(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from smp_estimator.local import job, tree
+    from smp_estimator.local import job
+    from smp_estimator.local.files import tree
 
     old, new = tmp_path / "ml" / "model", tmp_path / "ml" / "checkpoints"
     for folder, seconds in ((old, -60), (new, 60)):  # long before the job, and while it runs

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from smp_config.records import ProgressRecord, UsageRecord, format_progress, format_usage
 from smp_estimator import progress
+from smp_records.records import ProgressRecord, UsageRecord, format_progress, format_usage
 
 
 def record(step: int, **fields: Any) -> ProgressRecord:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_estimator import sdk_found
+from smp_estimator.sdk.version_2 import installed
 
 WITHOUT = """
 import importlib.metadata as metadata, sys
@@ -72,11 +72,11 @@ def test_the_dictionary_and_the_command_line_need_none(tmp_path: Path) -> None:
 
 
 def test_the_other_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdk_found, "installed_version", lambda: "3.27.0")
-    with pytest.raises(sdk_found.SDKMissing, match=r"SDK 3\.27\.0 is installed .* use ModelTrainer and ModelParallel"):
-        sdk_found.require(2)
-    sdk_found.require(3)
-    monkeypatch.setattr(sdk_found, "installed_version", lambda: "4.0.0")
-    with pytest.raises(sdk_found.SDKMissing) as caught:
-        sdk_found.require(3)
+    monkeypatch.setattr(installed, "installed_version", lambda: "3.27.0")
+    with pytest.raises(installed.SDKMissing, match=r"SDK 3\.27\.0 is installed .* use ModelTrainer and ModelParallel"):
+        installed.require(2)
+    installed.require(3)
+    monkeypatch.setattr(installed, "installed_version", lambda: "4.0.0")
+    with pytest.raises(installed.SDKMissing) as caught:
+        installed.require(3)
     assert "with the SDK that is there" not in str(caught.value)

@@ -26,7 +26,7 @@ from smp_config import ConfigError
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator, SMPHuggingFace
 from smp_estimator.cloud import entry, image_table, images, source
-from smp_estimator.sdk_functions import config_for_framework
+from smp_estimator.sdk.functions import config_for_framework
 
 WHEEL = f"smp_estimator-{__version__}-py3-none-any.whl"
 
@@ -44,7 +44,7 @@ import helper
 import smp_config, smdistributed.modelparallel
 print(json.dumps({
     "name": __name__, "argv": sys.argv, "path": sys.path[:2], "smdistributed": smdistributed.modelparallel.__file__,
-    "config": smp_config.__file__, "instances": smp_config.instances.instance("ml.p4d.24xlarge").gpus,
+    "config": smp_config.__file__, "instances": smp_config.machine.instances.instance("ml.p4d.24xlarge").gpus,
     "host": os.environ["SMP_HOST"], "pythonpath": os.environ["PYTHONPATH"].split(os.pathsep)[0],
 }))
 """
@@ -106,7 +106,7 @@ def test_both_sides_have_one_floor() -> None:
 def shipped(cloud: Cloud, script: Path, tmp_path: Path) -> tuple[dict[str, Any], Path]:
     """A request of a job in the stock image, and its uploaded source."""
     (script / "train.py").write_text(SCRIPT)
-    (script / "helper.py").write_text("import smp_config.instances")
+    (script / "helper.py").write_text("import smp_config.machine.instances")
     (script / "requirements.txt").write_text("sentencepiece")
     (script / "folder").mkdir()
     (script / "folder" / "data.txt").write_text("data")

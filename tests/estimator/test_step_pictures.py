@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from smp_config import ConfigError
-from smp_config.timeline import RankTimeline, StepTimeline
-from smp_estimator.pictures.svg import COLOURS
+from smp_estimator.figures.matplotlib_figure import DARK, LIGHT, Theme
+from smp_estimator.figures.svg import COLOURS
 from smp_estimator.timeline import JobTimeline
-from smp_estimator.timeline.drawing import DARK, LIGHT, Theme
 from smp_estimator.timeline.links import LinkTraffic, amount, link_table, save_link_picture
 from smp_estimator.timeline.memory import MemoryCurve, _shortened, save_memory_picture
 from smp_estimator.timeline.throughput import Throughput, seconds_per_step
 from smp_estimator.timeline.views import save_picture
+from smp_records.timeline import RankTimeline, StepTimeline
 
 
 def share(picture: Path, colour: str, tolerance: float = 0.06) -> float:

@@ -35,7 +35,7 @@ from support.stock_images import (
 from smp_config.version import __version__
 from smp_estimator import SMPEstimator, SMPHuggingFace
 from smp_estimator.cloud import image_table, images, source
-from smp_estimator.sdk_found import installed_version
+from smp_estimator.sdk.installed import installed_version
 
 if TYPE_CHECKING:
     from smp_estimator.cloud.image_table import TrainingImage
@@ -149,7 +149,7 @@ def test_the_command() -> None:
 
 
 def test_the_command_without_an_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smp_estimator.sdk_functions.installed_major", lambda: None)
+    monkeypatch.setattr("smp_estimator.sdk.functions.installed_major", lambda: None)
     assert "default: the SageMaker SDK is not installed" in flat(call("images"))
 
 

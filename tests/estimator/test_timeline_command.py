@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from smp_config import ConfigError
-from smp_config.timeline import RankTimeline, StepTimeline, parse_timeline, steps_to_keep
 from smp_estimator.cli.main import main
+from smp_estimator.figures.colours import colour_of
+from smp_estimator.figures.matplotlib_figure import DARK
 from smp_estimator.timeline import JobTimeline, read_timeline
-from smp_estimator.timeline.colours import colour_of
-from smp_estimator.timeline.drawing import DARK
 from smp_estimator.timeline.views import chrome_trace, rank_table
+from smp_records.timeline import RankTimeline, StepTimeline, parse_timeline, steps_to_keep
 
 MS = 1e-3
 

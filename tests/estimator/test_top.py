@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from support.command_line import call
 
-from smp_config import whereabouts
-from smp_config.records import PaceRecord, format_pace
 from smp_estimator import progress
-from smp_estimator.watching.glance import rows_of
+from smp_estimator.watching.rank_table import rows_of
 from smp_estimator.watching.stragglers import Stragglers
 from smp_launch.watch import pace
+from smp_records import rank_record
+from smp_records.records import PaceRecord, format_pace
 
 
 def record(rank: int, *, steps: int = 4, compute: float = 0.4, waiting: float = 0.0, **more: object) -> PaceRecord:
@@ -141,7 +141,7 @@ def test_a_running_job_is_looked_at_from_outside(tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path), str(rank), str(units)],
             stdout=subprocess.PIPE,
-            env={**os.environ, whereabouts.FOLDER_VARIABLE: str(tmp_path), "TRAINING_JOB_NAME": f"top-{tmp_path.name}"},
+            env={**os.environ, rank_record.FOLDER_VARIABLE: str(tmp_path), "TRAINING_JOB_NAME": f"top-{tmp_path.name}"},
         )
         for rank, units in ((0, 1), (1, 4))
     ]

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from smp_config import ConfigError, tracking
-from smp_config.profiling import Profile
+from smp_config import ConfigError
 from smp_estimator.settings.tracking import with_tracking
+from smp_records import tracking
+from smp_records.profiling import Profile
 
 
 @pytest.fixture(autouse=True)

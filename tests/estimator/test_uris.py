@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_estimator.local.uris import address_of, path_of
+from smp_estimator.local.files.uris import address_of, path_of
 
 
 @pytest.mark.parametrize("name", ["my out", "é", "100%", "50%25", "a%20b", "x#y", "x?y", "new folder/inside"])

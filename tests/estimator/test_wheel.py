@@ -48,7 +48,7 @@ def test_the_wheel_is_the_same_every_time(built: Path, tmp_path: Path) -> None:
 def test_pip_installs_the_wheel(built: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(built)], check=True, timeout=60, capture_output=True)
-    assert (tmp_path / "site/smp_launch/rank.py").is_file()
+    assert (tmp_path / "site/smp_launch/ranks/rank.py").is_file()
     assert (tmp_path / f"site/smp_estimator-{__version__}.dist-info/RECORD").is_file()
 
 

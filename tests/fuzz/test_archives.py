@@ -16,10 +16,10 @@ import pytest
 from support import hostile
 
 from smp_config import ConfigError
-from smp_config.timeline import FILE_PREFIX, RankTimeline, StepTimeline
 from smp_estimator.cloud import entry
-from smp_estimator.local import archives
+from smp_estimator.local.files import archives
 from smp_estimator.timeline.files import read_timeline
+from smp_records.timeline import FILE_PREFIX, RankTimeline, StepTimeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:Duplicate name")
 

@@ -16,7 +16,7 @@ from support.random_configurations import _right
 
 from smp_config import ConfigError, JobSettings
 from smp_estimator import ProcessSession, SMPEstimator
-from smp_estimator.settings import checks, plain
+from smp_estimator.settings import checks, plain_values
 from smp_estimator.settings.distribution import SettingsReader
 from smp_launch.errors import LaunchError
 
@@ -77,7 +77,7 @@ def asked(arguments: dict[str, Any], session: ProcessSession) -> None:
         for name in ("hyperparameters", "environment"):
             checks.require_mapping(arguments[name], name)
         checks.require_count(arguments["instance_count"], "instance_count")
-        plain.check_hyperparameters(arguments["hyperparameters"] or {})
+        plain_values.check_hyperparameters(arguments["hyperparameters"] or {})
         checks.check_environment(arguments["environment"])
         if arguments["distribution"] is None:
             return

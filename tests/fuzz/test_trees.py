@@ -14,12 +14,12 @@ from support import hostile
 import smp_launch.__main__ as launcher
 from smp_config.errors import ConfigError
 from smp_config.job import decoded_hyperparameter
-from smp_launch.command import OpenMpi, PrivateDirs, check_size, mpirun_command
 from smp_launch.errors import LaunchError
-from smp_launch.tree import BASE_VARIABLE
+from smp_launch.mpirun.command import OpenMpi, PrivateDirs, check_size, mpirun_command
+from smp_launch.sagemaker.tree import BASE_VARIABLE
 
 if TYPE_CHECKING:
-    from smp_launch.job import Job
+    from smp_launch.mpirun.job import Job
 
 SEED = 21
 COUNT = 5000

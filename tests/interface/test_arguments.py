@@ -46,7 +46,7 @@ BY_METHOD = {"placement_strategy": "topology", "tensor_parallel_degree": "topolo
 def _attributes_read():
     """Name and owner's name of all attributes that the runtime reads."""
     found = set()
-    for path in (CONTAINER / "smp_runtime").rglob("*.py"):
+    for path in [*(CONTAINER / "smp_runtime").rglob("*.py"), *(CONTAINER / "smp_tools").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = node.value
@@ -135,7 +135,7 @@ def _public_objects():
 
 
 def _is_ours(value):
-    return value.__module__.startswith(("smp_runtime", "smdistributed"))
+    return value.__module__.startswith(("smdistributed", "smp_integrations", "smp_runtime", "smp_tools"))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from support.docstrings import arguments, parameters, refusals, sections, whole
 
 import smdistributed.modelparallel.torch as smp
 from smp_estimator import SMPEstimator
-from smp_estimator.sdk_arguments import SDKArguments
+from smp_estimator.sdk.arguments import SDKArguments
 
 #: Modules of ``smp`` whose names are public, too. ``nn.huggingface`` has functions by family, and a page of its own.
 SPACES = ("amp", "comm_hooks", "data", "exceptions", "nn", "optimizers", "patches.checkpoint", "utils")

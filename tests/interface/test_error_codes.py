@@ -17,9 +17,9 @@ from support.command_line import call, flat
 
 from smp_config import ConfigError, Topology
 from smp_config.error_codes import FAMILIES, Coded, catalogue, code_for, code_of, marked
-from smp_config.records import FailureRecord
 from smp_estimator.cloud import entry
-from smp_launch.failure import FailureCollector
+from smp_launch.failures.failure import FailureCollector
+from smp_records.records import FailureRecord
 from smp_runtime.errors import DeadlineError, SMPUserError
 from smp_runtime.step.microbatches import StepOutput
 
@@ -89,15 +89,16 @@ def test_every_class_of_errors_is_known() -> None:
 #: Built-in errors that begin in these modules never reach a user as they are, or must be those of Python or PyTorch.
 _INSIDE = {
     "readers, whose callers name the file or the setting and raise an error with a code": """
-        smp_config.numbers_given smp_config.numerics smp_config.parameters smp_config.strict_json smp_config.timeline
+        smp_config.formats.numbers_given smp_records.numerics smp_config.parameters smp_config.formats.strict_json
+        smp_records.timeline
         smp_estimator.cloud.entry smp_estimator.timeline.profiles
-        smp_estimator.timeline.files smp_launch.platform_files smp_launch.warm.messages
+        smp_estimator.timeline.files smp_launch.sagemaker.platform_files smp_launch.ranks.messages
         smp_runtime.checkpoint.files.archive_checksums smp_runtime.checkpoint.files.manifest
         smp_runtime.checkpoint.files.records smp_runtime.checkpoint.full_transaction smp_runtime.checkpoint.memory.host_folder
         smp_runtime.checkpoint.memory.newest smp_runtime.comm.plain_data""",
     "what PyTorch says on a machine with GPUs, word for word": """
-        smp_emulation.checked.communicators smp_emulation.checked.device smp_emulation.checked.streams
-        smp_emulation.checked.tensors smp_emulation.devices smp_emulation.memory smp_emulation.ordering""",
+        smp_emulation.checked.communicators smp_emulation.checked.streams.device smp_emulation.checked.streams.streams
+        smp_emulation.checked.tensors smp_emulation.devices smp_emulation.covered.memory smp_emulation.covered.ordering""",
     "what Python says of a name that a module or an object does not have": """
         smp_estimator smp_estimator.local smp_estimator.local.client smp_estimator.model_trainer""",
     "a name that a package does not have, as Python says it": "smp_config.lazy_names",

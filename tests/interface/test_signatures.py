@@ -43,7 +43,7 @@ def _sets(kind, name):
     return any(
         re.search(rf"\bself\.{name}(: [^=\n]+)? =", inspect.getsource(base))
         for base in kind.__mro__
-        if base.__module__.startswith("smp_runtime")
+        if base.__module__.startswith(("smp_integrations", "smp_runtime", "smp_tools"))
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from smp_config.records import FailureRecord
-from smp_launch.failure import FailureCollector
+from smp_launch.failures.failure import FailureCollector
+from smp_records.records import FailureRecord
 
 PACKAGES = Path(__file__).resolve().parents[2] / "container"
 PATIENCE = 60.0

@@ -18,7 +18,7 @@ import torch
 from support import fake_slurm
 from support.jobs import ENTRYPOINTS, TINY
 
-from smp_launch.network import reserved_port
+from smp_launch.machine.network import reserved_port
 
 pytestmark = [pytest.mark.job, pytest.mark.full, pytest.mark.timeout(240)]
 
@@ -139,7 +139,7 @@ def test_torchrun_on_two_hosts(trained, tmp_path, hosts, inside):
 
 @pytest.mark.parametrize("inside", [[sys.executable], LAUNCH], ids=["mpirun", "mpirun smp-launch"])
 def test_mpirun_with_a_hostfile_of_two_hosts(trained, tmp_path, hosts, inside):
-    from smp_launch.command import OpenMpi
+    from smp_launch.mpirun.command import OpenMpi
 
     (first, enter), (second, _) = hosts
     (tmp_path / "hosts").write_text("".join(f"{host.address} slots=2\n" for host, _ in hosts))

@@ -94,10 +94,10 @@ def ranks_refuse(carried: dict[str, str], case: Drawn, patch: pytest.MonkeyPatch
     """What the launcher of each host and then the ranks say, until one refuses; the checks are their own."""
     import torch
 
-    from smp_launch.environment import TrainingEnvironment
-    from smp_launch.hosts import Layout
-    from smp_launch.job import Job
-    from smp_launch.tree import Tree
+    from smp_launch.machine.hosts import Layout
+    from smp_launch.mpirun.job import Job
+    from smp_launch.sagemaker.environment import TrainingEnvironment
+    from smp_launch.sagemaker.tree import Tree
     from smp_runtime.comm import control as planes
     from smp_runtime.job import ranks as places_of
     from smp_runtime.pipeline.schedule.policies import policy_named
@@ -134,7 +134,7 @@ def ranks_refuse(carried: dict[str, str], case: Drawn, patch: pytest.MonkeyPatch
                 joined, _ = places_of.Ranks.join(parameters, plane)
                 policy_named(joined.cfg.pipeline)
                 assert joined.size(Group.WORLD) == layout.world_size
-            from smp_config.timeline import steps_to_keep
+            from smp_records.timeline import steps_to_keep
 
             steps_to_keep(environ)
             if parameters.load_partition and case.instance_type is None and parameters.pipeline_parallel_degree > 1:
@@ -151,7 +151,7 @@ def one_mpirun() -> Iterator[None]:
     """It is asked for its version once, not for every configuration."""
     import os
 
-    from smp_launch.command import OpenMpi
+    from smp_launch.mpirun.command import OpenMpi
 
     found = OpenMpi.find(os.environ)
     with pytest.MonkeyPatch.context() as patch:

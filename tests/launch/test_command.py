@@ -9,9 +9,17 @@ import pytest
 
 from smp_config.errors import ConfigError
 from smp_config.mpi_options import parse_mpi_options
-from smp_launch.command import DIALECTS, OpenMpi, PrivateDirs, as_root, mpi_options, mpirun_command, without_scheduler
 from smp_launch.errors import LaunchError
-from smp_launch.hosts import Kind, Layout
+from smp_launch.machine.hosts import Kind, Layout
+from smp_launch.mpirun.command import (
+    DIALECTS,
+    OpenMpi,
+    PrivateDirs,
+    as_root,
+    mpi_options,
+    mpirun_command,
+    without_scheduler,
+)
 
 ONE = Layout(("algo-1",), 2, Kind.MPI)
 SIMULATED = Layout(("algo-1", "algo-2"), 2, Kind.MPI, simulated=True)

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from smp_config.disk_space import full_disk, has_room, no_more_files, note_room
-from smp_config.records import FailureRecord, format_failure, parse_failure
-from smp_launch import early_ends, output, supervise
-from smp_launch.command import as_root
-from smp_launch.ending import explain
-from smp_launch.failure import FailureCollector
+from smp_config.machine.disk_space import full_disk, has_room, no_more_files, note_room
+from smp_launch.failures import early_ends
+from smp_launch.failures.failure import FailureCollector
+from smp_launch.failures.fatal_errors import explain
 from smp_launch.isolated import program
-from smp_launch.output import Line, LineAssembler, WholeLines
-from smp_launch.rank_pipes import REPORT_VARIABLE
-from smp_launch.signals import StopRequests
+from smp_launch.machine import output
+from smp_launch.machine.output import Line, LineAssembler, WholeLines
+from smp_launch.machine.rank_pipes import REPORT_VARIABLE
+from smp_launch.machine.signals import StopRequests
+from smp_launch.mpirun.command import as_root
+from smp_launch.supervision import supervise
+from smp_records.records import FailureRecord, format_failure, parse_failure
 
 PACKAGES = str(Path(__file__).resolve().parents[2] / "container")
 
@@ -198,7 +200,7 @@ def test_mpirun_has_a_home(given):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 0), (signal.SIGTERM, 7)])
 def test_what_nohup_ignores_stays_ignored(number, code):
     body = (
-        "import os, signal, sys\nfrom smp_launch.signals import StopRequests\n"
+        "import os, signal, sys\nfrom smp_launch.machine.signals import StopRequests\n"
         "for each in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):\n    signal.signal(each, signal.SIG_IGN)\n"
         f"with StopRequests() as stop:\n    os.kill(os.getpid(), {int(number)})\n    sys.exit(7 if stop.read() else 0)"
     )
@@ -219,9 +221,9 @@ def test_a_job_whose_shell_ignores_signals_is_stopped(launcher):
 
 def test_room_is_told_as_it_was(tmp_path, monkeypatch):
     error = OSError(28, "No space left on device")
-    monkeypatch.setattr("smp_config.disk_space.free_space", lambda folder: "0 bytes are free")
+    monkeypatch.setattr("smp_config.machine.disk_space.free_space", lambda folder: "0 bytes are free")
     note_room(error, tmp_path)
-    monkeypatch.setattr("smp_config.disk_space.free_space", lambda folder: "all bytes are free")
+    monkeypatch.setattr("smp_config.machine.disk_space.free_space", lambda folder: "all bytes are free")
     assert "(0 bytes are free" in full_disk(error, tmp_path / "x")
     assert "ulimit -n" in no_more_files(OSError(24, "Too many open files"))
     assert no_more_files(OSError(2, "No such file")) is None

@@ -8,12 +8,12 @@ import pytest
 
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
-from smp_launch.environment import TrainingEnvironment
 from smp_launch.errors import LaunchError
-from smp_launch.hosts import LAYOUT_VARIABLE, Kind, Layout
-from smp_launch.locked_folders import LeaderStatus, StatusDir
-from smp_launch.rank import rank_variables
-from smp_launch.tree import Tree
+from smp_launch.machine.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
+from smp_launch.ranks.rank import rank_variables
+from smp_launch.sagemaker.environment import TrainingEnvironment
+from smp_launch.sagemaker.tree import Tree
 
 PARAMETERS = {
     "epochs": 3,

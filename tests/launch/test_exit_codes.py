@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from smp_config.records import FailureRecord, format_failure
-from smp_launch.failure import Cause, FailureCollector
-from smp_launch.output import Line, LineAssembler
-from smp_launch.processes import is_ending
-from smp_launch.signals import StopRequests
-from smp_launch.supervise import Supervisor
+from smp_launch.failures.failure import Cause, FailureCollector
+from smp_launch.machine.output import Line, LineAssembler
+from smp_launch.machine.processes import is_ending
+from smp_launch.machine.signals import StopRequests
+from smp_launch.supervision.supervise import Supervisor
+from smp_records.records import FailureRecord, format_failure
 
 RULE = "-" * 74
 

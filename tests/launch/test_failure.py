@@ -9,10 +9,10 @@ import uuid
 
 import pytest
 
-from smp_config.records import FAILURE_CHARACTERS, FailureRecord, format_failure
-from smp_launch import ending
-from smp_launch.failure import Cause, FailureCollector, write_failure
-from smp_launch.output import Line
+from smp_launch.failures import fatal_errors
+from smp_launch.failures.failure import Cause, FailureCollector, write_failure
+from smp_launch.machine.output import Line
+from smp_records.records import FAILURE_CHARACTERS, FailureRecord, format_failure
 
 RULE = "-" * 74
 
@@ -210,7 +210,7 @@ def test_a_tensor_that_is_taken_for_a_step_output_is_explained():
     for name, words in (("reduce_mean", "has reduce_mean()"), ("reduse_mean", "no attribute 'reduse_mean'")):
         with pytest.raises(AttributeError) as raised:
             getattr(Tensor(), name)
-        ending.explain(raised.value)
+        fatal_errors.explain(raised.value)
         assert str(raised.value).startswith(f"'Tensor' object has no attribute {name!r}")
         assert str(raised.value).endswith(words)
 
@@ -221,11 +221,11 @@ def test_a_tensor_that_is_taken_for_a_step_output_is_explained():
 def test_a_channel_that_the_job_lacks_is_named(monkeypatch, channels, has):
     monkeypatch.setenv("SM_CHANNELS", channels)
     error = _raised("SM_CHANNEL_TRAIN")
-    ending.explain(error)
+    fatal_errors.explain(error)
     assert f"the job has no channel 'train' ({has}); give it one: fit(" in str(error)
     for other in ("SM_CHANNELS", 3):
         error = _raised(other)
-        ending.explain(error)
+        fatal_errors.explain(error)
         assert error.args == (other,)
 
 
@@ -233,8 +233,8 @@ def test_equal_errors_of_several_ranks_are_printed_once(capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     value = uuid.uuid4().hex  # errors that were told are known as long as the process lives
     for rank in range(3):
-        ending.show(_raised(value), rank)
-    ending.show(_raised("another"), 3)
+        fatal_errors.show(_raised(value), rank)
+    fatal_errors.show(_raised("another"), 3)
     said = capsys.readouterr().err
     assert said.count("Traceback (most recent call last)") == 2
     assert said.count(f"KeyError: '{value}'") == 1
@@ -256,11 +256,11 @@ def test_an_error_that_stands_for_another_rank_s_is_not_printed_again(capsys, mo
     monkeypatch.setattr(sys, "excepthook", hook)
     origin = _raised(uuid.uuid4().hex)
     record = FailureRecord.of(0, "algo-1", origin, "".join(traceback.format_exception(origin)))
-    ending.show(origin, 0)
+    fatal_errors.show(origin, 0)
     capsys.readouterr()
     try:
         raise RuntimeError(f"on rank 0: {record.traceback}") from origin
     except RuntimeError as error:
         error.failure = record
-        ending.show(error, 1)
+        fatal_errors.show(error, 1)
     assert capsys.readouterr().err.splitlines() == ["rank 1: the same KeyError of rank 0", "and more"]

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from smp_launch.errors import LaunchError, Stopped
-from smp_launch.followers import PATIENCE_VARIABLE, Followers
-from smp_launch.locked_folders import LeaderStatus, StatusDir
-from smp_launch.login import FOLLOW, environment_of
-from smp_launch.signals import StopRequests
-from smp_launch.ssh import PORT_VARIABLE, TRUSTED_VARIABLE, Client, port, trusted_addresses
+from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
+from smp_launch.machine.signals import StopRequests
+from smp_launch.remote.login import FOLLOW, environment_of
+from smp_launch.remote.remote_hosts import PATIENCE_VARIABLE, Followers
+from smp_launch.remote.ssh import PORT_VARIABLE, TRUSTED_VARIABLE, Client, port, trusted_addresses
 
 PACKAGES = Path(__file__).resolve().parents[2] / "container"
 
@@ -36,7 +36,7 @@ def client(tmp_path):
         program = tmp_path / "ssh"
         program.write_text(
             f"#!/bin/sh\n{before}\n"
-            f'PYTHONPATH={PACKAGES} SSH_ORIGINAL_COMMAND="$4" exec {sys.executable} -m smp_launch.login '
+            f'PYTHONPATH={PACKAGES} SSH_ORIGINAL_COMMAND="$4" exec {sys.executable} -m smp_launch.remote.login '
             f"{os.getpid()} $3 {tmp_path}/status-$3\n"
         )
         program.chmod(program.stat().st_mode | stat.S_IEXEC)

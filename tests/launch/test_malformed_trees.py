@@ -12,10 +12,10 @@ import pytest
 
 import smp_launch.__main__ as launcher_program
 from smp_config.errors import ConfigError
-from smp_launch.command import check_size
-from smp_launch.environment import seconds_of
-from smp_launch.model_trainer import launcher_variables
-from smp_launch.tree import BASE_VARIABLE
+from smp_launch.mpirun.command import check_size
+from smp_launch.sagemaker.environment import seconds_of
+from smp_launch.sagemaker.model_trainer import launcher_variables
+from smp_launch.sagemaker.tree import BASE_VARIABLE
 
 Change = Callable[[Any], None]
 
@@ -100,7 +100,9 @@ def test_the_file_and_the_field_are_named(
 ) -> None:
     job = launcher.job("")
     change(job)
-    monkeypatch.setattr("smp_launch.supervise.Supervisor.run", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(
+        "smp_launch.supervision.supervise.Supervisor.run", lambda *_: pytest.fail("a process was started")
+    )
     environ = {BASE_VARIABLE: str(job.tree()), "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
     assert launcher_program.run(None, environ) == 2  # type: ignore[arg-type]
     said = job.failure()
@@ -156,7 +158,9 @@ def test_a_full_disk_under_the_launcher_is_named(launcher: Any, monkeypatch: pyt
 def test_secrets_do_not_appear_in_the_first_line(launcher: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     job = launcher.job("", hyperparameters={"hub_token": "s3cr3t-thing", "lr": 0.5})
     seen: list[list[str]] = []
-    monkeypatch.setattr("smp_launch.supervise.Supervisor.run", lambda _, command, *__: seen.append(command) or 1 / 0)
+    monkeypatch.setattr(
+        "smp_launch.supervision.supervise.Supervisor.run", lambda _, command, *__: seen.append(command) or 1 / 0
+    )
     environ = {BASE_VARIABLE: str(job.tree()), "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
     assert launcher_program.run(None, environ) == 1  # type: ignore[arg-type]
     said = capfd.readouterr()

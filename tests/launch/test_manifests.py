@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from smp_config import ModelParallelParameters
-from smp_config.values import dictionary
+from smp_config.formats.values import dictionary
+from smp_launch.anywhere.detect_launcher import Given, recognise
 from smp_launch.anywhere.run_command import run_script
-from smp_launch.anywhere.surroundings import Given, recognise
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from smp_launch.network import network_defaults, shared_memory_warning, usable_interface
+from smp_launch.machine.network import network_defaults, shared_memory_warning, usable_interface
 
 MIB = 2**20
 
@@ -65,6 +65,6 @@ def test_between_machines_the_default_route_stands_in_for_a_missing_interface(tm
 
 
 def test_loopback_is_called_as_the_system_calls_it(monkeypatch, tmp_path):
-    monkeypatch.setattr("smp_launch.network.LOOPBACK", "lo0")
+    monkeypatch.setattr("smp_launch.machine.network.LOOPBACK", "lo0")
     assert usable_interface("lo", True, tmp_path / "missing") == "lo0"
     assert usable_interface("eth0", False, tmp_path / "missing") == "eth0"

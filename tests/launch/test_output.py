@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from smp_launch.output import Line, LineAssembler
-from smp_launch.supervise import show
+from smp_launch.machine.output import Line, LineAssembler
+from smp_launch.supervision.supervise import show
 
 #: What Open MPI 4.1 writes when rank 1 speaks in the middle of rank 0's line.
 FRAGMENTS = (

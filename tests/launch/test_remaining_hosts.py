@@ -10,12 +10,12 @@ import pytest
 
 from smp_config.job import JobSettings
 from smp_config.recovery import PARAMETERS_VARIABLE, READERS_VARIABLE
-from smp_launch.environment import TrainingEnvironment
-from smp_launch.hosts import LAYOUT_VARIABLE, Layout
-from smp_launch.job import Job
-from smp_launch.locked_folders import StatusDir
-from smp_launch.remaining_hosts import Neighbours, RemainingHosts, lost_of
-from smp_launch.tree import Tree
+from smp_launch.machine.hosts import LAYOUT_VARIABLE, Layout
+from smp_launch.machine.locked_folders import StatusDir
+from smp_launch.mpirun.job import Job
+from smp_launch.remote.remaining_hosts import Neighbours, RemainingHosts, lost_of
+from smp_launch.sagemaker.environment import TrainingEnvironment
+from smp_launch.sagemaker.tree import Tree
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 
 from smp_config.errors import ConfigError
 from smp_config.recovery import interval_steps, max_restarts, restart_count, wants_memory
-from smp_launch import restarts
-from smp_launch.failure import Cause
-from smp_launch.restarts import Attempt, Restarts
-from smp_launch.signals import StopRequests
+from smp_launch.failures.failure import Cause
+from smp_launch.machine.signals import StopRequests
+from smp_launch.supervision import restarts
+from smp_launch.supervision.restarts import Attempt, Restarts
 
 
 def killed(step, pid=4711, rank=1):
@@ -157,7 +157,7 @@ def test_what_variables_may_say():
 FAILS = """
 import os, signal, time
 from pathlib import Path
-from smp_config.whereabouts import here
+from smp_records.rank_record import here
 rank, count = os.environ["SMP_RANK"], int(os.environ["SMP_RESTART_COUNT"])
 folder = Path(os.environ["SMP_MEMORY_FOLDER"])
 Path(f"../output/data/{rank}.{count}").write_text(str(folder))

@@ -231,7 +231,7 @@ def test_what_cannot_start_is_told_before_anything_does(folder, capfd, words, en
 
 FAILS = """
 import os, sys, time
-from smp_config.whereabouts import here
+from smp_records.rank_record import here
 count = int(os.environ["SMP_RESTART_COUNT"])
 here().begin_step()
 print("rank", os.environ["SMP_RANK"], "start", count, len(os.environ["SMP_JOB_SECRET"]), flush=True)

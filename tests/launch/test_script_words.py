@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from smp_launch.script_words import forgive_parameters
+from smp_launch.ranks.script_words import forgive_parameters
 
 WORDS = ["--lr", "0.5", "--mp_parameters", "ddp=True,partitions=2", "--out", "x"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.matrix import sampled
 
-from smp_config.records import FAILURE_CHARACTERS
+from smp_records.records import FAILURE_CHARACTERS
 
 PACKAGES = Path(__file__).parents[2] / "container"
 
@@ -358,7 +358,7 @@ def test_a_shell_script_without_anybody_who_saves_is_told_as_stopped(launcher):
 def test_a_stop_after_the_job_s_end_changes_nothing():
     """Docker Compose stops every container once the first has ended, and may find a launcher on its last lines."""
     code = (
-        "import os, signal\nfrom smp_launch.signals import StopRequests\n"
+        "import os, signal\nfrom smp_launch.machine.signals import StopRequests\n"
         "with StopRequests() as stop:\n    {ended}\nos.kill(os.getpid(), signal.SIGTERM)\nraise SystemExit(1)"
     )
     for ended, expected in (("stop.job_has_ended()", 1), ("pass", -signal.SIGTERM)):

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from smp_launch import supervise
-from smp_launch.failure import FailureCollector
-from smp_launch.processes import descendants, kill_descendants
-from smp_launch.signals import StopRequests
+from smp_launch.failures.failure import FailureCollector
+from smp_launch.machine.processes import descendants, kill_descendants
+from smp_launch.machine.signals import StopRequests
+from smp_launch.supervision import supervise
 
 
 def supervised(code, **options):

@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from smp_config import ConfigError
-from smp_config.interfaces import LOOPBACK, addresses, interface_towards
+from smp_config.machine.interfaces import LOOPBACK, addresses, interface_towards
+from smp_launch.anywhere.detect_launcher import Given, Kind, derived_port, first_host, recognise
 from smp_launch.anywhere.plain_rank import prepare, rank_variables
-from smp_launch.anywhere.surroundings import Given, Kind, derived_port, first_host, recognise
 
 HERE = socket.gethostname()
 MEETING = {"MASTER_ADDR": "node01", "MASTER_PORT": "29400"}

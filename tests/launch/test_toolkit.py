@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from smp_launch import toolkit
+from smp_launch.sagemaker import toolkit
 
 
 @pytest.fixture

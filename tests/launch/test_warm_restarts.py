@@ -20,11 +20,11 @@ import pytest
 from support.matrix import sampled
 
 from smp_config.errors import ConfigError
+from smp_launch.anywhere.detect_launcher import Kind, Surroundings
 from smp_launch.anywhere.plain_rank import SURROUNDINGS_VARIABLE, to_text
-from smp_launch.anywhere.surroundings import Kind, Surroundings
-from smp_launch.warm import messages
+from smp_launch.ranks import messages
+from smp_launch.ranks.imports import installed
 from smp_launch.warm.conditions import conditions, other_condition, other_variable
-from smp_launch.warm.imports import installed
 from smp_launch.warm.standby import WARM_VARIABLE, standby
 
 #: No process of these tests takes longer, unless it hangs.
@@ -34,7 +34,7 @@ PATIENCE = 30.0
 SCRIPT = """
 import os, json, signal, sys, threading, time, random
 import helper
-from smp_config.whereabouts import here
+from smp_records.rank_record import here
 
 here().begin_step()
 here().begin_step()
@@ -285,7 +285,7 @@ DRIVER = (
     ],
 )
 def test_what_forks_must_not_share(imported, why):
-    code = f"import sys; from smp_launch.warm.imports import Shared; before = Shared.now()\n{imported}\nprint(before.unfit())"
+    code = f"import sys; from smp_launch.ranks.imports import Shared; before = Shared.now()\n{imported}\nprint(before.unfit())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_with_path())
     assert (why or "None") in found.stdout
 
@@ -357,7 +357,7 @@ def test_messages_with_descriptors():
 )
 def test_where_nothing_is_kept_ready(tmp_path, value, script, wanted):
     with standby({**os.environ, WARM_VARIABLE: value}, script, tmp_path, wanted=wanted) as ready:
-        program = [sys.executable, "-m", "smp_launch.rank", "--", script]
+        program = [sys.executable, "-m", "smp_launch.ranks.rank", "--", script]
         assert (ready.pids, ready.variables()) == ((), {})
         assert ready.program(program, is_restart=True, whose="group") == program
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.libraries.trainer_steps import ShortBatch
-from smp_runtime.libraries.trl import add_reference
+from smp_integrations.trainer_steps import ShortBatch
+from smp_integrations.trl import add_reference
 
 SHARDS = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 10, "sdp_gradient_clipping": 1e6}
 

@@ -25,9 +25,9 @@ from smp_config import ConfigError, ModelParallelParameters  # noqa: E402
 from smp_config.distributed_config import FIELDS, as_distribution  # noqa: E402
 from smp_config.job import decoded_hyperparameter  # noqa: E402
 from smp_estimator.model_trainer import ModelParallel  # noqa: E402
-from smp_estimator.model_trainer.driver import smp_driver  # noqa: E402
-from smp_launch import model_trainer as launched  # noqa: E402
-from smp_launch.environment import words_of  # noqa: E402
+from smp_estimator.sdk_v3.driver import smp_driver  # noqa: E402
+from smp_launch.sagemaker import model_trainer as launched  # noqa: E402
+from smp_launch.sagemaker.environment import words_of  # noqa: E402
 
 #: Wrong arguments, and what the refusal must name.
 WRONG: list[tuple[dict[str, Any], str]] = [

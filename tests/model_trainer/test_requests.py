@@ -25,7 +25,7 @@ from sagemaker.train.tuner import HyperparameterTuner  # noqa: E402
 from smp_config import ConfigError  # noqa: E402
 from smp_estimator.cloud import image_table, images  # noqa: E402
 from smp_estimator.model_trainer import ModelParallel, ModelTrainer  # noqa: E402
-from smp_estimator.sdk_functions import config_for_framework  # noqa: E402
+from smp_estimator.sdk.functions import config_for_framework  # noqa: E402
 
 PARALLEL = {"parameters": {"partitions": 4, "ddp": True, "placement_strategy": "PTD"}, "processes_per_host": 8}
 

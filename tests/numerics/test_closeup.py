@@ -16,11 +16,11 @@ from support.numerics_training import DEGREES
 from support.recorded_steps import HEAD, STEP, changed
 
 from smp_config import ConfigError
-from smp_config.numerics import Closeup, Head, KeptTensor, Moment, Start
 from smp_estimator.numerics.bisection import Bisection, Saved
-from smp_estimator.numerics.closeup import CloseupFiles, Names, Whole, differences, order_of_samples
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import Key, RecordedRun
+from smp_estimator.numerics.tensor_diff import CloseupFiles, Names, Whole, differences, order_of_samples
+from smp_records.numerics import Closeup, Head, KeptTensor, Moment, Start
 
 SPLIT = [
     replace(HEAD, rank=rank, world=2, degrees={**HEAD.degrees, "tp": 2}, place={"pp": 0, "tp": rank, "rdp": 0})

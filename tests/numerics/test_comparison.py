@@ -12,11 +12,11 @@ import pytest
 from support.command_line import call, flat
 from support.recorded_steps import HEAD, STEP, changed, value
 
-from smp_config.numerics import NUMBERS_OF_CALL, PROJECTIONS, Moment, Value, head_line, moment_line
+from smp_estimator.figures.error_growth import save_picture
 from smp_estimator.numerics.comparison import compare
-from smp_estimator.numerics.picture import save_picture
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.report import verdict
+from smp_records.numerics import NUMBERS_OF_CALL, PROJECTIONS, Moment, Value, head_line, moment_line
 
 
 def run(values: Iterable[Value] = STEP, steps: int = 2, name: str = "A", **head: Any) -> RecordedRun:

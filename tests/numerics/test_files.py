@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from smp_config import ConfigError
-from smp_config.numerics import (
+from smp_estimator.numerics.recorded_run import RecordedRun
+from smp_records.numerics import (
     PROJECTIONS,
     Guards,
     Head,
@@ -22,7 +23,6 @@ from smp_config.numerics import (
     moment_line,
     parse,
 )
-from smp_estimator.numerics.recorded_run import RecordedRun
 
 HEAD = Head(1, 0, 1, {"pp": 1, "tp": 1, "rdp": 1, "sharded": 1}, {"pp": 0, "tp": 0, "rdp": 0}, 1, 1, 1, 0.0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.numerics.checksums import checksum
+from smp_tools.numerics.checksums import checksum
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from smp_config.numerics import GRADIENT, PROJECTIONS, UPDATE
 from smp_estimator.numerics.recorded_run import RecordedRun
+from smp_records.numerics import GRADIENT, PROJECTIONS, UPDATE
 from smp_runtime.checkpoint.files.tensor_regions import Region
-from smp_runtime.numerics.sketch import bits_of, sketch_of
+from smp_tools.numerics.sketch import bits_of, sketch_of
 
 SHAPES = [(), (0,), (3,), (2, 0, 3), *((2, 3, *[2] * more) for more in range(7))]
 STORAGE_ONLY = ("float4_e2m1fn_x2", "bits8", "uint4")
@@ -136,7 +136,7 @@ def test_an_error_of_the_recorder_ends_the_recording_only(
     caplog: pytest.LogCaptureFixture,
     place: str,
 ) -> None:
-    from smp_runtime.numerics import module_watch, recorder
+    from smp_tools.numerics import module_watch, recorder
 
     session = solo({})
     step, optimizer = _training(tmp_path)

@@ -10,10 +10,10 @@ import pytest
 from support.matrix import sampled
 from support.numerics_training import DEGREES
 
-from smp_config.numerics import PHASES
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.report import verdict
+from smp_records.numerics import PHASES
 
 
 def _train(folder: str, config: dict[str, Any], kind: str, every: int) -> int:

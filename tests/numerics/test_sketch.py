@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from smp_config.numerics import PROJECTIONS, SMALL
 from smp_estimator.numerics.recorded_run import distance
+from smp_records.numerics import PROJECTIONS, SMALL
 from smp_runtime.checkpoint.files.tensor_regions import Region
-from smp_runtime.numerics.journal import part_name
-from smp_runtime.numerics.sketch import Sketch, bits_of, sketch_of
+from smp_tools.numerics.journal import part_name
+from smp_tools.numerics.sketch import Sketch, bits_of, sketch_of
 
 
 def projections(sketch: Sketch) -> list[float]:

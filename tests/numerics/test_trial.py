@@ -12,11 +12,11 @@ from support.command_line import call, flat
 from torch import nn
 
 from smp_config import ConfigError
-from smp_config.numerics import Trial
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.verification import NO_DROPOUT, Verification
-from smp_runtime.numerics.trial import still
+from smp_records.numerics import Trial
+from smp_tools.numerics.trial import still
 
 
 class _Own(nn.Module):

@@ -13,7 +13,7 @@ from support.rank_training import training_step, updates
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentParameter, AbsentTensor, absent_parameter
+from smp_runtime.microbatch_state.remote_stubs import AbsentAttribute, AbsentParameter, AbsentTensor, absent_parameter
 from smp_runtime.pipeline.transport.tensor_channels import dense
 from smp_runtime.tensors.torch_private import swap_contents
 
@@ -150,7 +150,7 @@ def _teaching(stage_of_teacher, case):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentParameter
+    from smp_runtime.microbatch_state.remote_stubs import AbsentAttribute, AbsentParameter
 
     torch.manual_seed(0)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.module_state.attribute_watch import AttributeWatch
-from smp_runtime.module_state.attributes import Attributes
-from smp_runtime.module_state.entries import Entries
+from smp_runtime.microbatch_state.attribute_watch import AttributeWatch
+from smp_runtime.microbatch_state.attributes import Attributes
+from smp_runtime.microbatch_state.entries import Entries
 from smp_runtime.pipeline.partition.tracing import trace
 
 PATCHABLE = ("__call__", "__getattr__", "__getattribute__", "__setattr__", "__init__")

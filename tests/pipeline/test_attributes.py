@@ -10,7 +10,7 @@ from support.closeness import close
 from support.reference import Alone, divided
 from torch import nn
 
-from smp_runtime.module_state.attributes import Attributes
+from smp_runtime.microbatch_state.attributes import Attributes
 
 WIDTH, BATCH, STEPS, MICROBATCHES = 6, 8, 7, 4
 

@@ -11,7 +11,7 @@ import torch
 from support.closeness import close
 from torch import nn
 
-from smp_runtime.module_state.compiled_blocks import CompiledForward, Kind, eagerly, is_compiled
+from smp_runtime.microbatch_state.compiled_blocks import CompiledForward, Kind, eagerly, is_compiled
 
 
 class Block(nn.Module):

@@ -319,7 +319,7 @@ def test_an_error_of_the_rank_that_receives_a_tensor_is_told_as_its_own_on_every
 
 
 def test_a_failure_record_of_an_error_that_another_rank_raised_is_that_ranks():
-    from smp_config.records import FailureRecord
+    from smp_records.records import FailureRecord
     from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, error_of, message_of
 
     try:

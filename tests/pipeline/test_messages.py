@@ -68,7 +68,7 @@ def test_messages_are_the_same_after_their_way():
 
     from smp_runtime.pipeline.transport import messages as protocol
     from smp_runtime.pipeline.transport.messages import Back, Call, Done, Modes, Reply, Slot, Value, named, plain
-    from smp_runtime.tensors.handles import Meta
+    from smp_runtime.tensors.remote_tensor import Meta
 
     name = ("A", 1, (0, 2), 0)
     slots = (Slot(name, 0, Meta((2, 3), torch.bfloat16, "cpu", True), True), None)

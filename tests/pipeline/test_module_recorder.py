@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smdistributed.modelparallel.torch as smp
-from smp_config.rate_card import measured_durations
-from smp_config.timeline import parse_timeline
 from smp_estimator.timeline.steps import JobTimeline
+from smp_records.rate_card import measured_durations
+from smp_records.timeline import parse_timeline
 from smp_runtime.pipeline.observe.module_recorder import ModuleRecorder
 from smp_runtime.pipeline.observe.recorder import Recorder
 from smp_runtime.tensors import computing_time

@@ -13,8 +13,8 @@ from torch import nn
 
 from smp_config.in_flight import in_flight_counts
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.partition.best_cuts import best_cuts
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, balance
+from smp_runtime.pipeline.partition.linear_partition import best_cuts
 from smp_runtime.pipeline.partition.module_tree import (
     Flow,
     ForeignUse,

@@ -20,8 +20,8 @@ def _watched(name, steps, options, policy=None):
     from support.pipeline_training import staged
 
     import smdistributed.modelparallel.torch as smp
-    import smp_runtime.pipeline.execution.conductor as tasks
     import smp_runtime.pipeline.execution.module_server as server
+    import smp_runtime.pipeline.execution.task_scheduler as tasks
     import smp_runtime.pipeline.execution.value_store as values
     from smp_runtime.pipeline.schedule.policies import POLICIES
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentAttributes
+from smp_runtime.microbatch_state.remote_stubs import AbsentAttribute, AbsentAttributes
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 from smp_runtime.pipeline.partition.tracing import trace

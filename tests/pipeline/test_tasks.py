@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from smp_runtime.pipeline.execution.conductor import Conductor
 from smp_runtime.pipeline.execution.task import Task
+from smp_runtime.pipeline.execution.task_scheduler import Conductor
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.schedule.policies import POLICIES
 

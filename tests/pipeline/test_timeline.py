@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smp_config import ConfigError
-from smp_config.timeline import parse_timeline
+from smp_records.timeline import parse_timeline
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.observe.recorder import (
     ClockSample,

@@ -108,7 +108,7 @@ def test_equals_one_process(ranks, form, schedule):
 
 
 def test_tracing_leaves_parameters_as_they_were():
-    from smp_runtime.module_state.snapshot import restored
+    from smp_runtime.microbatch_state.snapshot import restored
 
     for form in FORMS[:-1]:
         net = _net(form)

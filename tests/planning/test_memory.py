@@ -8,7 +8,7 @@ import pytest
 
 from smp_config import ConfigError
 from smp_estimator.planning import Kind, ModelShape, Plan, Workload, plan, suggest
-from smp_estimator.planning.activations import LayerCost, checkpoint_bytes, layer_bytes
+from smp_estimator.planning.memory.activations import LayerCost, checkpoint_bytes, layer_bytes
 
 SHAPE = ModelShape(8, 1024, 16, 32_000, 512)
 COUNT = SHAPE.parameters

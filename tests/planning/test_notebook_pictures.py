@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 import pytest
 
 from smp_config import ConfigError, Group, Topology
-from smp_config.rehearsal import KindReport, MemoryOverTime, ModuleWork, Rehearsal, RehearsalRequest
-from smp_estimator.pictures.memory import memory_areas
-from smp_estimator.pictures.partition import Partition, read_partition
-from smp_estimator.pictures.placement import Placement
-from smp_estimator.pictures.svg import COLOURS, ink_on, shortened
+from smp_estimator.figures.partition import Partition, read_partition
+from smp_estimator.figures.placement import Placement
+from smp_estimator.figures.svg import COLOURS, ink_on, shortened
 from smp_estimator.planning import plan
 from smp_estimator.rehearsal.result import Rehearsed
 from smp_estimator.timeline.memory import MemoryCurve
+from smp_estimator.timeline.memory_figure import memory_areas
+from smp_records.rehearsal import KindReport, MemoryOverTime, ModuleWork, Rehearsal, RehearsalRequest
 
 SVG = "{http://www.w3.org/2000/svg}"
 

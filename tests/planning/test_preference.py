@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from smp_config import ConfigError
-from smp_config.instances import instances
+from smp_config.machine.instances import instances
+from smp_estimator.cli.commands.planning import suggest as suggest_command
 from smp_estimator.cli.main import main
-from smp_estimator.cli.planning import suggest as suggest_command
 from smp_estimator.planning import Cluster, Suggestion, Verdict, plan, suggest
-from smp_estimator.planning.search.ladder import climb, fitting, has_room, sharded
+from smp_estimator.planning.search.heuristic_steps import climb, fitting, has_room, sharded
 from smp_estimator.planning.search.preference import PREFERENCES
 
 

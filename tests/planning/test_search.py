@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from smp_config import ConfigError
-from smp_config.instances import instances
+from smp_config.machine.instances import instances
 from smp_estimator.planning import Verdict, plan, suggest
 from smp_estimator.planning.search.clusters import MOST_INSTANCES
 

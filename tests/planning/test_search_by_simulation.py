@@ -13,7 +13,6 @@ from support.chains import makespan, segments
 
 from smp_config import ConfigError, Group
 from smp_config.in_flight import in_flight_counts
-from smp_config.rate_card import Link, RateCard
 from smp_estimator.planning.batches import idle_fraction, layers_of_stage
 from smp_estimator.planning.request import Request, request_for
 from smp_estimator.planning.search.bounds import Needs
@@ -26,6 +25,7 @@ from smp_estimator.planning.search.branch_and_bound import (
 )
 from smp_estimator.planning.search.planned import region_of, search_plans
 from smp_estimator.planning.search.space import LEVELS, Configuration, Space
+from smp_records.rate_card import Link, RateCard
 from smp_runtime.pipeline.schedule import planner
 from smp_runtime.pipeline.schedule.policies import policy_named
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from smp_config import ConfigError, Group, Topology
-from smp_estimator.planning.topology_picture import appearance, group_text, picture_title, save_png, shown_groups
+from smp_estimator.figures.topology import appearance, group_text, picture_title, save_png, shown_groups
 
 EXAMPLE = Topology(32, tensor=4, sharded=4)
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from smp_config.rehearsal import Failure
 from smp_estimator.rehearsal import RehearsalFailed, rehearse
 from smp_estimator.rehearsal.rehearse import _failure_text
-from smp_runtime.rehearsal import calls
-from smp_runtime.rehearsal.calls import Agreement, CallLog, file_of_calls
-from smp_runtime.rehearsal.said import Said
+from smp_records.rehearsal import Failure
+from smp_tools.rehearsal import calls
+from smp_tools.rehearsal.calls import Agreement, CallLog, file_of_calls
+from smp_tools.rehearsal.message_log import Said
 
 SCRIPT = Path(__file__).with_name("gpt_script.py")
 PIPELINE = {"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2}

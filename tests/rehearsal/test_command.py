@@ -7,8 +7,13 @@ import pytest
 from click.testing import CliRunner
 
 from smp_config import ConfigError
-from smp_config.instances import instance
-from smp_config.rehearsal import (
+from smp_config.machine.instances import instance
+from smp_estimator.cli.main import main
+from smp_estimator.planning import Verdict
+from smp_estimator.rehearsal import RehearsalFailed, Rehearsed, rehearse
+from smp_estimator.rehearsal.figures import links_of, save_links, save_memory
+from smp_estimator.rehearsal.rehearse import _environment
+from smp_records.rehearsal import (
     CollectiveCount,
     Holder,
     KindReport,
@@ -20,11 +25,6 @@ from smp_config.rehearsal import (
     TimedBlock,
     read_request,
 )
-from smp_estimator.cli.main import main
-from smp_estimator.planning import Verdict
-from smp_estimator.rehearsal import RehearsalFailed, Rehearsed, rehearse
-from smp_estimator.rehearsal.pictures import links_of, save_links, save_memory
-from smp_estimator.rehearsal.rehearse import _environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpt_script.py")

@@ -8,8 +8,8 @@ from smp_config import Coordinates, Group, Topology
 from smp_runtime.comm.authentication import Seal
 from smp_runtime.comm.control import Arrival
 from smp_runtime.errors import SMPUserError
-from smp_runtime.rehearsal.control import Kinds, RehearsedControl
-from smp_runtime.rehearsal.said import Said
+from smp_tools.rehearsal.control import Kinds, RehearsedControl
+from smp_tools.rehearsal.message_log import Said
 
 
 class Wire:
@@ -163,7 +163,7 @@ def test_tensors_that_ranks_tell_each_other_travel_and_files_stay_empty(tmp_path
     import torch
 
     from smp_runtime.errors import SMPRuntimeError
-    from smp_runtime.rehearsal import rank
+    from smp_tools.rehearsal import rank
 
     monkeypatch.setattr(torch, "save", rank._save_nothing)
     told = pickle.loads(pickle.dumps({"a": torch.arange(5.0)}))

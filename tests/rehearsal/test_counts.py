@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_config.rate_card import Measured
+from smp_records.rate_card import Measured
 from smp_runtime.activations import offloading
-from smp_runtime.rehearsal.memory import LiveMemory, Where, by_kind
-from smp_runtime.rehearsal.operations import Unperformed
-from smp_runtime.rehearsal.phases import Phases
-from smp_runtime.rehearsal.traffic import AbsentCollectives, CountedCollectives, DirectCollectives, Ledger
-from smp_runtime.rehearsal.work import Clock, ModuleTimes, TimedWork
 from smp_runtime.tensors.torch_private import absent_store
+from smp_tools.rehearsal.fake_collectives import AbsentCollectives, CountedCollectives, DirectCollectives, Ledger
+from smp_tools.rehearsal.memory import LiveMemory, Where, by_kind
+from smp_tools.rehearsal.phases import Phases
+from smp_tools.rehearsal.skip_compute_mode import Unperformed
+from smp_tools.rehearsal.work import Clock, ModuleTimes, TimedWork
 
 FORWARD = Where("forward", "blocks.1")
 

@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from smp_config import ConfigError
-from smp_config.rehearsal import input_shapes
 from smp_estimator.rehearsal import rehearse
 from smp_estimator.rehearsal.rehearse import steps_of_epochs
-from smp_runtime.rehearsal.data import Loaders
+from smp_records.rehearsal import input_shapes
+from smp_tools.rehearsal.data import Loaders
 from tests.rehearsal.test_command import kind, rehearsed
 
 SCRIPT = Path(__file__).with_name("loader_script.py")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from smp_config import ConfigError
-from smp_config.rate_card import Link, RateCard
-from smp_config.timeline import RankTimeline, StepTimeline
 from smp_estimator.rehearsal import rehearse
+from smp_records.rate_card import Link, RateCard
+from smp_records.timeline import RankTimeline, StepTimeline
 
 CHAIN = Path(__file__).with_name("chain_script.py")
 FORWARD, BACKWARD, MICROBATCHES = 0.020, 0.040, 8

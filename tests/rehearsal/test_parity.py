@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_config.rehearsal import KindReport, RehearsalRequest
+from smp_records.rehearsal import KindReport, RehearsalRequest
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
@@ -143,7 +143,7 @@ def rehearsed(folder, parameters, ranks, words):
     )
     asked = folder / "request.json"
     asked.write_text(request.model_dump_json())
-    run(["-m", "smp_runtime.rehearsal.rank", asked, SCRIPT, *words], parameters)
+    run(["-m", "smp_tools.rehearsal.rank", asked, SCRIPT, *words], parameters)
     return [KindReport.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("kind-*.json"))]
 
 

@@ -13,14 +13,14 @@ from support.chains import makespan
 
 from smp_config import ModelParallelParameters
 from smp_config.in_flight import in_flight_counts
-from smp_config.rate_card import RateCard
-from smp_config.rehearsal import KindReport, MemoryOverTime, ModuleWork, Rehearsal, RehearsalRequest
 from smp_estimator.planning.batches import layers_of_stage
 from smp_estimator.planning.search.bounds import least_bytes, least_seconds
 from smp_estimator.planning.search.planned import configuration_of_settings
 from smp_estimator.rehearsal.least_work import Alone
 from smp_estimator.rehearsal.result import Rehearsed
 from smp_estimator.rehearsal.search import ScriptSuggestion, suggest_for_script
+from smp_records.rate_card import RateCard
+from smp_records.rehearsal import KindReport, MemoryOverTime, ModuleWork, Rehearsal, RehearsalRequest
 
 if TYPE_CHECKING:
     from smp_estimator.planning.search.space import Configuration

@@ -12,8 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from smp_config import ConfigError, ModelParallelParameters
-from smp_config.rate_card import RateCard
-from smp_config.rehearsal import KindReport, MemoryOverTime, ModuleWork, Rehearsal, RehearsalRequest
 from smp_estimator.cli.main import main
 from smp_estimator.planning import Verdict
 from smp_estimator.rehearsal import rehearse
@@ -21,6 +19,8 @@ from smp_estimator.rehearsal import search as script_search
 from smp_estimator.rehearsal.least_work import Alone, Grows
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed
 from smp_estimator.rehearsal.search import ScriptSuggestion, suggest_for_script
+from smp_records.rate_card import RateCard
+from smp_records.rehearsal import KindReport, MemoryOverTime, ModuleWork, Rehearsal, RehearsalRequest
 
 #: 400 million parameters in 8 blocks, fp32 with Adam; 10^12 operations of a sample forward.
 ELEMENTS, BLOCKS, FORWARD = 400_000_000, 8, 1e12

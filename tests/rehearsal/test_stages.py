@@ -9,7 +9,7 @@ from torch import nn
 
 from smp_estimator.planning import Verdict
 from smp_estimator.rehearsal import rehearse
-from smp_runtime.rehearsal.holdings import Holdings
+from smp_tools.rehearsal.module_inventory import Holdings
 from tests.rehearsal.test_command import GIB, kind, rehearsed
 
 SCRIPT = Path(__file__).with_name("stages_script.py")

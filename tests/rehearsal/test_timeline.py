@@ -5,14 +5,14 @@ import torch
 from click.testing import CliRunner
 
 from smp_config import ConfigError
-from smp_config.rehearsal import TimedBlock
 from smp_estimator.cli.main import main
-from smp_estimator.rehearsal.pictures import save_all
+from smp_estimator.rehearsal.figures import save_all
 from smp_estimator.rehearsal.timeline import job_timeline, save_timeline, timelines_of
 from smp_estimator.timeline import read_timeline
-from smp_runtime.rehearsal.memory import Where
-from smp_runtime.rehearsal.operations import Unperformed
-from smp_runtime.rehearsal.work import Clock, ModuleTimes
+from smp_records.rehearsal import TimedBlock
+from smp_tools.rehearsal.memory import Where
+from smp_tools.rehearsal.skip_compute_mode import Unperformed
+from smp_tools.rehearsal.work import Clock, ModuleTimes
 from tests.rehearsal.test_command import GIB, kind, rehearsed
 
 

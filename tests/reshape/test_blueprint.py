@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from smp_runtime.module_state.blueprint import Blueprint, ParameterShape
+from smp_runtime.microbatch_state.blueprint import Blueprint, ParameterShape
 
 
 class Net(nn.Module):

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from support.reshape_training import settings_of, train_alone
 
 from smp_config.errors import ConfigError
-from smp_config.reshaping import answer, answered, ask, asked, listens
-from smp_estimator.cli import reshape as command
+from smp_estimator.cli.commands import reshape as command
 from smp_estimator.cli.main import main
 from smp_launch.watch.running import RunningJob
+from smp_records.reshaping import answer, answered, ask, asked, listens
 
 
 def _asked_while_it_trains(folder, config):
@@ -23,7 +23,7 @@ def _asked_while_it_trains(folder, config):
     from support.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
-    from smp_config.reshaping import answered, ask
+    from smp_records.reshaping import answered, ask
 
     smp.init(config)  # here, since it is the import that makes the job listen
     path = Path(folder)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.parameters.arriving import Arrivals, Arriving, wait_before_calls
+from smp_runtime.parameters.pending_gather import Arrivals, Arriving, wait_before_calls
 
 NEW = 7.0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.module_state import compile_once
+from smp_runtime.microbatch_state import compile_once
 
 
 def _is_free(folder):

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.job
 
 _WITHOUT_COMPILER = """
 import sys, torch
-import smp_runtime.libraries.installed
+import smp_integrations.installed
 
 def grad_enabled_in_step(**options):
     seen = []
@@ -49,7 +49,7 @@ print("breaks", explained.graph_break_count)
 
 
 def test_an_optimizer_works_the_same_without_the_compiler_and_after_it_was_loaded():
-    plain = _WITHOUT_COMPILER.replace("import smp_runtime.libraries.installed", "import torch._dynamo")
+    plain = _WITHOUT_COMPILER.replace("import smp_integrations.installed", "import torch._dynamo")
     plain = plain.replace('assert "torch._dynamo" not in sys.modules', 'assert "torch._dynamo" in sys.modules')
     # PyTorch is imported once, for both.
     code = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smp_runtime.comm.collectives import NOTHING
-from smp_runtime.comm.flags import MOST_HOSTS, Flags, travel_by_host
+from smp_runtime.comm.flag_all_reduce import MOST_HOSTS, Flags, travel_by_host
 from smp_runtime.optim.gradient_norms import multiply, scale_down
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

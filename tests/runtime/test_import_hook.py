@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from smp_runtime.libraries.import_hook import when_imported
+from smp_integrations.import_hook import when_imported
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_after_the_import_that_asks_for_it(module):
     name = module(
         "hooked_meanwhile",
         "import sys\n"
-        "from smp_runtime.libraries.import_hook import when_imported\n"
+        "from smp_integrations.import_hook import when_imported\n"
         "when_imported(__name__, lambda loaded: loaded.calls.append(loaded.last))\n"
         "calls = []\n"
         "assert sys.modules[__name__].calls == []\n"

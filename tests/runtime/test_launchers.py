@@ -12,8 +12,8 @@ from support.models import TiedNet, token_batches, token_loss
 from support.reference import Alone, divided
 
 from smp_runtime.comm import control
-from smp_runtime.comm import meeting as meeting_place
-from smp_runtime.comm.carriers import StoreCarrier
+from smp_runtime.comm import rendezvous as meeting_place
+from smp_runtime.comm.control_transports import StoreCarrier
 from smp_runtime.errors import SMPRuntimeError
 
 STEPS, BATCH, RATE = 3, 8, 0.5

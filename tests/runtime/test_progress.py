@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import smdistributed.modelparallel.torch as smp
-from smp_config.records import parse_progress, parse_usage
+from smp_records.records import parse_progress, parse_usage
 from smp_runtime.job import progress as module
 from smp_runtime.job.progress import ProgressReporter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smp_runtime.libraries.trainer_steps import ShortBatch
+from smp_integrations.trainer_steps import ShortBatch
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 5, 7])

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from smp_config import ConfigError, Group
-from smp_config.records import FailureRecord
-from smp_runtime.comm import authentication, meeting, plain_data
+from smp_records.records import FailureRecord
+from smp_runtime.comm import authentication, plain_data, rendezvous
 from smp_runtime.comm.authentication import ForgedError, Seal, SecretKeeper, secret_from_keeper
 from smp_runtime.comm.messages import CommGroup
 from smp_runtime.comm.waiting import Place
@@ -232,7 +232,7 @@ class _Calls:
         lambda folder: _Calls(torch.load, folder),
         lambda folder: _Calls(plain_data._record, "os", "mkdir", {}),
         lambda folder: _Calls(plain_data._record, "smp_runtime.comm.plain_data", "np", {}),
-        lambda folder: _Calls(plain_data._record, "smp_runtime.comm.carriers", "StoreCarrier", {}),
+        lambda folder: _Calls(plain_data._record, "smp_runtime.comm.control_transports", "StoreCarrier", {}),
         lambda folder: _Calls(
             plain_data._record, "smp_runtime.comm.waiting", "Place", {"call": "", "left": "", "more": 1}
         ),
@@ -416,9 +416,9 @@ def test_the_store_listens_where_it_is_called(monkeypatch, called, environment, 
             raise OSError
         return [(2, 1, 6, "", (known.get(name, name), 0))]
 
-    monkeypatch.setattr(meeting, "addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "10.1.0.5"})
+    monkeypatch.setattr(rendezvous, "addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "10.1.0.5"})
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert meeting.listening_address(called, environment, 4) == listens
+    assert rendezvous.listening_address(called, environment, 4) == listens
 
 
 def _listeners():
@@ -450,16 +450,16 @@ def test_ranks_of_one_machine_listen_on_loopback_only(ranks):
 
 @pytest.mark.parametrize("any_kind", [True, False], ids=["any kind", "only the older kind takes a socket"])
 def test_a_kept_store_listens_at_one_address(monkeypatch, any_kind):
-    made, kinds = meeting.dist.TCPStore, []
+    made, kinds = rendezvous.dist.TCPStore, []
 
     def store(*words, **more):
         kinds.append(more.get("use_libuv", True))
         return made(*words, **more)
 
-    monkeypatch.setattr(meeting.dist, "TCPStore", store)
-    monkeypatch.setattr(meeting, "_ANY_KIND_TAKES_A_SOCKET", any_kind)
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", store)
+    monkeypatch.setattr(rendezvous, "_ANY_KIND_TAKES_A_SOCKET", any_kind)
     timeout = datetime.timedelta(seconds=20)
-    kept = meeting.kept_store("127.0.0.1", 0, timeout, calls="127.0.0.1", wait_for_workers=False)
+    kept = rendezvous.kept_store("127.0.0.1", 0, timeout, calls="127.0.0.1", wait_for_workers=False)
     kept.set("key", "value")
     assert made("127.0.0.1", kept.port, is_master=False, timeout=timeout).get("key") == b"value"
     assert kinds == [any_kind]

@@ -34,7 +34,7 @@ def _wrapped():
 
 def _waiting(model):
     """Which layers' values are still under way; asking does not wait for them."""
-    from smp_runtime.parameters.arriving import Arriving
+    from smp_runtime.parameters.pending_gather import Arriving
 
     return [type(layer._parameters["weight"]) is Arriving for layer in model.module]
 
@@ -107,7 +107,7 @@ class _Coming:
 def test_a_rank_leaves_when_all_has_come_unless_it_has_failed(solo, failed):
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.job import session
-    from smp_runtime.parameters.arriving import Arrivals
+    from smp_runtime.parameters.pending_gather import Arrivals
 
     solo({})
     flat, work, job = torch.zeros(4), _Coming(), session.current()

@@ -13,7 +13,7 @@ import boto3
 import pytest
 from moto import mock_aws
 
-from smp_estimator.sdk_found import installed_major
+from smp_estimator.sdk.installed import installed_major
 
 ROLE = "arn:aws:iam::123456789012:role/service-role/me"
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/smp:1"

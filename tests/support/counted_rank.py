@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch  # noqa: F401 - first: it loads parts of the runtime itself
 
-from smp_config.rate_card import RateCard
+from smp_records.rate_card import RateCard
 from smp_runtime.comm.collectives import TorchCollectives
 from smp_runtime.comm.control import connect
 from smp_runtime.job import session as sessions
 from smp_runtime.pipeline.transport import tensor_channels
-from smp_runtime.rehearsal.counters import Counters, RehearsalOver
+from smp_tools.rehearsal.counters import Counters, RehearsalOver
 
 
 class CountedChannel(tensor_channels.InlineChannel):

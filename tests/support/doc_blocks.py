@@ -16,13 +16,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from smp_estimator.sdk_found import SDKMissing
+from smp_estimator.sdk.installed import SDKMissing
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 #: Packages of this project, of which everything must be there.
-OWN = {"smdistributed", "smp_config", "smp_emulation", "smp_estimator", "smp_launch", "smp_runtime"}
+OWN = {
+    "smdistributed",
+    "smp_config",
+    "smp_emulation",
+    "smp_estimator",
+    "smp_integrations",
+    "smp_launch",
+    "smp_records",
+    "smp_runtime",
+    "smp_tools",
+}
 
 #: Before a block: that it is none to check, with the reason.
 _MARK = re.compile(r"<!-- unchecked: (.+) -->\s*\Z")

@@ -15,9 +15,9 @@ FOLDER = ROOT / "docs" / "pictures"
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT), str(ROOT / "container")]
 
 from smp_config import Topology  # noqa: E402 - the paths above lead to it, and to the next
-from smp_estimator.pictures.partition import Partition  # noqa: E402
-from smp_estimator.pictures.placement import Placement  # noqa: E402
-from smp_estimator.pictures.svg import box, legend, picture, text  # noqa: E402
+from smp_estimator.figures.partition import Partition  # noqa: E402
+from smp_estimator.figures.placement import Placement  # noqa: E402
+from smp_estimator.figures.svg import box, legend, picture, text  # noqa: E402
 from smp_estimator.timeline.steps import Block, RankStep, Step  # noqa: E402
 from smp_runtime.pipeline.schedule.simulation import simulate  # noqa: E402
 from support.chains import orders, segments  # noqa: E402
@@ -141,9 +141,9 @@ FLOWS = {
             "r": Box(1, 0, "settings/|distribution.py", BLUE),
             "p": Box(2, 0, "smp_config/job.py|smp_config/parameters.py", GREEN),
             "t": Box(3, 0, "settings/|translation.py", BLUE),
-            "c": Box(4, 0, "local/client.py|local/tree.py", BLUE),
-            "l": Box(0, 1, "smp_launch/environment.py|leader.py, command.py", ORANGE),
-            "k": Box(1, 1, "smp_launch/|rank.py", ORANGE),
+            "c": Box(4, 0, "local/client.py|files/tree.py", BLUE),
+            "l": Box(0, 1, "sagemaker/environment.py|leader.py, command.py", ORANGE),
+            "k": Box(1, 1, "ranks/|rank.py", ORANGE),
             "s": Box(2, 1, "job/session.py", PINK),
             "j": Box(3, 1, "job/ranks.py", PINK),
             "m": Box(4, 1, "model/recipe.py", PINK),
@@ -166,7 +166,7 @@ FLOWS = {
             "h": Box(1, 0, "sharding/|module_hooks.py", BLUE),
             "g": Box(2, 0, "sharding/|sharded_gradients.py", BLUE),
             "c": Box(3, 0, "comm/collectives.py", GREY),
-            "w": Box(0, 1, "model/|gradient_window.py", GREEN),
+            "w": Box(0, 1, "model/|gradient_accumulation.py", GREEN),
             "p": Box(2, 1, "sharding/|sharded_parameters.py", GREEN),
             "f": Box(0, 2, "sharding/flat_shards.py", ORANGE),
             "o": Box(1, 2, "parameters/|optimizer_shards.py", ORANGE),
@@ -191,8 +191,8 @@ FLOWS = {
             "s": Box(1, 0, "checkpoint/|save_and_resume.py", BLUE),
             "p": Box(2, 0, "save_partial.py", BLUE),
             "t": Box(3, 0, "folder_transaction.py", GREEN),
-            "r": Box(0, 1, "rank_contents.py|live_state.py", ORANGE),
-            "w": Box(1, 1, "files/whole_file.py", ORANGE),
+            "r": Box(0, 1, "save_plan.py|live_state.py", ORANGE),
+            "w": Box(1, 1, "files/atomic_file.py", ORANGE),
             "a": Box(2, 1, "rank_agreement.py", ORANGE),
             "m": Box(3, 1, "files/manifest.py", ORANGE),
         },
@@ -217,7 +217,7 @@ CALL_OF_A_MODULE = Messages(
         "messenger.py,|transport.py",
         "messenger.py of|the other stage",
         "module_server.py",
-        "conductor.py",
+        "task_scheduler.py",
     ],
     [
         (0, 1, "module(x)"),

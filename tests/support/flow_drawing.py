@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from smp_estimator.pictures.svg import picture, text
+from smp_estimator.figures.svg import picture, text
 
 #: Units of a letter's width and a line's height, at the size of the boxes' text.
 _LETTER, _LINE = 6.6, 16.0

@@ -9,6 +9,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
+from smp_records.script_lines import is_runtime_module
+
 
 @contextlib.contextmanager
 def planted(where: str, old: str, new: str) -> Iterator[None]:
@@ -37,7 +39,7 @@ def planted(where: str, old: str, new: str) -> Iterator[None]:
     exec(compile(lines + source, function.__code__.co_filename, "exec", dont_inherit=False), vars(module), made)
     holders = [(owner, name)]
     if not owners:  # other modules may have it by name
-        others = [each for key, each in sys.modules.items() if key.startswith("smp_runtime") and each is not module]
+        others = [each for key, each in sys.modules.items() if is_runtime_module(key) and each is not module]
         holders += [(each, key) for each in others for key, held in list(vars(each).items()) if held is own]
     for holder, key in holders:
         setattr(holder, key, made[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp_config.numerics import Head, Value
+from smp_records.numerics import Head, Value
 
 HEAD = Head(1, 0, 1, {"pp": 1, "tp": 1, "rdp": 1, "sharded": 1}, {"pp": 0, "tp": 0, "rdp": 0}, 1, 1, 1, 0.0)
 #: Of one tensor, of norm 2: eight directions as they might be.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smp_estimator.sdk_found import installed_version
+from smp_estimator.sdk.installed import installed_version
 from support.cloud import IMAGE, ROLE
 
 

@@ -42,7 +42,7 @@ class Blocks(nn.Module):
 
 def largest_unit(module: nn.Module) -> int:
     """Elements of the largest unit that a module is divided into."""
-    from smp_runtime.sharding.unit_plan import ShardingOptions, plan_units
+    from smp_runtime.sharding.wrap_policy import ShardingOptions, plan_units
 
     options = ShardingOptions(10**9, 0, 10**9, hierarchical=False, clipping=1.0)
     return max(plan.elements for plan in plan_units(module, list(module.parameters()), options))

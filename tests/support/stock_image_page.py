@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smp_estimator.cli.images import cells
+from smp_estimator.cli.commands.images import cells
 from smp_estimator.cloud import image_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "stock-images.md"

@@ -67,7 +67,7 @@ def _trained(kind, checkpointed):
     from torch._dynamo.utils import counters
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.module_state.compiled_blocks import is_compiled
+    from smp_runtime.microbatch_state.compiled_blocks import is_compiled
 
     if kind == "layers":
         net = Net(lambda: smp.nn.DistributedTransformerLayer(**SIZES, **QUIET))

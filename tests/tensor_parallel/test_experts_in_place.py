@@ -15,7 +15,7 @@ from support.rank_training import training_step, updates
 from support.reference import train_alone
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.replacement.in_place.planning import splits
+from smp_runtime.module_conversion.in_place.planning import splits
 
 STEPS, SEQ = 3, 64
 

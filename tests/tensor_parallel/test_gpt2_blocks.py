@@ -31,7 +31,7 @@ def _distributed():
         translate_hf_block_state_dict_to_smdistributed,
         translate_layer_state_dict_to_hf_gpt2_block,
     )
-    from smp_runtime.replacement import registration
+    from smp_runtime.module_conversion import registration
 
     plain = _model()
     model = _model()

@@ -13,11 +13,11 @@ from support.own_blocks import PLAN, Net
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.replacement.in_place import planning
-from smp_runtime.replacement.in_place.inference import single
-from smp_runtime.replacement.in_place.planning import splits
-from smp_runtime.replacement.in_place.proof import Call, NotEqualError, Proof
-from smp_runtime.replacement.in_place.splitting import Split
+from smp_runtime.module_conversion.in_place import planning
+from smp_runtime.module_conversion.in_place.equivalence_check import Call, NotEqualError, Proof
+from smp_runtime.module_conversion.in_place.plan_inference import single
+from smp_runtime.module_conversion.in_place.planning import splits
+from smp_runtime.module_conversion.splitting import Split
 
 
 @pytest.fixture(autouse=True)

@@ -201,7 +201,7 @@ def test_leaving_a_scope_leaves_the_innermost():
                 pass
             inner = nn.Linear(2, 2)
         outer = nn.Linear(2, 2)
-    from smp_runtime.replacement.scopes import mark_of
+    from smp_runtime.module_conversion.scopes import mark_of
 
     assert (mark_of(inner).enabled, mark_of(outer).enabled) == (False, True)
 
@@ -218,7 +218,7 @@ class OwnLinear(smp.nn.DistributedModule):
 
 
 def test_a_script_may_register_linear_before_anything_else(solo, monkeypatch):
-    from smp_runtime.replacement import builtin, registration
+    from smp_runtime.module_conversion import builtin, registration
 
     solo({"ddp": True})
     monkeypatch.setattr(registration, "_by_class", {})

@@ -34,7 +34,7 @@ def _compare_on_rank(kind, settings, make_inputs):
 
     import smdistributed.modelparallel.torch as smp
     from smp_config import Group
-    from smp_runtime.replacement.placing import slices_by_name
+    from smp_runtime.module_conversion.parameter_layout import slices_by_name
     from smp_runtime.tensor_parallel.group import gather_whole
 
     names = {

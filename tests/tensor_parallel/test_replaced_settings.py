@@ -209,8 +209,8 @@ def test_parameters_keep_the_type_of_the_original(solo):
 
 @pytest.mark.parametrize(("config", "made"), [({"bf16": True}, torch.float32), ({"fp16_params": True}, torch.float16)])
 def test_master_weights_start_unrounded(solo, config, made):
+    from smp_runtime.module_conversion.replacing import distribute
     from smp_runtime.nn.distributed_module import current_group
-    from smp_runtime.replacement.replacing import distribute
 
     solo(config)
     with smp.model_creation(tensor_parallelism=True, dtype=torch.bfloat16):
@@ -222,8 +222,8 @@ def test_master_weights_start_unrounded(solo, config, made):
 
 
 def _sharded():
+    from smp_runtime.module_conversion.replacing import distribute
     from smp_runtime.nn.distributed_module import current_group
-    from smp_runtime.replacement.replacing import distribute
 
     def made(**overrides):
         net = _marked(nn.Sequential(_gpt2(), nn.Embedding(4, 4)), **overrides)

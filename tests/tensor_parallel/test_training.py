@@ -204,7 +204,7 @@ def test_a_state_that_some_replicas_loaded_reaches_the_others(ranks):
 
 
 def _saved(path):
-    from smp_runtime.replacement.placing import slices_by_name
+    from smp_runtime.module_conversion.parameter_layout import slices_by_name
 
     smp, model = _wrapped()
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

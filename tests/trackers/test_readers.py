@@ -13,7 +13,7 @@ from support.jobs import model_parallel
 from smp_estimator import progress
 
 if TYPE_CHECKING:
-    from smp_config.records import ProgressRecord
+    from smp_records.records import ProgressRecord
 
 for package in ("tensorboard", "mlflow", "wandb"):
     pytest.importorskip(package, reason="runs in `make test-trackers`, which installs it")

@@ -16,10 +16,10 @@ from support.command_line import call
 
 import smdistributed.modelparallel.torch as smp
 from smp_config import ConfigError
-from smp_config.profiling import ABOUT, CLOCK_MARK, file_name
 from smp_estimator.timeline.profiles import merged_trace, read_profiles, timeline_beside
+from smp_records.profiling import ABOUT, CLOCK_MARK, file_name
 from smp_runtime.job import session as sessions
-from smp_runtime.tracking.profile import RankProfile, begin_profile
+from smp_tools.tracking.profile import RankProfile, begin_profile
 
 
 def train(steps: int, model: torch.nn.Module | None = None) -> list[tuple[float, float]]:

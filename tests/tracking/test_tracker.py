@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import smdistributed.modelparallel.torch as smp
-from smp_config import ConfigError, tracking
-from smp_config.records import parse_pace, parse_progress
+from smp_config import ConfigError
+from smp_records import tracking
+from smp_records.records import parse_pace, parse_progress
 from smp_runtime.job import session as sessions
-from smp_runtime.tracking import run, start
-from smp_runtime.tracking.loggers import making
+from smp_tools.tracking import run, start
+from smp_tools.tracking.loggers import making
 
 SAMPLES, LENGTH = 4, 8
 

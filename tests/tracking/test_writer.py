@@ -11,9 +11,9 @@ import torch
 
 from smp_emulation.checked import emulated
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tracking import writer as module
-from smp_runtime.tracking.points import LaterPoint, Point, checked
-from smp_runtime.tracking.writer import Writer
+from smp_tools.tracking import writer as module
+from smp_tools.tracking.points import LaterPoint, Point, checked
+from smp_tools.tracking.writer import Writer
 
 
 class Recorded:

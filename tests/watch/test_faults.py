@@ -8,7 +8,7 @@ import re
 import pytest
 
 from smp_config import ConfigError
-from smp_config.faults import Fault, parse
+from smp_records.faults import Fault, parse
 
 KINDS = ("raise", "kill", "stop", "lose_connection")
 #: Phase and step.

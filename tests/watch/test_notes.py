@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from smp_config import whereabouts
-from smp_config.rank_lists import ranks_of, ranks_text
-from smp_config.script_lines import is_ours, is_script_s, is_standard, script_line
-from smp_config.whereabouts import COLLECTIVE, PUBLIC, Notes, read
+from smp_config.formats.rank_lists import ranks_of, ranks_text
 from smp_launch.watch import stacks
+from smp_records import rank_record
+from smp_records.rank_record import COLLECTIVE, PUBLIC, Notes, read
+from smp_records.script_lines import is_ours, is_script_s, is_standard, script_line
 
 
 @pytest.fixture
@@ -118,18 +118,18 @@ def test_ranks_in_few_letters(ranks):
 
 def test_what_is_no_record_is_not_read(tmp_path):
     assert read(tmp_path / "0") is None
-    for content in (b"", b"smp-at-2", b"\0" * whereabouts._BYTES):
+    for content in (b"", b"smp-at-2", b"\0" * rank_record._BYTES):
         (tmp_path / "0").write_bytes(content)
         assert read(tmp_path / "0") is None
-    assert whereabouts.read_all(tmp_path) == {}
-    assert whereabouts.read_all(tmp_path / "absent") == {}
+    assert rank_record.read_all(tmp_path) == {}
+    assert rank_record.read_all(tmp_path / "absent") == {}
 
 
 def test_lines_of_the_script():
     assert script_line()[0] == __file__
     assert is_standard(threading.__file__)
     assert is_standard("<string>")
-    assert is_ours(whereabouts.__file__)
+    assert is_ours(rank_record.__file__)
     assert not is_script_s(pytest.__file__)
     assert is_script_s("/opt/ml/code/train.py")
 
@@ -145,7 +145,7 @@ def test_a_rank_tells_its_stacks_whatever_it_does(tmp_path):
         stuck()
     """)
     (tmp_path / "script.py").write_text(code)
-    environ = {**os.environ, whereabouts.FOLDER_VARIABLE: str(tmp_path)}
+    environ = {**os.environ, rank_record.FOLDER_VARIABLE: str(tmp_path)}
     process = subprocess.Popen([sys.executable, str(tmp_path / "script.py")], env=environ)
     try:
         deadline = time.monotonic() + 30
@@ -173,11 +173,11 @@ def test_without_a_watch_nothing_is_kept_and_a_folder_that_is_gone_is_no_failure
     with silent.within("save"), silent.waiting("x", (1,)):
         pass
     assert not silent.are_kept
-    assert not whereabouts.begin({}, 0).are_kept
-    assert not whereabouts.begin({whereabouts.FOLDER_VARIABLE: str(tmp_path / "absent")}, 0).are_kept
+    assert not rank_record.begin({}, 0).are_kept
+    assert not rank_record.begin({rank_record.FOLDER_VARIABLE: str(tmp_path / "absent")}, 0).are_kept
 
 
-@pytest.mark.skipif(whereabouts.STACKS_SIGNAL is None, reason="no real-time signals here")
+@pytest.mark.skipif(rank_record.STACKS_SIGNAL is None, reason="no real-time signals here")
 def test_the_signal_for_stacks_does_not_end_a_rank_whose_interpreter_is_ending(tmp_path):
     script = """
         import faulthandler, os
@@ -197,4 +197,4 @@ def test_the_signal_for_stacks_does_not_end_a_rank_whose_interpreter_is_ending(t
         timeout=60,
     )
     assert (ended.returncode, ended.stdout) == (0, "lives\n"), ended.stderr
-    assert "Current thread" in (tmp_path / f"0{whereabouts.STACKS_SUFFIX}").read_text()
+    assert "Current thread" in (tmp_path / f"0{rank_record.STACKS_SUFFIX}").read_text()

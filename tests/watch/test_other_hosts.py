@@ -10,17 +10,17 @@ import time
 
 import pytest
 
-from smp_config import whereabouts
-from smp_launch.locked_folders import LeaderStatus, StatusDir
+from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
+from smp_launch.watch.hang_timeout import Patience
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.other_hosts import GLANCE, RECORDS, WHERE, OtherHost, answer
-from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Standing
 from smp_launch.watch.watch import Watch
+from smp_records import rank_record
 
 FOLLOW = (
-    "import sys; from pathlib import Path; from smp_launch.login import follow; "
-    "from smp_launch.locked_folders import StatusDir; follow(StatusDir(Path(sys.argv[1])))"
+    "import sys; from pathlib import Path; from smp_launch.remote.login import follow; "
+    "from smp_launch.machine.locked_folders import StatusDir; follow(StatusDir(Path(sys.argv[1])))"
 )
 RANK = "import os; from smp_config import whereabouts as w; n = w.begin(os.environ, %d); n.begin_step();"
 #: In a file of this library's, as a wait is.
@@ -38,9 +38,9 @@ def processes():
 
 
 def start_rank(processes, folder, rank, code):
-    environ = {**os.environ, whereabouts.FOLDER_VARIABLE: str(folder)}
+    environ = {**os.environ, rank_record.FOLDER_VARIABLE: str(folder)}
     processes.append(subprocess.Popen([sys.executable, "-c", RANK % rank + code], env=environ))
-    while (found := whereabouts.read(folder / str(rank))) is None or found.step < 1:
+    while (found := rank_record.read(folder / str(rank))) is None or found.step < 1:
         time.sleep(0.01)
     return processes[-1]
 
@@ -102,9 +102,9 @@ def test_words_that_are_no_request_are_not_answered(tmp_path):
 
 
 def test_answers_come_in_pieces_and_behind_other_words(tmp_path):
-    notes = whereabouts.Notes(tmp_path / "7", 7)
+    notes = rank_record.Notes(tmp_path / "7", 7)
     notes.begin_step()
-    whereabouts.Notes(tmp_path / "3", 3).begin_step()  # of an earlier start, when this host had another rank
+    rank_record.Notes(tmp_path / "3", 3).begin_step()  # of an earlier start, when this host had another rank
     (asked, requests), (answers, said) = os.pipe(), os.pipe()
     with os.fdopen(requests, "wb") as requests, os.fdopen(answers, "rb") as answers:
         other = OtherHost(requests, answers, range(6, 8))

@@ -12,21 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from smp_config import ConfigError, whereabouts
+from smp_config import ConfigError
 from smp_config.limits import HANG_VARIABLE, hang_seconds
-from smp_config.records import FailureRecord
-from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Line, Waiting, Whereabouts
-from smp_launch.failure import FailureCollector
+from smp_launch.failures.failure import FailureCollector
 from smp_launch.watch import stacks
 from smp_launch.watch import watch as watches
+from smp_launch.watch.hang_timeout import Patience
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.patience import Patience
 from smp_launch.watch.position import Position, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
 from smp_launch.watch.stacks import Frame, Thread, ask, parse
 from smp_launch.watch.states import State, is_active, state_of
 from smp_launch.watch.verdict import find
 from smp_launch.watch.watch import Watch
+from smp_records import rank_record
+from smp_records.rank_record import COLLECTIVE, PUBLIC, Call, Line, Waiting, Whereabouts
+from smp_records.records import FailureRecord
 
 HERE = os.path.abspath(__file__)
 EVERYONE = (0, 1, 2, 3)
@@ -196,9 +197,9 @@ SCRIPT = ("/opt/ml/code/train.py", 12, "main")
 LOADER = ("/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 3, "__next__")
 REDUCE = ("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3, "all_reduce")
 LINEAR = ("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 3, "forward")
-OURS = (whereabouts.__file__, 3, "enter")
+OURS = (rank_record.__file__, 3, "enter")
 PIPELINE = (
-    os.path.join(os.path.dirname(os.path.dirname(whereabouts.__file__)), "smp_runtime/pipeline/execution/task.py"),
+    os.path.join(os.path.dirname(os.path.dirname(rank_record.__file__)), "smp_runtime/pipeline/execution/task.py"),
     3,
     "run",
 )
@@ -252,7 +253,7 @@ def test_of_several_dumps_the_last_one_counts():
 
 def test_stacks_that_are_written_slowly_are_read_to_their_end(tmp_path):
     """A rank on a busy machine is interrupted between two lines; its main thread comes last."""
-    path = tmp_path / f"7{whereabouts.STACKS_SUFFIX}"
+    path = tmp_path / f"7{rank_record.STACKS_SUFFIX}"
     path.write_text("")
     dump = (
         'Thread 0x02 (most recent call first):\n  File "b.py", line 2 in _bootstrap\n\n',
@@ -265,7 +266,7 @@ def write(*_):
         with open({str(path)!r}, "a") as file:
             file.write(part)
         time.sleep(0.2)
-signal.signal({int(whereabouts.STACKS_SIGNAL)}, write)
+signal.signal({int(rank_record.STACKS_SIGNAL)}, write)
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -315,11 +316,11 @@ def sleeper(tmp_path):
 
     def start(rank, code="import time; time.sleep(1000)"):
         begin = "import os; from smp_config import whereabouts as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
-        environ = {**os.environ, whereabouts.FOLDER_VARIABLE: str(tmp_path)}
+        environ = {**os.environ, rank_record.FOLDER_VARIABLE: str(tmp_path)}
         processes.append(
             subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ, start_new_session=True)
         )
-        while (found := whereabouts.read(tmp_path / str(rank))) is None or found.step < 2:
+        while (found := rank_record.read(tmp_path / str(rank))) is None or found.step < 2:
             time.sleep(0.01)
         return processes[-1]
 
@@ -379,7 +380,7 @@ def test_a_stopped_rank_s_main_thread_is_asked(sleeper, tmp_path, monkeypatch):
     monkeypatch.setattr(stacks, "_PATIENCE", 0.1)
     assert ask(tmp_path, {0: rank.pid}, [0]) == {}
     told = dict(line.split(":\t") for line in Path(f"/proc/{rank.pid}/status").read_text().splitlines())
-    bit = 1 << (whereabouts.STACKS_SIGNAL - 1)
+    bit = 1 << (rank_record.STACKS_SIGNAL - 1)
     assert (int(told["SigPnd"], 16) & bit, int(told["ShdPnd"], 16) & bit) == (bit, 0)
 
 
@@ -484,7 +485,7 @@ def test_a_rank_that_was_killed_is_told_with_its_last_line_and_one_that_crashed_
     run = f"import os, time; exec(compile(open({str(script)!r}).read(), {str(script)!r}, 'exec'))"
     killed, crashed = sleeper(0, f"crashes = False; {run}"), sleeper(1, f"crashes = True; {run}")
     crashed.wait()
-    while not whereabouts.read(tmp_path / "0").calls:
+    while not rank_record.read(tmp_path / "0").calls:
         time.sleep(0.01)
     killed.kill()
     seen = last_seen(tmp_path)

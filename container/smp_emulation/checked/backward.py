@@ -11,10 +11,10 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from smp_emulation.checked.sites import called_from, site
+from smp_emulation.checked.streams.sites import called_from, site
 
 if TYPE_CHECKING:
-    from smp_emulation.checked.device import Devices
+    from smp_emulation.checked.streams.device import Devices
 
 
 class BackwardThread:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
 from smp_emulation.checked.communicators import Communicator
-from smp_emulation.checked.futures import StreamFuture
+from smp_emulation.checked.streams.futures import StreamFuture
 from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
-    from smp_emulation.checked.device import Devices
     from smp_emulation.checked.patches import Patches
+    from smp_emulation.checked.streams.device import Devices
 
 _CUDA = torch.device("cuda")
 _Parts = list[list[torch.Tensor]]

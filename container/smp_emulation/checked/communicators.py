@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from smp_emulation.checked.execution import Item
-from smp_emulation.checked.faults import StreamFault
-from smp_emulation.checked.futures import Point, StreamWork
-from smp_emulation.checked.memory import view_of
-from smp_emulation.checked.sites import site
+from smp_emulation.checked.streams.execution import Item
+from smp_emulation.checked.streams.faults import StreamFault
+from smp_emulation.checked.streams.futures import Point, StreamWork
+from smp_emulation.checked.streams.memory import view_of
+from smp_emulation.checked.streams.sites import site
 from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
-    from smp_emulation.checked.device import Devices
+    from smp_emulation.checked.streams.device import Devices
 
 #: What carries the bytes; the stubs lack the methods of its base.
 _gloo: Any = dist.ProcessGroupGloo

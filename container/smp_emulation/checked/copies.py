@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_emulation.checked.memory import Place, view_of
+from smp_emulation.checked.streams.memory import Place, view_of
 
 if TYPE_CHECKING:
-    from smp_emulation.checked.device import Devices
+    from smp_emulation.checked.streams.device import Devices
 
 _aten = torch.ops.aten
 

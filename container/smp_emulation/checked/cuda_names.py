@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_emulation.checked.streams import EmulatedEvent, EmulatedStream
+from smp_emulation.checked.streams.streams import EmulatedEvent, EmulatedStream
 
 if TYPE_CHECKING:
-    from smp_emulation.checked.device import Devices
     from smp_emulation.checked.patches import Patches
+    from smp_emulation.checked.streams.device import Devices
 
 #: What an emulated device says that it has, in bytes.
 _MEMORY = 80 * 2**30

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 import torch
 import torch._dynamo  # shapes of some operations need it, and it does not load while there seem to be GPUs
 
-from smp_emulation.checked import collectives, communicators, cuda_names, faults
+from smp_emulation.checked import collectives, communicators, cuda_names
 from smp_emulation.checked.backward import BackwardThread
-from smp_emulation.checked.device import Devices
 from smp_emulation.checked.operations import Operations
 from smp_emulation.checked.patches import Patches
+from smp_emulation.checked.streams import faults
+from smp_emulation.checked.streams.device import Devices
 from smp_emulation.checked.tensors import TensorNames
 from smp_emulation.errors import CudaCallError
 

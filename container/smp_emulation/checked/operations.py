@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from smp_emulation.checked import random_numbers
 from smp_emulation.checked.copies import Copies
-from smp_emulation.checked.memory import Place, view_of
+from smp_emulation.checked.streams.memory import Place, view_of
 from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
-    from smp_emulation.checked.device import Devices
-    from smp_emulation.checked.execution import Lane
+    from smp_emulation.checked.streams.device import Devices
+    from smp_emulation.checked.streams.execution import Lane
 
 _aten = torch.ops.aten
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from smp_records.script_lines import is_runtime_module
+
 _MISSING = object()
 
 
@@ -29,7 +31,7 @@ class Patches:
     def in_modules(self, former: Any, value: Any) -> None:
         """Replace what modules of this library have imported by name."""
         for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(("smp_runtime", "smdistributed")):
+            if is_runtime_module(module_name):
                 for name, held in list(vars(module).items()):
                     if type(held) is type(former) and held == former:
                         self.set(module, name, value)

@@ -11,14 +11,14 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from smp_emulation.checked.copies import Copies
-from smp_emulation.checked.device import ON_DEVICE
-from smp_emulation.checked.memory import Place
+from smp_emulation.checked.streams.device import ON_DEVICE
+from smp_emulation.checked.streams.memory import Place
 from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
-    from smp_emulation.checked.device import Devices
     from smp_emulation.checked.patches import Patches
-    from smp_emulation.checked.streams import EmulatedStream
+    from smp_emulation.checked.streams.device import Devices
+    from smp_emulation.checked.streams.streams import EmulatedStream
 
 _CPU = torch.device("cpu")
 _groups = torch._C._group_tensors_by_device_and_dtype

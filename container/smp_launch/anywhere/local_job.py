@@ -15,23 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from smp_config.errors import ConfigError
-from smp_config.launchers import SECRET_VARIABLE, job_secret
+from smp_config.machine.launchers import SECRET_VARIABLE, job_secret
 from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts, restart_count
-from smp_config.whereabouts import FOLDER_VARIABLE
+from smp_launch.anywhere.detect_launcher import Kind, Surroundings
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
-from smp_launch.anywhere.surroundings import Kind, Surroundings
-from smp_launch.environment import EMULATION_LINE, emulates_cuda
 from smp_launch.errors import LaunchError
-from smp_launch.failure import Cause, FailureCollector
+from smp_launch.failures.failure import Cause, FailureCollector
 from smp_launch.isolated import program
-from smp_launch.leader import cause_of
-from smp_launch.locked_folders import private_dir
-from smp_launch.memory_folder import memory_folder
-from smp_launch.network import reserved_port, shared_memory_warning
-from smp_launch.rank_pipes import REPORT_VARIABLE
-from smp_launch.restarts import Attempt, Restarts
-from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.supervise import (
+from smp_launch.machine.locked_folders import private_dir
+from smp_launch.machine.network import reserved_port, shared_memory_warning
+from smp_launch.machine.rank_pipes import REPORT_VARIABLE
+from smp_launch.machine.signals import LIFELINE_VARIABLE, StopRequests
+from smp_launch.remote.leader import cause_of
+from smp_launch.sagemaker.environment import EMULATION_LINE, emulates_cuda
+from smp_launch.supervision.memory_folder import memory_folder
+from smp_launch.supervision.restarts import Attempt, Restarts
+from smp_launch.supervision.supervise import (
     FAILURE_PATIENCE,
     FAILURE_PATIENCE_ALONE,
     Outcome,
@@ -42,14 +41,15 @@ from smp_launch.supervise import (
     show,
 )
 from smp_launch.warm.standby import Standby, standby
+from smp_launch.watch.hang_timeout import Patience
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.patience import Patience
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
 from smp_launch.watch.watch import Watch
+from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
-from smp_config.secrets import masked, masked_words
+from smp_config.formats.secrets import masked, masked_words
 
 #: A task that fails ends the step: SLURM lets the others go on otherwise, unless its administrator says so.
 _SRUN = ("srun", "--kill-on-bad-exit=1")

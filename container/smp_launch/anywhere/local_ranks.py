@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smp_launch.output import ENDED_PREFIX
-from smp_launch.rank_pipes import REPORT_VARIABLE, write_to
+from smp_launch.machine.output import ENDED_PREFIX
+from smp_launch.machine.rank_pipes import REPORT_VARIABLE, write_to
 
 #: Seconds between SIGTERM to ranks that outlive another's failure and SIGKILL: to them a rank is gone, and they say so.
 _PATIENCE = 2.5

@@ -13,12 +13,12 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from smp_config.interfaces import LOOPBACK, interface_towards
-from smp_config.launchers import ADDRESS_VARIABLE, PORT_VARIABLE, PROCESS_MODE_VARIABLE
-from smp_launch.anywhere.surroundings import Kind, Surroundings
-from smp_launch.discovered import make_findable
-from smp_launch.environment import cpu_count
-from smp_launch.script import Place, Program, Wrapper, run_to_end
+from smp_config.machine.interfaces import LOOPBACK, interface_towards
+from smp_config.machine.launchers import ADDRESS_VARIABLE, PORT_VARIABLE, PROCESS_MODE_VARIABLE
+from smp_launch.anywhere.detect_launcher import Kind, Surroundings
+from smp_launch.ranks.script import Place, Program, Wrapper, run_to_end
+from smp_launch.ranks.torch_entry_points import make_findable
+from smp_launch.sagemaker.environment import cpu_count
 
 #: Carries what the launcher has recognised to its ranks.
 SURROUNDINGS_VARIABLE = "SMP_LAUNCH_SURROUNDINGS"

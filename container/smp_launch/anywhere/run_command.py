@@ -11,21 +11,21 @@ from typing import Any
 
 import click
 
-from smp_config import strict_json
-from smp_config.disk_space import full_disk, no_more_files
 from smp_config.error_codes import marked
 from smp_config.errors import ConfigError
+from smp_config.formats import strict_json
+from smp_config.formats.values import dictionary
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
+from smp_config.machine.disk_space import full_disk, no_more_files
 from smp_config.parameters import ModelParallelParameters
-from smp_config.values import dictionary
+from smp_launch.anywhere.detect_launcher import Given, Kind, recognise
 from smp_launch.anywhere.local_job import LocalJob, plan
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
-from smp_launch.anywhere.surroundings import Given, Kind, recognise
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
-from smp_launch.failure import Cause, write_failure
-from smp_launch.signals import LIFELINE_VARIABLE, StopRequests
-from smp_launch.supervise import LAST_RESORT, grace_seconds, say, stop_code
-from smp_launch.tree import Tree
+from smp_launch.failures.failure import Cause, write_failure
+from smp_launch.machine.signals import LIFELINE_VARIABLE, StopRequests
+from smp_launch.sagemaker.tree import Tree
+from smp_launch.supervision.supervise import LAST_RESORT, grace_seconds, say, stop_code
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})

@@ -1,4 +1,4 @@
-"""Stands where a rank's wrapper does when ranks are started again: ``… smp_launch.warm.handover SOCKET smp_launch.rank …``.
+"""Stands where a rank's wrapper does when ranks are started again: ``… smp_launch.warm.handover SOCKET smp_launch.ranks.rank …``.
 
 It hands its place over to a fork of the host's process that has made the imports, passes signals on, and ends as the fork does.
 Where that cannot be it is the rank itself. It imports nothing of weight.
@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from smp_launch.warm import messages
+from smp_launch.ranks import messages
+from smp_launch.ranks.imports import SOCKET_VARIABLE
 from smp_launch.warm.conditions import conditions
-from smp_launch.warm.imports import SOCKET_VARIABLE
 
 #: Seconds for imports that are still under way: as long as the same would take here, on a busy machine.
 _PATIENCE = 30.0

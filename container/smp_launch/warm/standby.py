@@ -14,8 +14,8 @@ from pathlib import Path
 
 from smp_config.errors import ConfigError, shown
 from smp_launch import isolated
-from smp_launch.locked_folders import private_dir
-from smp_launch.warm.imports import SOCKET_VARIABLE
+from smp_launch.machine.locked_folders import private_dir
+from smp_launch.ranks.imports import SOCKET_VARIABLE
 
 #: ``0`` lets ranks that are started again make their imports anew.
 WARM_VARIABLE = "SMP_WARM_RESTARTS"
@@ -87,7 +87,7 @@ def standby(environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str]
             listener.bind(str(folder / _SOCKET))
             listener.listen(_BACKLOG)
             process = subprocess.Popen(
-                isolated.program("smp_launch.warm.zygote", str(listener.fileno()), str(os.getpid())),
+                isolated.program("smp_launch.warm.fork_server", str(listener.fileno()), str(os.getpid())),
                 env=dict(environ),
                 cwd=cwd,
                 pass_fds=[listener.fileno()],

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from smp_config import whereabouts
 from smp_launch.watch import stacks
 from smp_launch.watch.position import Position, position_of
 from smp_launch.watch.states import is_active, states_with_children
+from smp_records import rank_record
 
 if TYPE_CHECKING:
-    from smp_config.whereabouts import Glance
+    from smp_records.rank_record import Glance
 
 #: Seconds over which it is seen whether a process computes.
 _SAMPLE_SECONDS = 0.5
@@ -49,7 +49,7 @@ class LocalRanks:
         """See :class:`Ranks`."""
         found = {}
         for name in self._names():
-            if (glance := whereabouts.glance(self._folder / name)) is not None:
+            if (glance := rank_record.glance(self._folder / name)) is not None:
                 found[int(name)] = glance
         return found
 
@@ -64,7 +64,7 @@ class LocalRanks:
 
     def positions(self) -> dict[int, Position]:
         """See :class:`Ranks`; takes half a second, in which it is seen who computes."""
-        records = whereabouts.read_all(self._folder)
+        records = rank_record.read_all(self._folder)
         pids = {rank: where.pid for rank, where in records.items()}
         states = states_with_children(pids.values())
         before = {rank: states[pid] for rank, pid in pids.items()}
@@ -76,7 +76,7 @@ class LocalRanks:
         time.sleep(max(0.0, _SAMPLE_SECONDS - (time.monotonic() - began)))
         now = time.monotonic()
         # What happened in the moment in which a stopped rank was let go on is no sign of life.
-        after = whereabouts.read_all(self._folder) if not woken else {}
+        after = rank_record.read_all(self._folder) if not woken else {}
         later, found = states_with_children(pids.values()), {}
         for rank, where in records.items():
             state = before[rank] if before[rank].is_stopped else later[where.pid]

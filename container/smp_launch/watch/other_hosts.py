@@ -16,9 +16,9 @@ from typing import IO
 
 from pydantic import TypeAdapter, ValidationError
 
-from smp_config.whereabouts import Glance  # noqa: TC001 - pydantic reads it
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.position import Position  # noqa: TC001 - as above
+from smp_records.rank_record import Glance  # noqa: TC001 - pydantic reads it
 
 #: Requests of the leader.
 GLANCE, WHERE = "smp-glance", "smp-where"

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_config.pace import record_between
-from smp_config.processes import memory_of, processor_seconds_of
-from smp_config.whereabouts import glance
+from smp_config.machine.processes import memory_of, processor_seconds_of
+from smp_records.rank_record import glance
+from smp_records.time_breakdown import record_between
 
 if TYPE_CHECKING:
-    from smp_config.pace import Reading
-    from smp_config.records import PaceRecord
+    from smp_records.records import PaceRecord
+    from smp_records.time_breakdown import Reading
 
 #: Seconds for an answer of the driver's program.
 _GPU_SECONDS = 5.0

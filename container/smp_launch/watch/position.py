@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smp_config.script_lines import is_ours, is_script_s, is_standard
-from smp_config.whereabouts import BETWEEN, Line, Waiting, Whereabouts
 from smp_launch.watch.stacks import Frame, Thread  # noqa: TC001 - pydantic reads the class
 from smp_launch.watch.states import State  # noqa: TC001 - as above
+from smp_records.rank_record import BETWEEN, Line, Waiting, Whereabouts
+from smp_records.script_lines import is_ours, is_script_s, is_standard
 
 _LOADER = os.path.join("torch", "utils", "data", "")
 _COMPILER = (os.path.join("torch", "_dynamo", ""), os.path.join("torch", "_inductor", ""))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_config import whereabouts
+from smp_config.formats.rank_lists import ranks_text
 from smp_config.limits import HANG_VARIABLE
-from smp_config.rank_lists import ranks_text
-from smp_launch.failure import Cause
+from smp_launch.failures.failure import Cause
 from smp_launch.watch import stacks
 from smp_launch.watch.position import moment, position_of
 from smp_launch.watch.states import State
+from smp_records import rank_record
 
 if TYPE_CHECKING:
     from smp_launch.watch.position import Position
@@ -56,7 +56,7 @@ def describe(position: Position) -> str:
 def last_seen(folder: Path) -> dict[int, str]:
     """Where ranks were that have ended, as in ``in backward of step 30, last seen at train.py:40 (…)``; none without a note."""
     found = {}
-    for rank, where in whereabouts.read_all(folder).items():
+    for rank, where in rank_record.read_all(folder).items():
         if where.step or where.line:
             threads = stacks.left_by_crash(folder, rank)
             position = position_of(where, State("S"), threads, where.when, is_active=False)
@@ -66,7 +66,7 @@ def last_seen(folder: Path) -> dict[int, str]:
 
 def last_step(folder: Path, rank: int | None) -> int | None:
     """The step that a rank had begun when it ended, of one without a record here that of the furthest; None before the first."""
-    glances = {int(path.name): whereabouts.glance(path) for path in folder.iterdir() if path.name.isdecimal()}
+    glances = {int(path.name): rank_record.glance(path) for path in folder.iterdir() if path.name.isdecimal()}
     steps = {number: glance.step for number, glance in glances.items() if glance is not None}
     return (steps[rank] if rank in steps else max(steps.values(), default=0)) or None
 

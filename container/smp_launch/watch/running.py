@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
-from smp_config.whereabouts import FOLDER_VARIABLE
-from smp_launch.environment import JOB_NAME_VARIABLE
+from smp_launch.sagemaker.environment import JOB_NAME_VARIABLE
+from smp_launch.watch.hang_timeout import Patience
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.patience import Patience
 from smp_launch.watch.verdict import Verdict, find
 from smp_launch.watch.watch import Watch
+from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from smp_launch.watch.position import Position

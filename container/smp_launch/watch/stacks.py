@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from smp_config.whereabouts import STACKS_SIGNAL, STACKS_SUFFIX
+from smp_records.rank_record import STACKS_SIGNAL, STACKS_SUFFIX
 
 #: Seconds for all ranks to write their stacks.
 _PATIENCE = 2.0

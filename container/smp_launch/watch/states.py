@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from smp_launch.processes import all_processes, below
+from smp_launch.machine.processes import all_processes, below
 
 #: Of ``/proc/PID/stat``: stopped by a signal, or by a debugger.
 _STOPPED = ("T", "t")

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from smp_config.rank_lists import ranks_text
-from smp_config.whereabouts import COLLECTIVE, PUBLIC, Call, Whereabouts
+from smp_config.formats.rank_lists import ranks_text
 from smp_launch.watch.position import Position, Standing, moment
+from smp_records.rank_record import COLLECTIVE, PUBLIC, Call, Whereabouts
 
 #: Groups of waiting ranks that a headline tells of.
 _SHOWN_GROUPS = 3

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smp_launch.processes import all_processes, below
+from smp_launch.machine.processes import all_processes, below
 from smp_launch.watch.position import Position, Standing
 from smp_launch.watch.states import name_of, state_of
 from smp_launch.watch.verdict import Verdict, find
 
 if TYPE_CHECKING:
-    from smp_config.whereabouts import Glance
+    from smp_launch.watch.hang_timeout import Patience
     from smp_launch.watch.local_ranks import Ranks
-    from smp_launch.watch.patience import Patience
+    from smp_records.rank_record import Glance
 
 #: Seconds between two looks, at most; less where patience is short.
 _LOOK_SECONDS = 1.0

@@ -18,8 +18,8 @@ from smp_runtime.activations.offloading import Offloader, Stored
 from smp_runtime.activations.region_buffers import RegionBuffers
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.tensors.handles import Handle
 from smp_runtime.tensors.random_state import RandomState
+from smp_runtime.tensors.remote_tensor import Handle
 from smp_runtime.tensors.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:

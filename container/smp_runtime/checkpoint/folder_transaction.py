@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smp_runtime.checkpoint.files.atomic_file import sync_folder, write_text
 from smp_runtime.checkpoint.files.disk_space import naming_full_disk
 from smp_runtime.checkpoint.files.manifest import (
     MANIFEST,
@@ -22,7 +23,6 @@ from smp_runtime.checkpoint.files.manifest import (
     name_of_former,
     newest_name,
 )
-from smp_runtime.checkpoint.files.whole_file import sync_folder, write_text
 from smp_runtime.checkpoint.folder_lock import Holder, SavingLocks
 from smp_runtime.checkpoint.rank_agreement import heard, met_by, told
 from smp_runtime.comm.control import host_name

@@ -14,6 +14,16 @@ import torch
 
 from smp_config.errors import kind_of
 from smp_runtime.checkpoint.export import Planned, write_streamed
+from smp_runtime.checkpoint.files.atomic_file import (
+    SAVE_ID,
+    map_file,
+    marked_state,
+    read_user_content,
+    refuse_other_saves,
+    unwrapped,
+    write_bytes,
+    write_tensors,
+)
 from smp_runtime.checkpoint.files.manifest import FoundCheckpoint
 from smp_runtime.checkpoint.files.name_translation import Translate, renamed
 from smp_runtime.checkpoint.files.opened_files import refuse_other_kinds
@@ -27,16 +37,6 @@ from smp_runtime.checkpoint.files.transformers_format import (
     save_ids,
     weights_of,
     write_transformers,
-)
-from smp_runtime.checkpoint.files.whole_file import (
-    SAVE_ID,
-    map_file,
-    marked_state,
-    read_user_content,
-    refuse_other_saves,
-    unwrapped,
-    write_bytes,
-    write_tensors,
 )
 from smp_runtime.checkpoint.folder_transaction import failure_of, refuse_if_any_failed, words_of
 from smp_runtime.checkpoint.full.full_loading import (

@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from smp_runtime.checkpoint.files.atomic_file import sync_folder, write_text
 from smp_runtime.checkpoint.files.disk_space import naming_full_disk
 from smp_runtime.checkpoint.files.opened_files import is_plain_name, read_text
-from smp_runtime.checkpoint.files.whole_file import sync_folder, write_text
 from smp_runtime.checkpoint.folder_lock import FolderLock
 from smp_runtime.errors import CheckpointError
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.serialization import default_restore_location
 
-from smp_config import Group, whereabouts
+from smp_config import Group
 from smp_config.errors import kind_of
+from smp_records import rank_record
+from smp_runtime.checkpoint.files.atomic_file import read_tensors, write_tensors
 from smp_runtime.checkpoint.files.opened_files import local_path
-from smp_runtime.checkpoint.files.whole_file import read_tensors, write_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 
@@ -58,7 +59,7 @@ def save(
         >>> smp.save(model.state_dict(), "model.pt", partial=False)  # one file, whole
     """
     path = _path(session, f, "f of smp.save", partial=partial, v3=v3)
-    with whereabouts.here().within(whereabouts.SAVE):
+    with rank_record.here().within(rank_record.SAVE):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(obj, path, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
 

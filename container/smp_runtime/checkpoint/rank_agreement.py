@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-from smp_config.records import FailureRecord
+from smp_records.records import FailureRecord
 from smp_runtime.comm.authentication import SECRET_BYTES, ForgedError, Seal
 from smp_runtime.comm.control import RUNTIME_CHANNEL, ControlPlane, timeout_seconds
 from smp_runtime.errors import CheckpointError, DeadlineError

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
 from smp_config.errors import kind_of
-from smp_config.whereabouts import SAVE, here
+from smp_records.rank_record import SAVE, here
 from smp_runtime.checkpoint import full_checkpoint as full
 from smp_runtime.checkpoint.adapters import find_adapters, load_adapters
+from smp_runtime.checkpoint.files.atomic_file import read_user_content, user_content_bytes, wrapped
 from smp_runtime.checkpoint.files.manifest import (
     MANIFEST,
     NEWEST,
@@ -23,7 +24,6 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.checkpoint.files.opened_files import is_plain_name, local_path
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, INDEX
-from smp_runtime.checkpoint.files.whole_file import read_user_content, user_content_bytes, wrapped
 from smp_runtime.checkpoint.find_checkpoint import Needed, find_checkpoint
 from smp_runtime.checkpoint.folder_lock import LOCK
 from smp_runtime.checkpoint.live_state import check_random_state, random_file, restore_random_state

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_config.version import __version__
+from smp_runtime.checkpoint.files.atomic_file import write_recorded
 from smp_runtime.checkpoint.files.manifest import (
     PARTITION,
     POSITIONS,
@@ -31,11 +32,10 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
-from smp_runtime.checkpoint.files.whole_file import write_recorded
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, Verdict, not_saved, words_of
 from smp_runtime.checkpoint.live_state import Moment, random_file, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
-from smp_runtime.checkpoint.rank_contents import Apart, Contents, Share, contents_of, optimizer_record
+from smp_runtime.checkpoint.save_plan import Apart, Contents, Share, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from smp_config.launchers import ADDRESS_VARIABLE, LOCAL_SIZE_VARIABLE, job_secret
+from smp_config.machine.launchers import ADDRESS_VARIABLE, LOCAL_SIZE_VARIABLE, job_secret
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
 
 SECRET_BYTES = 32

@@ -1,6 +1,6 @@
 """The control plane: who is there, and small Python objects between ranks.
 
-One protocol, three carriers (:mod:`smp_runtime.comm.carriers`), chosen in :func:`connect`.
+One protocol, three carriers (:mod:`smp_runtime.comm.control_transports`), chosen in :func:`connect`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from smp_config import ConfigError
-from smp_config.launchers import Started, require_meeting_place, started_by
-from smp_config.rank_lists import ranks_text
-from smp_config.script_lines import script_line
-from smp_config.whereabouts import here
-from smp_runtime.comm.carriers import MpiCarrier, SoloCarrier, StoreCarrier, process_group_size
+from smp_config.formats.rank_lists import ranks_text
+from smp_config.machine.launchers import Started, require_meeting_place, started_by
+from smp_records.rank_record import here
+from smp_records.script_lines import is_runtime_module, script_line
+from smp_runtime.comm.control_transports import MpiCarrier, SoloCarrier, StoreCarrier, process_group_size
 from smp_runtime.comm.waiting import ENDED, Carrier, left_error
 from smp_runtime.comm.waiting import timeout_seconds as timeout_seconds
 from smp_runtime.errors import (
@@ -221,8 +221,8 @@ class ControlPlane:
     def secret_for(self, purpose: str, nonce: bytes) -> bytes:
         """What the ranks of this job know and a stranger does not, for one purpose.
 
-        Where the job has no secret (:class:`~smp_runtime.comm.carriers.StoreCarrier`) it is the nonce, and known to whoever reads
-        what ranks exchange.
+        Where the job has no secret (:class:`~smp_runtime.comm.control_transports.StoreCarrier`) it is the nonce, and known to
+        whoever reads what ranks exchange.
 
         Args:
             nonce: of one rank, which the others were told.
@@ -248,9 +248,8 @@ class ControlPlane:
 def _comes_from_us(trace: types.TracebackType | None) -> bool:
     """Whether no code of the script's is on the way to an error."""
     while trace is not None:
-        if not str(trace.tb_frame.f_globals.get("__name__")).startswith(
-            ("smp_runtime.", "smdistributed.", "contextlib")
-        ):
+        name = str(trace.tb_frame.f_globals.get("__name__"))
+        if name != "contextlib" and not is_runtime_module(name):
             return False
         trace = trace.tb_next
     return True

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from smp_config import Group, Topology, smddp
 from smp_runtime.comm.authentication import machine
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
-from smp_runtime.comm.meeting import (
+from smp_runtime.comm.peer_connections import PeerConnections
+from smp_runtime.comm.rendezvous import (
     LOCALHOST,
     answering,
     callable_addresses,
@@ -28,7 +29,6 @@ from smp_runtime.comm.meeting import (
     listening_address,
     stay_inside,
 )
-from smp_runtime.comm.peer_connections import PeerConnections
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.tensors.torch_private import abort_process_groups
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from smp_config.launchers import SECRET_VARIABLE
+from smp_config.machine.launchers import SECRET_VARIABLE
 from smp_runtime.errors import SMPUserError
 
 #: Classes that only hold values, whoever calls them; none whose own attributes a pickle could set.
@@ -29,7 +29,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
     )
 }
 #: Packages whose records may travel.
-_OURS = ("smp_runtime.", "smp_config.")
+_OURS = ("smp_config.", "smp_integrations.", "smp_records.", "smp_runtime.", "smp_tools.")
 
 
 def to_bytes(value: Any) -> bytes:

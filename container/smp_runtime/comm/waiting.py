@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import ConfigError, limits
-from smp_config.whereabouts import here
+from smp_records.rank_record import here
+from smp_records.script_lines import is_runtime_module
 from smp_runtime.errors import DeadlineError, RankLeftError, SMPUserError
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def script_s_call() -> str:
     """The function of this library that the script has called, for messages where nothing has named it."""
     frame, name = inspect.currentframe(), ""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(("smp_runtime.", "smdistributed.")):
+        if is_runtime_module(frame.f_globals.get("__name__", "")):
             owner = frame.f_locals.get("self")
             name = frame.f_code.co_name if owner is None else f"{type(owner).__name__}.{frame.f_code.co_name}"
         frame = frame.f_back

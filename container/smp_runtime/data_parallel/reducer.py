@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_runtime.comm.buckets import Bucket, Transport, Travel, make_buckets
-from smp_runtime.comm.flags import Flags, to_device, travel_by_host
+from smp_runtime.comm.flag_all_reduce import Flags, to_device, travel_by_host
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport, Peers
 from smp_runtime.data_parallel.sparse_gradients import SparseReducer
 from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient

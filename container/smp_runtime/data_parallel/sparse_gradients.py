@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_runtime.comm.flags import Flags
+from smp_runtime.comm.flag_all_reduce import Flags
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives

@@ -12,8 +12,8 @@ import torch
 
 from smp_config import Group
 from smp_runtime.comm.devices import in_order_with_script, keep_for_script
-from smp_runtime.module_state.absent_tensors import appearing_on
-from smp_runtime.module_state.compiled_blocks import eagerly
+from smp_runtime.microbatch_state.compiled_blocks import eagerly
+from smp_runtime.microbatch_state.remote_stubs import appearing_on
 from smp_runtime.step.first_stage_inputs import Arguments, arguments_of_all
 from smp_runtime.step.microbatches import shapes_in
 from smp_runtime.step.step import StepCall

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from smp_config.faults import KINDS, VARIABLE, Fault, parse
 from smp_config.recovery import restart_count
+from smp_records.faults import KINDS, VARIABLE, Fault, parse
 from smp_runtime.errors import SMPRuntimeError
 
 if TYPE_CHECKING:

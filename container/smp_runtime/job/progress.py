@@ -151,7 +151,7 @@ class ProgressReporter:
         self.enabled, self._rank = False, None
 
     def _usage(self, rank: int) -> str:
-        from smp_config.records import UsageRecord, format_usage
+        from smp_records.records import UsageRecord, format_usage
 
         since, before = self._joined
         elapsed = time.monotonic() - since
@@ -159,7 +159,7 @@ class ProgressReporter:
         return format_usage(UsageRecord(rank=rank, memory_bytes=peak_memory_bytes(self._device), cpu_cores=cores))
 
     def _print(self, now: float) -> None:
-        from smp_config.records import ProgressRecord, format_progress
+        from smp_records.records import ProgressRecord, format_progress
 
         samples_before, then = self._window
         rate = (self._samples - samples_before) / (now - then) if self._started is not None and now > then else None

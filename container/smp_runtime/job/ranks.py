@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from smp_config import ConfigError, Group, Topology
-from smp_config.launchers import is_process_mode
-from smp_config.whereabouts import FORWARD, here
+from smp_config.machine.launchers import is_process_mode
+from smp_records.rank_record import FORWARD, here
+from smp_runtime.comm.collective_log import WatchedCollectives
 from smp_runtime.comm.control import Arrival, ControlPlane, host_name
 from smp_runtime.comm.devices import (
     assign_gpus,
@@ -25,8 +26,7 @@ from smp_runtime.comm.devices import (
 )
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.host.collectives import HostCollectives, host_of
-from smp_runtime.comm.watched import WatchedCollectives
-from smp_runtime.parameters.arriving import Arrivals
+from smp_runtime.parameters.pending_gather import Arrivals
 from smp_runtime.smddp.process_group import collectives_of
 from smp_runtime.smddp.registration import BACKEND, register
 

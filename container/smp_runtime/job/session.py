@@ -17,10 +17,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_config import Group, whereabouts
+from smp_config import Group
 from smp_config.errors import kind_of
-from smp_config.launchers import SECRET_VARIABLE
-from smp_config.whereabouts import here
+from smp_config.machine.launchers import SECRET_VARIABLE
+from smp_records import rank_record
+from smp_records.rank_record import here
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.groups import ended_on_error
 from smp_runtime.comm.messages import Messages
@@ -30,7 +31,7 @@ from smp_runtime.job.faults import Injector
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
-from smp_runtime.parameters.arriving import Arrivals
+from smp_runtime.parameters.pending_gather import Arrivals
 from smp_runtime.tensors.determinism import Determinism, TracedFirstStep
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def _join(parameters: ModelParallelParameters) -> Session:
         determinism = Determinism(os.environ, tells=control.rank == 0) if parameters.deterministic else None
         if determinism is not None:
             undo.callback(determinism.end)
-        whereabouts.begin(os.environ, control.rank)
+        rank_record.begin(os.environ, control.rank)
         undo.callback(here().leave, FAILED)
         with control.doing("smp.init"), ended_on_error():
             session = Session(parameters, control, collectives)

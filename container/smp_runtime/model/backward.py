@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_config.whereabouts import BACKWARD, here
+from smp_records.rank_record import BACKWARD, here
 from smp_runtime.data_parallel.reducer import AccumulationScale
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.invariants import invariants_of

@@ -12,10 +12,10 @@ from torch import nn
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
-from smp_runtime.module_state import compiled_blocks
+from smp_runtime.microbatch_state import compiled_blocks
+from smp_runtime.module_conversion import scopes
 from smp_runtime.parameters.deferred_creation import Deferrals, deferring, unchanged_default_dtype
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
-from smp_runtime.replacement import scopes
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session

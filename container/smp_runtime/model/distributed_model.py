@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_config.whereabouts import FORWARD, here
+from smp_records.rank_record import FORWARD, here
 from smp_runtime.activations.marking import begin_step
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.invariants import invariants_of
+from smp_runtime.microbatch_state.blueprint import Blueprint
 from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
-from smp_runtime.model.gradient_window import GradientWindow
+from smp_runtime.model.gradient_accumulation import GradientWindow
 from smp_runtime.model.local_part import LocalPart, Placed, own_attributes
 from smp_runtime.model.options import WrapperOptions, check_arguments, check_shared
 from smp_runtime.model.placement_report import describe_placement
@@ -29,7 +30,6 @@ from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions, agree_on_late_values
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
 from smp_runtime.model.wrapped_module import WrappedModule
-from smp_runtime.module_state.blueprint import Blueprint
 from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.optim.accumulated import reduce_before_updates
 from smp_runtime.optim.clipping import clip_over_ranks

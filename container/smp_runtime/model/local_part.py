@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group
 from smp_runtime.activations.marking import is_marked
-from smp_runtime.module_state.compiled_blocks import Compiling
+from smp_runtime.microbatch_state.compiled_blocks import Compiling
+from smp_runtime.module_conversion.parameter_layout import place
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.nn.half_block import HalfBlock
 from smp_runtime.nn.layer import DistributedTransformerLayer
+from smp_runtime.nn.sublayer import HalfBlock
 from smp_runtime.parameters.registry import ParameterRegistry
 from smp_runtime.parameters.script_writes import ScriptWrites
-from smp_runtime.replacement.placing import place
 from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.activation_layout import SlicedFlow
 from smp_runtime.tensors import parameter_attributes
@@ -204,7 +204,7 @@ def adapted_inside(block: nn.Module) -> str | None:
     for part in block.modules():
         for hook in (*vars(part)["_forward_pre_hooks"].values(), *vars(part)["_forward_hooks"].values()):
             home = str(getattr(getattr(hook, "__self__", hook), "__module__", ""))
-            if part is not block and home.startswith(("smp_runtime.tensor_parallel", "smp_runtime.replacement")):
+            if part is not block and home.startswith(("smp_runtime.tensor_parallel", "smp_runtime.module_conversion")):
                 return f"tensor parallelism changes what its {type(part).__name__} computes while it runs"
     return None
 

@@ -9,10 +9,10 @@ from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import batch_shares, seeing_own_batch, sharing_group
 from smp_runtime.data_parallel.sparse_gradients import sparse_tables
+from smp_runtime.microbatch_state import compiled_blocks
 from smp_runtime.model.stages import create_late
-from smp_runtime.module_state import compiled_blocks
+from smp_runtime.module_conversion.replacing import distribute
 from smp_runtime.parameters.optimizer_shards import whole_shard
-from smp_runtime.replacement.replacing import distribute
 from smp_runtime.sharding.sharded_state import ShardedState
 from smp_runtime.tensor_parallel.group import TensorGroup
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.backward import Backward
-    from smp_runtime.model.gradient_window import GradientWindow
+    from smp_runtime.model.gradient_accumulation import GradientWindow
     from smp_runtime.model.local_part import Placed
     from smp_runtime.model.replicas import Replicas
     from smp_runtime.model.stages import Stages

@@ -19,7 +19,7 @@ from smp_runtime.job.invariants import invariants_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.gradient_window import GradientWindow
+    from smp_runtime.model.gradient_accumulation import GradientWindow
     from smp_runtime.model.local_part import LocalPart, Placed
 
 #: Ranks that have changed shards are counted in units of one, what :class:`.Invariants` add up in units of this.

@@ -16,14 +16,14 @@ from smp_config import Group
 from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.comm.devices import channel_backend, release_cached_memory
 from smp_runtime.errors import SMPUserError
-from smp_runtime.model.creation import manual_of
-from smp_runtime.model.staged_regions import Placement
-from smp_runtime.module_state.absent_tensors import (
+from smp_runtime.microbatch_state.remote_stubs import (
     AbsentAttributes,
     absent_attributes_of,
     absent_parameter,
     make_absent_in_place,
 )
+from smp_runtime.model.creation import manual_of
+from smp_runtime.model.staged_regions import Placement
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import materialize
 from smp_runtime.pipeline.agreement.sharing import Share

@@ -11,11 +11,11 @@ import torch
 from smp_config import Group
 from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPOperationError, SMPUserError
-from smp_runtime.module_state.absent_tensors import AbsentTensor
+from smp_runtime.microbatch_state.remote_stubs import AbsentTensor
+from smp_runtime.module_conversion.parameter_layout import slices_by_name, whole_state
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import values_of
 from smp_runtime.parameters.registry import part_of
-from smp_runtime.replacement.placing import slices_by_name, whole_state
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
 from smp_runtime.tensors.torch_private import IncompatibleKeys
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from smp_records.script_lines import is_runtime_module
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.absent_tensors import AbsentAttribute, AbsentTensor
+from smp_runtime.microbatch_state.remote_stubs import AbsentAttribute, AbsentTensor
+from smp_runtime.module_conversion import registration
+from smp_runtime.module_conversion.splitting import become_whole
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.replacement import registration
-from smp_runtime.replacement.in_place.splitting import become_whole
 
 if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
@@ -126,4 +127,4 @@ def _is_ours(hook: Any) -> bool:
     """Whether a function or object is the library's; what translates a replaced module's arguments stays."""
     hook = getattr(hook, "hook", hook)  # PyTorch wraps some
     place = str(getattr(hook, "__module__", ""))
-    return place.startswith("smp_runtime.") and place != registration.__name__
+    return is_runtime_module(place) and place != registration.__name__

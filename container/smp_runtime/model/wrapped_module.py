@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.session import Session
-    from smp_runtime.model.gradient_window import GradientWindow
+    from smp_runtime.model.gradient_accumulation import GradientWindow
     from smp_runtime.model.local_part import LocalPart, Placed
     from smp_runtime.model.stages import Stages
     from smp_runtime.model.state_dict import ModelState

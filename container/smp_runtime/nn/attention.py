@@ -11,9 +11,9 @@ from smp_runtime.activations.marking import mark
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.nn.attention_scores import Scoring, alibi_slopes, attend, rotate
-from smp_runtime.nn.half_block import HalfBlock
 from smp_runtime.nn.linear import ColumnProjection, RowProjection
 from smp_runtime.nn.settings import LayerSettings
+from smp_runtime.nn.sublayer import HalfBlock
 from smp_runtime.tensor_parallel.activation_layout import split_dropout
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from smp_runtime.nn.half_block import HalfBlock
 from smp_runtime.nn.linear import ColumnProjection, RowProjection
 from smp_runtime.nn.settings import ACTIVATIONS, LayerSettings
+from smp_runtime.nn.sublayer import HalfBlock
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.compiled_blocks import is_compiled
+from smp_runtime.microbatch_state.compiled_blocks import is_compiled
 from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import backward_pass, will_run
 

@@ -10,7 +10,7 @@ import torch
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel.block_entry import is_in_block
 from smp_runtime.tensor_parallel.group import gather_whole
-from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, LaterTensor, changes_in_place, plain_of
+from smp_runtime.tensors.lazy_tensor import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, LaterTensor, changes_in_place, plain_of
 from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, backward_pass, storage_key, tree_map
 

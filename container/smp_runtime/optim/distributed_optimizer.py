@@ -13,7 +13,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_config.errors import kind_of
-from smp_config.whereabouts import OPTIMIZER, here
+from smp_records.rank_record import OPTIMIZER, here
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.accumulated import reduce_accumulated

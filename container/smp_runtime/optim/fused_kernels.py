@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp_runtime.comm.flags import to_device
+from smp_runtime.comm.flag_all_reduce import to_device
 from smp_runtime.tensors.torch_private import has_step_hooks
 
 #: Those whose update has a fused form for CPU and CUDA since PyTorch 2.4, and is the class's own.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_runtime.comm.flags import to_device
+from smp_runtime.comm.flag_all_reduce import to_device
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import norms_of, values_of
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from smp_config.errors import kind_of
 from smp_config.recovery import wants_memory
-from smp_config.whereabouts import SAVE, here
+from smp_records.rank_record import SAVE, here
+from smp_runtime.checkpoint.files.atomic_file import user_content_bytes
 from smp_runtime.checkpoint.files.manifest import PARTIAL, checkpoints_in, newest_name
 from smp_runtime.checkpoint.files.opened_files import local_path
-from smp_runtime.checkpoint.files.whole_file import user_content_bytes
 from smp_runtime.checkpoint.live_state import Moment
 from smp_runtime.checkpoint.memory.copying import Copier
 from smp_runtime.checkpoint.memory.newest import newest_state

@@ -19,7 +19,7 @@ from smp_runtime.checkpoint.live_state import (
     updated,
     weights,
 )
-from smp_runtime.checkpoint.rank_contents import optimizer_record
+from smp_runtime.checkpoint.save_plan import optimizer_record
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.whole_state import is_elementwise
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
-from smp_config.reshaping import answer, asked, listens
-from smp_config.whereabouts import FOLDER_VARIABLE
+from smp_records.rank_record import FOLDER_VARIABLE
+from smp_records.reshaping import answer, asked, listens
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.job.session import at_init
 from smp_runtime.preemption.stop_agreement import StopAgreement

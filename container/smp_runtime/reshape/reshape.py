@@ -31,7 +31,7 @@ from smp_runtime.step.last_microbatch import LastMicrobatch
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
-    from smp_runtime.module_state.blueprint import ParameterShape
+    from smp_runtime.microbatch_state.blueprint import ParameterShape
     from smp_runtime.pipeline.partition.assignment import Assignment
 
 logger = logging.getLogger("smp")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from smp_runtime.tensors.later import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
+from smp_runtime.tensors.lazy_tensor import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
 from smp_runtime.tensors.nested import storage_of
 from smp_runtime.tensors.parameter_attributes import get_data, get_gradient, owner_of, set_gradient
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, can_take_contents, tree_leaves, tree_map

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_runtime.parameters.arriving import Arrivals
 from smp_runtime.parameters.optimizer_shards import OptimizerShard
+from smp_runtime.parameters.pending_gather import Arrivals
 from smp_runtime.sharding.flat_unit import FlatUnit
 from smp_runtime.sharding.script_gradients import ScriptGradients
 

@@ -25,8 +25,8 @@ from smp_runtime.tensors.torch_private import (
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from smp_runtime.sharding.live_parameters import LiveParameters
     from smp_runtime.sharding.sharded_gradients import ShardedGradients
+    from smp_runtime.sharding.unshard_prefetch import LiveParameters
 
 
 @dataclasses.dataclass

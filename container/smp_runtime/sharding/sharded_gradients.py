@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from smp_config import Group
-from smp_runtime.comm.flags import Flags
-from smp_runtime.sharding.live_parameters import GatherTrace, refuse_unequal, sharing_positions
+from smp_runtime.comm.flag_all_reduce import Flags
+from smp_runtime.sharding.unshard_prefetch import GatherTrace, refuse_unequal, sharing_positions
 from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 
 if TYPE_CHECKING:

@@ -26,11 +26,11 @@ from smp_runtime.sharding.all_gather import make_gathering
 from smp_runtime.sharding.detached_parameters import ShardOwner
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
-from smp_runtime.sharding.live_parameters import LiveParameters, warn_of_large_units
 from smp_runtime.sharding.module_hooks import ModuleUses
 from smp_runtime.sharding.requests import Requests
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
-from smp_runtime.sharding.unit_plan import ShardingOptions, is_sharded, plan_units
+from smp_runtime.sharding.unshard_prefetch import LiveParameters, warn_of_large_units
+from smp_runtime.sharding.wrap_policy import ShardingOptions, is_sharded, plan_units
 from smp_runtime.tensors.parameter_attributes import get_data, own
 from smp_runtime.tensors.torch_private import before_loading
 

@@ -11,8 +11,8 @@ from torch import nn
 from smp_config import Group
 from smp_config.in_flight import effective_bucket_bytes
 from smp_runtime.comm.buckets import Bucket, Reducing, Travel, make_buckets
-from smp_runtime.module_state.compiled_blocks import is_compiled
-from smp_runtime.parameters.arriving import Arrivals, wait_before_calls
+from smp_runtime.microbatch_state.compiled_blocks import is_compiled
+from smp_runtime.parameters.pending_gather import Arrivals, wait_before_calls
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
 from smp_runtime.tensors.parameter_attributes import get_data

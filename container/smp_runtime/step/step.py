@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import torch
 
 from smp_config import Group
-from smp_config.whereabouts import BETWEEN, REDUCTION, here
+from smp_records.rank_record import BETWEEN, REDUCTION, here
 from smp_runtime.comm.devices import in_order_with_script, keep_for_script
 from smp_runtime.errors import SMPTypeError, SMPUserError
 from smp_runtime.job import session as sessions

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensors.later import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LaterTensor
 from smp_runtime.tensors.nested import mapped
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from smp_config.script_lines import is_script_s, script_line
+from smp_records.script_lines import is_script_s, script_line
 from smp_runtime.errors import SMPUserError
 
 logger = logging.getLogger("smp")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_runtime.tensors.later import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LaterTensor
 from smp_runtime.tensors.torch_private import storage_key, tree_map
 
 #: Containers and the attributes of objects are followed this deep in search of tensors.

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from smp_runtime.tensors.later import plain_of
+from smp_runtime.tensors.lazy_tensor import plain_of
 from smp_runtime.tensors.nested import rows_of
 from smp_runtime.tensors.torch_private import is_transformed, taken_apart, tree_map
 from smp_runtime.tensors.weight_gradients import Gradients, Operation, is_deferrable, split

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from smp_records.script_lines import is_runtime_module
 from smp_runtime.tensors.torch_private import run_backward, will_run
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def is_deferrable(weight: object) -> bool:
 
 
 def _is_ours(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("smp_runtime.")
+    return is_runtime_module(str(getattr(hook, "__module__", "")))
 
 
 def _open() -> WeightGradients | None:

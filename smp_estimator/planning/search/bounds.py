@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group
-from smp_config.rate_card import RateCard, sent_bytes
+from smp_records.rate_card import RateCard, sent_bytes
 
 if TYPE_CHECKING:
     from smp_estimator.planning.search.space import Configuration, Space

@@ -22,9 +22,9 @@ from smp_estimator.planning.search.bounds import least_bytes, least_seconds
 from smp_estimator.planning.search.space import MEMORIES, Configuration
 
 if TYPE_CHECKING:
-    from smp_config.rate_card import RateCard
     from smp_estimator.planning.search.bounds import Needs
     from smp_estimator.planning.search.space import Space
+    from smp_records.rate_card import RateCard
 
 
 @dataclass(frozen=True)

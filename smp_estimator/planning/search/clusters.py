@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
-from smp_config.instances import Instance, instances
+from smp_config.machine.instances import Instance, instances
 from smp_estimator.planning.forecast import TIGHT_ABOVE
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request
-from smp_estimator.planning.search.ladder import Step, first_fit
+from smp_estimator.planning.search.heuristic_steps import Step, first_fit
 
 if TYPE_CHECKING:
     from smp_estimator.planning.plan import Plan

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
-from smp_config.rate_card import RateCard
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
-from smp_estimator.planning.memory import is_half, summed_bytes
+from smp_estimator.planning.memory.device_memory import is_half, summed_bytes
 from smp_estimator.planning.plan import Plan
 from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Region, Search
-from smp_estimator.planning.search.ladder import has_room
+from smp_estimator.planning.search.heuristic_steps import has_room
 from smp_estimator.planning.search.space import MEMORIES, SCHEDULES, Configuration, Space
 from smp_estimator.planning.step_time import operations_of_rank, unknown_because
+from smp_records.rate_card import RateCard
 
 if TYPE_CHECKING:
     from smp_config import ModelParallelParameters

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from smp_config import ConfigError
 from smp_config.errors import suggest
-from smp_config.instances import instance
+from smp_config.machine.instances import instance
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.plan import Plan
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, SHOWN, Ask, Cluster, current, least_count, smallest
-from smp_estimator.planning.search.ladder import Step, fitting, has_room
+from smp_estimator.planning.search.heuristic_steps import Step, fitting, has_room
 from smp_estimator.planning.step_time import unknown_because
 
 if TYPE_CHECKING:

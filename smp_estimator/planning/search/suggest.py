@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_config.instances import instance, require_usable
+from smp_config.machine.instances import instance, require_usable
 from smp_estimator.planning.advice import GB, amount
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
 from smp_estimator.planning.request import Request, is_of_transformers, request_for, shape_given
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, Ask, Cluster, smallest, smallest_clusters
+from smp_estimator.planning.search.heuristic_steps import Step, climb, sharded
 from smp_estimator.planning.search.improvement import Improvement, improvements, search_dict, search_line
-from smp_estimator.planning.search.ladder import Step, climb, sharded
 from smp_estimator.planning.search.planned import BUDGET_SECONDS, search_plans
 from smp_estimator.planning.search.preference import Choice, checked, fastest_step, rank
 from smp_estimator.planning.table import plan_report

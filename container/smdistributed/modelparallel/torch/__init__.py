@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 # Not later: whoever imports the submodule of this name would find that instead.
 from smdistributed.modelparallel.torch.step import StepOutput, step
 from smp_config.lazy_names import lazy_names
-from smp_runtime.libraries import installed as _installed  # noqa: F401 - it waits for other libraries to be imported
+from smp_integrations import installed as _installed  # noqa: F401 - it waits for other libraries to be imported
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch import (
@@ -88,11 +88,11 @@ if TYPE_CHECKING:
     from smp_runtime.activations.marking import set_activation_checkpointing
     from smp_runtime.job.older_names import hvd_average_grads
     from smp_runtime.model.creation import compile, delay_param_initialization, model_creation, partition, set_partition
-    from smp_runtime.replacement.registration import tp_register, tp_register_with_module
-    from smp_runtime.replacement.scopes import set_tensor_parallelism, tensor_parallelism
+    from smp_runtime.module_conversion.registration import tp_register, tp_register_with_module
+    from smp_runtime.module_conversion.scopes import set_tensor_parallelism, tensor_parallelism
     from smp_runtime.sharding.watched_parameters import register_parameter
     from smp_runtime.tensors.weight_gradients import weight_gradient_later
-    from smp_runtime.tracking.start import log
+    from smp_tools.tracking.start import log
 
 __all__ = [
     "DP_GROUP",
@@ -268,10 +268,10 @@ __getattr__, __dir__ = lazy_names(
             "partition",
             "set_partition",
         ),
-        "smp_runtime.replacement.registration": ("tp_register", "tp_register_with_module"),
-        "smp_runtime.replacement.scopes": ("set_tensor_parallelism", "tensor_parallelism"),
+        "smp_runtime.module_conversion.registration": ("tp_register", "tp_register_with_module"),
+        "smp_runtime.module_conversion.scopes": ("set_tensor_parallelism", "tensor_parallelism"),
         "smp_runtime.sharding.watched_parameters": ("register_parameter",),
         "smp_runtime.tensors.weight_gradients": ("weight_gradient_later",),
-        "smp_runtime.tracking.start": ("log",),
+        "smp_tools.tracking.start": ("log",),
     },
 )

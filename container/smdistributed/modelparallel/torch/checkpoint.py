@@ -10,9 +10,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from smp_runtime.checkpoint import object_files as objects
 from smp_runtime.checkpoint import save_and_resume as checkpoints
 from smp_runtime.job.session import Session, current
-from smp_runtime.numerics import start as numerics
 from smp_runtime.preemption import auto_resume as preemption
 from smp_runtime.reshape import reshape as reshaping
+from smp_tools.numerics import start as numerics
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

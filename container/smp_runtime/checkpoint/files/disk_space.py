@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp_config.disk_space import free_space, why_full
+from smp_config.machine.disk_space import free_space, why_full
 from smp_runtime.errors import CheckpointError
 
 

@@ -195,7 +195,7 @@ def translations_to_theirs(titles: Iterable[str], *, has_heads: bool = True) -> 
 
 
 def _known() -> dict[str, Any]:
-    import smp_runtime.replacement.huggingface as package
+    import smp_runtime.module_conversion.huggingface as package
 
     found = {}
     for module in pkgutil.iter_modules(package.__path__):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from smp_config.values import why_no_path
+from smp_config.formats.values import why_no_path
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
 from smp_runtime.errors import CheckpointError, SMPUserError
 

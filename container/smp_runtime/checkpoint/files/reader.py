@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from smp_config.errors import kind_of
+from smp_runtime.checkpoint.files.atomic_file import damaged_file, map_file
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Manifest, Piece, TensorRecord
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity
 from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
-from smp_runtime.checkpoint.files.whole_file import damaged_file, map_file
 from smp_runtime.errors import CheckpointError
 
 #: Where a file keeps a state key, if not ``file["state"][name][key]``.

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch
 
-from smp_runtime.checkpoint.files.whole_file import whole_file
+from smp_runtime.checkpoint.files.atomic_file import whole_file
 from smp_runtime.errors import SMPUserError
 
 #: The format's names of types.

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from smp_config.errors import kind_of
-from smp_runtime.checkpoint.files.opened_files import is_plain_name, open_regular, read_text, refuse_other_kinds
-from smp_runtime.checkpoint.files.safetensors_writer import as_it_is, size_of, write_safetensors
-from smp_runtime.checkpoint.files.whole_file import (
+from smp_runtime.checkpoint.files.atomic_file import (
     SAVE_ID,
     UNREADABLE,
     marked_state,
@@ -24,6 +22,8 @@ from smp_runtime.checkpoint.files.whole_file import (
     write_tensors,
     write_text,
 )
+from smp_runtime.checkpoint.files.opened_files import is_plain_name, open_regular, read_text, refuse_other_kinds
+from smp_runtime.checkpoint.files.safetensors_writer import as_it_is, size_of, write_safetensors
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 SAFETENSORS = "model.safetensors"

@@ -25,9 +25,8 @@ from smp_config.recovery import (
     restart_count,
     wants_memory,
 )
-from smp_config.whereabouts import here
+from smp_records.rank_record import here
 from smp_runtime.checkpoint.live_state import Moment, random_file
-from smp_runtime.checkpoint.memory.buddies import Buddies, Outgoing
 from smp_runtime.checkpoint.memory.host_folder import (
     Data,
     Generation,
@@ -42,8 +41,9 @@ from smp_runtime.checkpoint.memory.host_folder import (
 )
 from smp_runtime.checkpoint.memory.known_contents import KnownContents
 from smp_runtime.checkpoint.memory.newest import Recovery
-from smp_runtime.checkpoint.rank_contents import Share
+from smp_runtime.checkpoint.memory.peer_replication import Buddies, Outgoing
 from smp_runtime.checkpoint.save_partial import Report, describe, files_of_job
+from smp_runtime.checkpoint.save_plan import Share
 from smp_runtime.comm.control import host_name, timeout_seconds
 
 if TYPE_CHECKING:

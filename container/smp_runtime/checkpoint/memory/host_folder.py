@@ -5,7 +5,7 @@ where in the data each tensor is. Copies are numbered by their generation. A ran
 older one, the newer one stays. A head is there exactly as long as its data are complete, and no rank writes over its older copy
 before all ranks of the host have the newer one: so whenever ranks are killed there is a generation that all of them have.
 
-What a rank of another host has sent here (``buddies.py``) looks the same, and has the number of that rank.
+What a rank of another host has sent here (``peer_replication.py``) looks the same, and has the number of that rank.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.checkpoint.rank_contents import Contents, Share, contents_of
-from smp_runtime.module_state.absent_tensors import AbsentTensor
+from smp_runtime.checkpoint.save_plan import Contents, Share, contents_of
+from smp_runtime.microbatch_state.remote_stubs import AbsentTensor
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session

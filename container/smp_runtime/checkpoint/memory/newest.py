@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from smp_config.recovery import FOLDER_VARIABLE, restart_count
-from smp_config.whereabouts import here
+from smp_records.rank_record import here
+from smp_runtime.checkpoint.files.atomic_file import UNREADABLE
 from smp_runtime.checkpoint.files.manifest import FileRecord, FoundCheckpoint, Manifest, OptimizerRecord
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.files.whole_file import UNREADABLE
 from smp_runtime.checkpoint.memory.host_folder import (
     Data,
     Generation,

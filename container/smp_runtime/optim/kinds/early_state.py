@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.absent_tensors import AbsentTensor
+from smp_runtime.microbatch_state.remote_stubs import AbsentTensor
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from smp_config import Group
+from smp_records.script_lines import is_runtime_module
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.fused import TakesNorms
 from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
@@ -51,8 +52,8 @@ def check_kind(optimizer: torch.optim.Optimizer, why: str, ranks: Ranks) -> None
             f"{kind.__name__} looks at whole tensors, but with {why} a rank updates parts of them; use an element-wise "
             "optimizer such as AdamW, or FusedLAMB, FusedLANS, FusedLARS or FusedNovoGrad of smp.optimizers, or turn it off"
         )
-    home = (getattr(kind.step, "__module__", None) or "").partition(".")[0]
-    if home not in ("torch", "smp_runtime") and ranks.rank == 0:
+    home = getattr(kind.step, "__module__", None) or ""
+    if home.partition(".")[0] != "torch" and not is_runtime_module(home) and ranks.rank == 0:
         logger.warning(
             "with %s a rank updates parts of tensors: %s of %s trains rightly only if its update of every element depends on "
             "that element alone (no norm, no matrix of a whole tensor); if not, use AdamW or smp.optimizers.FusedLAMB",
@@ -106,8 +107,9 @@ def check_parts(
 
 def make_dense(optimizer: torch.optim.Optimizer) -> None:
     """Make sparse gradients dense for an optimizer of PyTorch or of this library that would refuse them."""
-    home = (getattr(type(optimizer).step, "__module__", None) or "").partition(".")[0]
-    if isinstance(optimizer, _TAKE_SPARSE) or home not in ("torch", "smp_runtime"):
+    home = getattr(type(optimizer).step, "__module__", None) or ""
+    is_known = home.partition(".")[0] == "torch" or is_runtime_module(home)
+    if isinstance(optimizer, _TAKE_SPARSE) or not is_known:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.error_codes import code_of
-from smp_config.records import FailureRecord
+from smp_records.records import FailureRecord
 from smp_runtime.errors import SMPError, SMPRuntimeError
 from smp_runtime.pipeline.transport.messages import Fail
 from smp_runtime.pipeline.transport.transport import StageFailed
@@ -21,7 +21,7 @@ from smp_runtime.pipeline.transport.transport import StageFailed
 if TYPE_CHECKING:
     import torch
 
-    from smp_runtime.pipeline.execution.conductor import Conductor
+    from smp_runtime.pipeline.execution.task_scheduler import Conductor
 
 #: Place of an error in the script's own code.
 STEP_FUNCTION = "the step function"

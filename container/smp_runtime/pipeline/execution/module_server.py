@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from smp_config.whereabouts import BACKWARD, here
+from smp_records.rank_record import BACKWARD, here
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.execution.call_predictions import MOST_KINDS, Outcome, described, difference, outcome_of
+from smp_runtime.pipeline.execution.output_metadata_cache import MOST_KINDS, Outcome, described, difference, outcome_of
 from smp_runtime.pipeline.execution.stage_context import StageContext, in_modes
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import Back, Call, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
-from smp_runtime.tensors.handles import Handle, Meta, Path
+from smp_runtime.tensors.remote_tensor import Handle, Meta, Path
 from smp_runtime.tensors.torch_private import DisableTorchFunction, call_with_hooks, run_backward
 
 logger = logging.getLogger("smp")

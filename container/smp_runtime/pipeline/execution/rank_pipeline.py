@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from smp_runtime.module_state.absent_tensors import appearing_on
-from smp_runtime.module_state.attributes import Attributes
+from smp_runtime.microbatch_state.attributes import Attributes
+from smp_runtime.microbatch_state.remote_stubs import appearing_on
 from smp_runtime.pipeline.execution.completion import Completion
-from smp_runtime.pipeline.execution.conductor import Conductor
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, Alarm, without_own_frames
 from smp_runtime.pipeline.execution.messenger import Handler, Messenger
 from smp_runtime.pipeline.execution.module_server import ModuleServer
@@ -24,6 +23,7 @@ from smp_runtime.pipeline.execution.remote_calls import RemoteCaller, RemoteEntr
 from smp_runtime.pipeline.execution.root_stage import RootStage
 from smp_runtime.pipeline.execution.running_step import RunningStep
 from smp_runtime.pipeline.execution.stage_context import StageContext
+from smp_runtime.pipeline.execution.task_scheduler import Conductor
 from smp_runtime.pipeline.schedule.policies import POLICIES, Policy
 from smp_runtime.pipeline.transport.messages import (
     Answer,

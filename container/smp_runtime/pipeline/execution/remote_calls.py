@@ -10,11 +10,11 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.execution.call_predictions import Learned, Outcome, Prediction, Predictions, outcome_of
+from smp_runtime.pipeline.execution.output_metadata_cache import Learned, Outcome, Prediction, Predictions, outcome_of
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes
 from smp_runtime.pipeline.transport.messages import Back, Call, GroupCall, Modes, Reply, Slot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
-from smp_runtime.tensors.handles import Handle, Meta, Name, Path
+from smp_runtime.tensors.remote_tensor import Handle, Meta, Name, Path
 from smp_runtime.tensors.torch_private import DisableTorchFunction, backward_pass, will_run
 
 if TYPE_CHECKING:

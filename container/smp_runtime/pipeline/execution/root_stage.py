@@ -17,7 +17,7 @@ from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.transport.messages import Begin, End, StepCall, StepKind
 from smp_runtime.pipeline.transport.packing import pack, unpack
-from smp_runtime.tensors.handles import Handle
+from smp_runtime.tensors.remote_tensor import Handle
 
 if TYPE_CHECKING:
     from smp_runtime.pipeline.execution.plan_store import PlanStore

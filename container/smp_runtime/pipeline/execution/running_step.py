@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from smp_config.whereabouts import here
+from smp_records.rank_record import here
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPUserError
 from smp_runtime.pipeline.agreement.departure import FIRST_LOOK, Departure, Links

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.attributes import weight_versions
-from smp_runtime.module_state.flags import ModuleFlags, TaskState
+from smp_runtime.microbatch_state.attributes import weight_versions
+from smp_runtime.microbatch_state.flags import ModuleFlags, TaskState
 from smp_runtime.pipeline.execution.value_store import ValueStore
 from smp_runtime.pipeline.transport.messages import GroupCall, Modes, Reply
 from smp_runtime.tensors.random_state import RandomState, task_seed
 from smp_runtime.tensors.torch_private import default_device, saved_tensor_hooks
 
 if TYPE_CHECKING:
-    from smp_runtime.module_state.attributes import Attributes
-    from smp_runtime.pipeline.execution.conductor import Conductor
+    from smp_runtime.microbatch_state.attributes import Attributes
     from smp_runtime.pipeline.execution.task import Task, Watch
-    from smp_runtime.tensors.handles import Path
+    from smp_runtime.pipeline.execution.task_scheduler import Conductor
+    from smp_runtime.tensors.remote_tensor import Path
 
 
 @dataclass

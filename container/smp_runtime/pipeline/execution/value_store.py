@@ -12,9 +12,9 @@ from smp_runtime.pipeline.transport.messages import Deliver, Value
 if TYPE_CHECKING:
     import torch
 
-    from smp_runtime.pipeline.execution.conductor import Conductor
     from smp_runtime.pipeline.execution.task import Task
-    from smp_runtime.tensors.handles import Name, Path
+    from smp_runtime.pipeline.execution.task_scheduler import Conductor
+    from smp_runtime.tensors.remote_tensor import Name, Path
 
 
 class ValueStore:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.tensors import computing_time
-from smp_runtime.tensors.graph_owners import GraphOwners
+from smp_runtime.tensors.module_boundaries import GraphOwners
 from smp_runtime.tensors.torch_private import backward_pass
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from smp_config.profiling import MOST_STEPS, Profile
-from smp_config.profiling import VARIABLE as PROFILE_VARIABLE
-from smp_config.timeline import TIMELINE_VARIABLE, Kind, RankTimeline, StepTimeline, StoredAction, steps_to_keep
+from smp_records.profiling import MOST_STEPS, Profile
+from smp_records.profiling import VARIABLE as PROFILE_VARIABLE
+from smp_records.timeline import TIMELINE_VARIABLE, Kind, RankTimeline, StepTimeline, StoredAction, steps_to_keep
 from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.schedule.actions import TaskKind

@@ -14,7 +14,7 @@ from torch import nn
 
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.construction_marks import marking
+from smp_runtime.microbatch_state.construction_marks import marking
 from smp_runtime.pipeline.partition.assignment import Assignment, check_together, some
 from smp_runtime.pipeline.partition.module_tree import ModuleNode, ModuleTree, Trace, untraced
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages
-from smp_runtime.pipeline.partition.best_cuts import Crossing, Matrix, best_cuts, crossing_costs
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, Need
+from smp_runtime.pipeline.partition.linear_partition import Crossing, Matrix, best_cuts, crossing_costs
 from smp_runtime.pipeline.partition.placeable_parts import Parts
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_state.attribute_watch import AttributeWatch
-from smp_runtime.module_state.entries import Slot, Taken
-from smp_runtime.module_state.snapshot import Snapshot, restored
+from smp_runtime.microbatch_state.attribute_watch import AttributeWatch
+from smp_runtime.microbatch_state.entries import Slot, Taken
+from smp_runtime.microbatch_state.snapshot import Snapshot, restored
 from smp_runtime.pipeline.partition.meta_device import values_left_out
 from smp_runtime.pipeline.partition.module_times import median_times, run_repeatedly
 from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call

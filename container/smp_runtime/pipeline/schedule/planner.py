@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
-from smp_runtime.pipeline.schedule.facts import Facts
+from smp_runtime.pipeline.schedule.recorded_step import Facts
 from smp_runtime.pipeline.schedule.simulation import Clock, Graph, replay, summary
 
 if TYPE_CHECKING:

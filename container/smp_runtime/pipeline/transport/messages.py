@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from smp_runtime.tensors.handles import Meta, Name, Path
+from smp_runtime.tensors.remote_tensor import Meta, Name, Path
 
 if TYPE_CHECKING:
     import torch
 
-    from smp_config.records import FailureRecord
+    from smp_records.records import FailureRecord
 
 
 class Slot(NamedTuple):

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.tensors.handles import Handle
-from smp_runtime.tensors.later import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.remote_tensor import Handle
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """For ``lightning.fabric.Fabric(strategy=SMPStrategy())``."""
 
-from smp_runtime.libraries.fabric import SMPStrategy
+from smp_integrations.fabric import SMPStrategy
 
 __all__ = ["SMPStrategy"]

@@ -1,5 +1,5 @@
 """For ``lightning.pytorch.Trainer(strategy=SMPStrategy())``."""
 
-from smp_runtime.libraries.lightning import SMPStrategy
+from smp_integrations.lightning import SMPStrategy
 
 __all__ = ["SMPStrategy"]

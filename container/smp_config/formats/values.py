@@ -1,0 +1,73 @@
+"""Dictionaries as command lines have them: written out, or the name of a file."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from smp_config.errors import ConfigError, kind_of
+from smp_config.formats import strict_json
+
+
+def literal(text: str, what: str) -> Any:
+    """JSON, or a Python literal such as ``{"ddp": True}``; raises ConfigError for what is neither."""
+    try:
+        return strict_json.parse(text)
+    except ValueError as as_json:
+        try:
+            return ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as as_python:
+            raise ConfigError(
+                f"{what} is neither JSON ({as_json}) nor a Python literal ({as_python}); write a dictionary such as "
+                '{"ddp": true} or {"ddp": True}, without names or calls'
+            ) from None
+
+
+#: The begin of ``s3://bucket/x``, also where ``pathlib`` has made one slash of two.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def why_no_path(path: Any) -> str | None:
+    """Return what is wrong with a path on this machine, such as ``s3://bucket/x``, and what to give instead; None if nothing."""
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        return f"is {path!r}, {kind_of(path)}; give the path of a folder or file on this machine as text"
+    if not isinstance(text, str):
+        return f"is {text!r}, which is bytes; give the path as text"
+    if not text.strip():
+        return f"is {text!r}, which names nothing; give the path of a folder or file, or '.' for the working directory"
+    if "\0" in text:
+        return f"is {text!r}, which has a null character; no file can have such a name"
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return None
+    if scheme[1].lower() == "file":
+        return f"is the address {text!r}; give the path alone, without {scheme[1]}://"
+    return (
+        f"is the address {text!r}, but files are written to and read from this machine's disk, where it would become a folder "
+        f"called '{scheme[1]}:'; give a path: a job's SMP_CHECKPOINT_DIR (/opt/ml/checkpoints) is copied to checkpoint_s3_uri "
+        "while it trains, and other files the script copies itself"
+    )
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number of at most nine digits; Python takes ``²`` for a digit, too."""
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def dictionary(value: str, what: str) -> dict[str, Any]:
+    """A dictionary given as text or as the path of a file with it."""
+    text = value
+    if not value.lstrip().startswith("{"):
+        path = Path(value)
+        if not os.path.isfile(value):
+            raise ConfigError(f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them")
+        text = path.read_text(encoding="utf-8")
+    found = literal(text, what)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{what} holds {kind_of(found)}; settings have names: write a dictionary")
+    return found

@@ -1,0 +1,213 @@
+"""Which launcher started this process, and the place that it gave it: read from the environment alone.
+
+Launchers nest: a batch system starts ``mpirun`` or ``torchrun``, which starts the ranks, and each leaves its variables to all
+below. The innermost holds. Where that cannot be told, every rank would think itself another than it is, and wait for ranks that
+never come; so it is an error that names both.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smp_config.errors import ConfigError
+from smp_config.formats.values import is_count
+
+
+class Launcher(str, enum.Enum):
+    """What starts ranks; the value is its name for people."""
+
+    OPEN_MPI = "mpirun of Open MPI"
+    PMI = "a launcher with PMI (mpiexec of MPICH, srun --mpi=pmi2)"
+    TORCH = "torchrun, or another that sets RANK and WORLD_SIZE"
+    SLURM = "srun of SLURM"
+
+    @property
+    def speaks_mpi(self) -> bool:
+        """Whether its ranks meet through MPI; all others meet at ``MASTER_ADDR`` and ``MASTER_PORT``."""
+        return self in (Launcher.OPEN_MPI, Launcher.PMI)
+
+
+#: By launcher, the variables that hold a process's rank and how many there are.
+VARIABLES: Mapping[Launcher, tuple[str, str]] = {
+    Launcher.OPEN_MPI: ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    Launcher.PMI: ("PMI_RANK", "PMI_SIZE"),
+    Launcher.TORCH: ("RANK", "WORLD_SIZE"),
+    # Of the step, which srun starts; SLURM_NTASKS is also that of an allocation in which nothing was started yet.
+    Launcher.SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+
+#: Where ranks without MPI meet.
+ADDRESS_VARIABLE = "MASTER_ADDR"
+PORT_VARIABLE = "MASTER_PORT"
+
+#: Set by ``torchrun`` and others, and by this project's launcher: the ranks of this host.
+LOCAL_SIZE_VARIABLE = "LOCAL_WORLD_SIZE"
+
+#: A text that only the ranks of one job know: with it they know each other's messages from those of strangers.
+SECRET_VARIABLE = "SMP_JOB_SECRET"
+
+#: Its characters, at least: shorter ones are guessed.
+_SECRET_CHARACTERS = 16
+
+#: Set by ``torchrun`` in every rank.
+ELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
+
+#: Set by this project's launcher in every rank.
+OWN_VARIABLES = ("SMP_RANK", "SMP_WORLD_SIZE")
+
+#: Set by this project's launcher in every rank: 1 in process mode, else 0. In process mode the launcher has started all ranks of
+#: the job itself, as processes of this machine and as one host: no container, no batch system, no other launcher around it.
+PROCESS_MODE_VARIABLE = "SMP_PROCESS_MODE"
+
+#: Processes that a pod of Kubernetes' training operator is to start; set in the pod, and by nobody in ranks.
+POD_PROCESSES_VARIABLE = "PET_NPROC_PER_NODE"
+
+_OUR_COMMAND = "smp-launch run SCRIPT"
+
+
+@dataclass(frozen=True)
+class Started:
+    """The place of a process in its job, as its launcher says it."""
+
+    launcher: Launcher
+    rank: int
+    size: int
+
+    @property
+    def said(self) -> str:
+        """The variables that say it, with their values."""
+        rank, size = VARIABLES[self.launcher]
+        return f"{rank}={self.rank} and {size}={self.size}"
+
+    def is_same_place(self, other: Started) -> bool:
+        """Whether two launchers say the same."""
+        return (self.rank, self.size) == (other.rank, other.size)
+
+
+def started_by(environ: Mapping[str, str]) -> Started | None:
+    """The innermost launcher of this process; None where none has started it, or where it is alone.
+
+    Raises:
+        ConfigError: variables are incomplete or no numbers, or two launchers contradict one another.
+    """
+    torch = place_of(Launcher.TORCH, environ)
+    mpi = place_of(Launcher.OPEN_MPI, environ)
+    if torch is not None and _is_from_inside(torch, environ) and not (mpi and torch.is_same_place(mpi)):
+        return _several(torch)
+    slurm = place_of(Launcher.SLURM, environ) if "SLURM_STEP_NUM_TASKS" in environ else None
+    if mpi is None and (slurm is None or _missing_meeting_place(environ)):
+        mpi = place_of(Launcher.PMI, environ)
+    outer = mpi or slurm
+    if torch is not None and outer is not None and not _may_be_inside(torch, outer):
+        raise ConfigError(
+            f"two launchers say what this process is: {outer.said} come from {outer.launcher.value}, {torch.said} from "
+            "another, or from the shell in which the job was started; ranks that believe one would wait for ranks of the "
+            f"other: unset {' and '.join(VARIABLES[torch.launcher])} before the job starts, or start the ranks with one launcher"
+        )
+    if torch is not None and not (mpi and torch.is_same_place(mpi)):
+        return _several(torch)
+    return _several(outer)
+
+
+def place_of(launcher: Launcher, environ: Mapping[str, str]) -> Started | None:
+    """What one launcher's variables say; None where it has set none.
+
+    Raises:
+        ConfigError: one of two is missing, or they are not a rank and a number of ranks.
+    """
+    names = VARIABLES[launcher]
+    given = {name: environ[name] for name in names if environ.get(name, "") != ""}
+    if not given or given == {names[1]: "1"}:
+        return None
+    if len(given) < len(names):
+        (there, text), (missing,) = next(iter(given.items())), [name for name in names if name not in given]
+        raise ConfigError(
+            f"{there} is {text}, but {missing} is not set; {launcher.value} sets both in every rank, so this one is left over "
+            f"from another job, or was set by hand: set {missing} too, or unset {there}"
+        )
+    try:
+        rank, size = (int(given[name]) for name in names)
+    except ValueError:
+        rank, size = -1, -1
+    if not 0 <= rank < size:
+        raise ConfigError(
+            f"{names[0]} is {given[names[0]]!r} and {names[1]} is {given[names[1]]!r}; ranks count from 0 to one less than their "
+            f"number: correct them where the job is started, or leave them to {launcher.value}"
+        )
+    return Started(launcher, rank, size)
+
+
+def job_secret(environ: Mapping[str, str]) -> str | None:
+    """The secret of a job; None where there is none.
+
+    Raises:
+        ConfigError: it is short enough to be guessed.
+    """
+    text = environ.get(SECRET_VARIABLE, "")
+    if 0 < len(text) < _SECRET_CHARACTERS:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} has {len(text)} characters, which can be guessed; the ranks of a job know each other by it: let it "
+            f"have at least {_SECRET_CHARACTERS}, the same on every host, for example those of 'openssl rand -hex 32'"
+        )
+    return text or None
+
+
+def is_process_mode(environ: Mapping[str, str], rank: int, size: int) -> bool:
+    """Return whether this project's launcher started all ranks as processes of this machine, as one host.
+
+    Args:
+        rank: of this process; a rank that another launcher has started below one of ours inherits its variables.
+        size: ranks of the job.
+    """
+    own = tuple(environ.get(name) for name in OWN_VARIABLES) == (str(rank), str(size))
+    return own and environ.get(PROCESS_MODE_VARIABLE) == "1"
+
+
+def require_meeting_place(started: Started, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where ranks without MPI could not find one another, naming the variables.
+
+    The pods of Kubernetes' training operator are such a case: they know how many ranks there are to be, but each has one process.
+    """
+    pod = environ.get(POD_PROCESSES_VARIABLE, "")
+    if is_count(pod) and int(pod) > 1 and not _is_from_inside(started, environ):
+        raise ConfigError(
+            f"{POD_PROCESSES_VARIABLE} is {pod} and WORLD_SIZE is {started.size}: this pod is to run {pod} ranks, but its script "
+            "was started directly, as one; the training operator leaves the ranks to a launcher: let the container's command "
+            f"be '{_OUR_COMMAND}' or 'torchrun SCRIPT', or leave nprocPerNode out"
+        )
+    missing = _missing_meeting_place(environ)
+    if not missing:
+        return
+    by_hand = (
+        f"start it with 'srun {_OUR_COMMAND}', which sets them, or export {' and '.join(missing)} before srun "
+        "(the first host of 'scontrol show hostnames', and a port that is free there)"
+        if started.launcher is Launcher.SLURM
+        else f"start the job with torchrun or '{_OUR_COMMAND}', which set them, or set them to the host and a free port of rank 0"
+    )
+    raise ConfigError(
+        f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set, though {started.said} say that this is one of "
+        f"{started.size} ranks; without MPI they meet at {ADDRESS_VARIABLE}:{PORT_VARIABLE}: {by_hand}"
+    )
+
+
+def _missing_meeting_place(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in (ADDRESS_VARIABLE, PORT_VARIABLE) if not environ.get(name)]
+
+
+def _is_from_inside(torch: Started, environ: Mapping[str, str]) -> bool:
+    """Whether ``RANK`` and ``WORLD_SIZE`` are certainly those of the launcher that started this very process."""
+    own = tuple(environ.get(name) for name in OWN_VARIABLES) == (str(torch.rank), str(torch.size))
+    return ELASTIC_VARIABLE in environ or (own and ADDRESS_VARIABLE in environ)
+
+
+def _may_be_inside(torch: Started, outer: Started) -> bool:
+    """Whether ranks of ``torch`` may be children of the processes of ``outer``, such as one per host, or are these."""
+    if torch.is_same_place(outer) or outer.size == 1:
+        return True
+    return outer.launcher is Launcher.SLURM and torch.size > outer.size
+
+
+def _several(started: Started | None) -> Started | None:
+    return started if started is not None and started.size > 1 else None

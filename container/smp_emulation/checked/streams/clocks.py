@@ -1,0 +1,101 @@
+"""Who knows of whose work: vector clocks of the host and of every stream, and the accesses that they order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from smp_emulation.checked.streams.faults import StreamFault
+
+#: The host, among the actors whose clocks are compared; streams count from 1.
+HOST = 0
+
+
+class Clock(dict[int, int]):
+    """How much of each actor's work has happened before a point: by actor, the number of its last step that has."""
+
+    def join(self, other: Mapping[int, int]) -> None:
+        """All that ``other`` knows of has happened before this point too."""
+        for actor, time in other.items():
+            if time > self.get(actor, 0):
+                self[actor] = time
+
+    def knows(self, actor: int, time: int) -> bool:
+        """Whether a step of an actor has happened before."""
+        return self.get(actor, 0) >= time
+
+
+@dataclass(frozen=True)
+class Access:
+    """A step that reads or writes bytes of a storage.
+
+    Attributes:
+        actor: who: :data:`HOST` or a stream's number.
+        time: the number of the step among the actor's.
+        name: of the actor, for messages.
+        what: the operation.
+        line: which has asked for it.
+        writes: whether it changes them.
+        start: the first byte.
+        stop: the one behind the last.
+    """
+
+    actor: int
+    time: int
+    name: str
+    what: str
+    line: str
+    writes: bool
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.name}, {'writes' if self.writes else 'reads'} at {self.line}"
+
+
+class History:
+    """The accesses to one piece of memory that a later one may have to be ordered behind."""
+
+    def __init__(self) -> None:
+        self._accesses: list[Access] = []
+
+    def note(self, access: Access, knows: Clock, memory: str) -> None:
+        """Another access, by somebody who knows of what is in ``knows``.
+
+        Args:
+            memory: a name for it.
+
+        Raises:
+            StreamFault: nothing orders it and a former access that touches the same bytes, of which one writes.
+        """
+        kept = []
+        for former in self._accesses:
+            overlaps = former.start < access.stop and access.start < former.stop
+            is_ordered = former.actor == access.actor or knows.knows(former.actor, former.time)
+            if overlaps and not is_ordered and (former.writes or access.writes):
+                raise StreamFault(_race(former, access, memory))
+            covered = access.start <= former.start and former.stop <= access.stop
+            if not (covered and is_ordered and (access.writes or not former.writes)):
+                kept.append(former)
+        kept.append(access)
+        self._accesses = kept
+
+    def unknown_to(self, knows: Clock, own: Iterable[int] = ()) -> Access | None:
+        """An access that has not happened for certain at a point; those of the actors ``own`` do not count."""
+        for access in self._accesses:
+            if access.actor not in own and access.actor != HOST and not knows.knows(access.actor, access.time):
+                return access
+        return None
+
+
+def _race(former: Access, access: Access, memory: str) -> str:
+    if access.actor == HOST:
+        cure = "synchronize the event or the stream on the host before it"
+    elif former.actor == HOST:
+        cure = "wait for the host's access before the operation is queued"
+    else:
+        cure = f"let {access.name} wait for {former.name} before it, by an event or wait_stream"
+    return (
+        f"nothing orders two accesses to {memory}: first {former}; then {access}. "
+        f"On a GPU the second may come before the first has ended; {cure}"
+    )

@@ -1,0 +1,179 @@
+"""The emulated devices of a process: streams, events, what the host knows of them, and what it has waited for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from smp_emulation.checked.streams.clocks import HOST, Access, Clock
+from smp_emulation.checked.streams.execution import Executor, Item, Lane
+from smp_emulation.checked.streams.memory import Memory, Place, span_of
+from smp_emulation.checked.streams.sites import site
+from smp_emulation.errors import CudaCallError
+
+#: Attribute of tensors of subclasses that have no elements: the number of their device.
+ON_DEVICE = "_emulated_device"
+
+
+class _Thread(threading.local):
+    """What each thread of the host has of its own."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        #: By device, the stream that work goes to; none means the default one.
+        self.current: dict[int, Lane] = {}
+
+
+class Devices:
+    """Several emulated devices.
+
+    All threads of the host count as one actor: what one of them has waited for, the others know of.
+
+    Args:
+        seed: of the order in which work is executed.
+        count: how many devices the process sees.
+
+    Attributes:
+        waits: how often the host has waited for a device, by kind and line.
+    """
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.seed = seed
+        self.count = count
+        #: Tells them from those of other hosts; ranks of one host see the same ones.
+        self.identity = f"{uuid.getnode()}/{os.environ.get('SM_CURRENT_HOST', '')}"
+        self.executor = Executor(seed)
+        self.memory = Memory()
+        self.host = Clock({HOST: 0})
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.generators = [torch.Generator() for _ in range(count)]
+        self.thread = _Thread()
+        #: Guards clocks and histories: threads of the host queue work at the same time.
+        self.lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self.lanes: dict[int, list[Lane]] = {number: [] for number in range(count)}
+        self.default = [self.new_lane(number, f"the default stream of cuda:{number}") for number in range(count)]
+
+    def new_lane(self, device: int, name: str = "") -> Lane:
+        """A further stream of a device."""
+        actor = next(self._numbers)
+        lane = Lane(actor, name or f"stream {actor} of cuda:{device}, made at {site()}")
+        self.executor.add(lane)
+        self.lanes[device].append(lane)
+        return lane
+
+    def index(self, device: Any = None) -> int:
+        """The number of a device, given as PyTorch's functions take it; the thread's current one for None."""
+        if device is None or isinstance(device, int):
+            number = self.thread.device if device is None or device < 0 else device
+        else:
+            known = torch.device(device)
+            if known.type != "cuda":
+                raise ValueError(f"expected a cuda device, but got: {device}")
+            number = self.thread.device if known.index is None else known.index
+        if not 0 <= number < self.count:
+            raise CudaCallError(f"CUDA error: invalid device ordinal ({number}; {self.count} emulated devices)")
+        return number
+
+    def current(self, device: int) -> Lane:
+        """The stream of a device that work of this thread goes to."""
+        return self.thread.current.get(device) or self.default[device]
+
+    # -- work ------------------------------------------------------------------------------------------------------
+
+    def touch(
+        self,
+        lane: Lane,
+        what: str,
+        reads: Iterable[tuple[torch.Tensor, Place]],
+        writes: Iterable[tuple[torch.Tensor, Place]],
+    ) -> None:
+        """The next work of a stream reads and writes tensors; called before it is queued.
+
+        Raises:
+            StreamFault: it would run into what others do.
+        """
+        with self.lock:
+            self.host[HOST] += 1
+            lane.clock.join(self.host)
+            time = lane.clock.get(lane.actor, 0) + 1
+            lane.clock[lane.actor] = time
+            line = site()
+            for is_write, touched in ((False, reads), (True, writes)):
+                for tensor, place in touched:
+                    history = place.history if place.block is None else place.block.history
+                    start, stop = span_of(tensor)
+                    access = Access(lane.actor, time, lane.name, what, line, is_write, start, stop)
+                    history.note(access, lane.clock, str(place))
+
+    def follow(self, lane: Lane, other: Lane) -> None:
+        """What comes next on a stream knows of all that another has so far."""
+        other.clock.join(self.host)
+        lane.clock.join(other.clock)
+
+    def queue(self, lane: Lane, run: Callable[[], None] | None, what: str, needs: tuple[Item, ...] = ()) -> Item:
+        """Put work behind all that the stream has."""
+        return self.executor.queue(lane, Item(run, needs, f"{what}, asked for at {site()}"))
+
+    def host_touches(self, tensor: torch.Tensor, place: Place, what: str, *, writes: bool) -> None:
+        """The host itself reads or writes memory that streams use.
+
+        Raises:
+            StreamFault: it has not waited for what they do there.
+        """
+        with self.lock:
+            self.host[HOST] += 1
+            start, stop = span_of(tensor)
+            access = Access(HOST, self.host[HOST], "the host", what, site(), writes, start, stop)
+            place.history.note(access, self.host, str(place))
+
+    def wait_on_host(self, kind: str, lanes: Iterable[Lane]) -> None:
+        """The host waits until streams are through with all that they have."""
+        with self.lock:
+            lanes = list(lanes)
+            items = [lane.last for lane in lanes]
+            self.waits[kind, site()] += 1
+            reached = [Clock(lane.clock) for lane in lanes]
+        self.executor.finish(items)
+        with self.lock:
+            for clock in reached:
+                self.host.join(clock)
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the device that a tensor is on; None for the host."""
+        place = self.memory.place_of(tensor)
+        if place is None:
+            return tensor.__dict__.get(ON_DEVICE)
+        return place.device
+
+    def new_tensor(self, like: torch.Tensor, device: int, lane: Lane) -> torch.Tensor:
+        """A tensor on a device in the form of ``like``, with anything in it."""
+        made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
+        self.adopt(made, device, lane)
+        return made
+
+    def adopt(self, made: torch.Tensor, device: int, lane: Lane) -> Place:
+        """A fresh tensor of the host becomes one of a device."""
+        place = Place(device)
+        size = made.untyped_storage().nbytes()
+        with self.lock:
+            lane.clock.join(self.host)
+            if size:
+                place.block = self.memory.allocate(device, size, lane)
+            self.memory.register(made, place)
+        return place
+
+    def close(self) -> None:
+        """End the thread that executes."""
+        self.executor.close()
+        self.memory.clear()

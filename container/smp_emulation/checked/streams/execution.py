@@ -1,0 +1,226 @@
+"""Queued work, executed late and in an order that is drawn by lot among those that streams and events allow."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from smp_emulation.checked.streams.clocks import Clock
+from smp_emulation.errors import CudaCallError
+
+#: Seconds that a host waits for queued work before it says what hangs.
+PATIENCE = 120.0
+#: Seconds after which work that other ranks wait for begins although this host has not asked for it.
+_DELAY = 0.002
+
+
+class Item:
+    """Work at a place of a stream.
+
+    Args:
+        run: does it; None where only ``needs`` count. What another thread does is begun by ``begin``.
+        begin: begins it and returns at once; it is called with the function that says that it is over.
+        needs: of other streams, what must be done before.
+        what: a name, for messages.
+    """
+
+    __slots__ = ("begin", "begun", "done", "needs", "previous", "run", "what")
+
+    def __init__(
+        self,
+        run: Callable[[], None] | None,
+        needs: tuple[Item, ...] = (),
+        what: str = "",
+        begin: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        self.run = run
+        self.begin = begin
+        self.needs = needs
+        self.what = what
+        self.previous: Item | None = None
+        self.begun = False
+        self.done = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may run, if it is the first of its stream."""
+        return not self.begun and all(need.done for need in self.needs)
+
+
+class Lane:
+    """The queue of one stream, and what its last work knows of.
+
+    Args:
+        actor: its number in clocks.
+        name: for messages.
+    """
+
+    def __init__(self, actor: int, name: str) -> None:
+        self.actor = actor
+        self.name = name
+        self.clock = Clock()
+        self.queue: deque[Item] = deque()
+        self.last: Item | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Executor:
+    """Runs queued work on a thread of its own: when the host waits for some of it, or other ranks may.
+
+    The thread has none of the modes that the program is in. A host that waits draws whether all that may run does, or
+    only what it waits for.
+
+    Args:
+        seed: of the orders.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        #: Guards everything here and in the lanes' queues.
+        self.changed = threading.Condition(threading.RLock())
+        self._lanes: list[Lane] = []
+        self._targets: list[Item] = []
+        self._outside: deque[Item] = deque()
+        self._error: BaseException | None = None
+        self._ends = False
+        self._thread = threading.Thread(target=self._serve, name="emulated-device", daemon=True)
+        self._thread.start()
+
+    def add(self, lane: Lane) -> None:
+        """A stream begins."""
+        with self.changed:
+            self._lanes.append(lane)
+
+    def queue(self, lane: Lane, item: Item) -> Item:
+        """Work behind all that a stream has."""
+        with self.changed:
+            item.previous = lane.last if lane.last is not None and not lane.last.done else None
+            lane.queue.append(item)
+            lane.last = item
+            if item.begin is not None:
+                self._outside.append(item)
+            if item.begin is not None or self._outside:
+                self.changed.notify_all()
+        return item
+
+    def finish(self, items: Iterable[Item | None]) -> None:
+        """The host waits until these are done.
+
+        Raises:
+            CudaCallError: some work has failed, this or earlier one; or nothing moves on.
+        """
+        wanted = [item for item in items if item is not None and not item.done]
+        deadline = time.monotonic() + PATIENCE
+        with self.changed:
+            self._targets += wanted
+            self.changed.notify_all()
+            while not all(item.done for item in wanted) and self._error is None:
+                if not self.changed.wait(1.0) and time.monotonic() > deadline:
+                    raise CudaCallError(self._stuck())
+            self._raise()
+
+    def look(self, item: Item | None) -> bool:
+        """Whether work is done, for a host that asks and does not wait; some may be done meanwhile."""
+        if item is None or item.done:
+            self._raise()
+            return True
+        if self._random.random() < 0.5:
+            # A step, whatever comes next: who asks again and again must hear "yes" some time.
+            self.finish(need for need in (*item.needs, item.previous) if need is not None)
+            if item.begin is None:
+                self.finish([item])
+        return item.done
+
+    def close(self) -> None:
+        """End the thread; what is queued is let go of."""
+        with self.changed:
+            self._ends = True
+            self.changed.notify_all()
+        self._thread.join(5)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        torch.set_grad_enabled(False)
+        with self.changed:
+            while not self._ends:
+                self._targets = [item for item in self._targets if not item.done]
+                while self._outside and self._outside[0].begun:
+                    self._outside.popleft()
+                if not self._targets and self._outside:
+                    self.changed.wait(self._random.random() * _DELAY)
+                if self._targets or self._outside:
+                    self._work([*self._targets, *([] if self._targets else list(self._outside)[:1])])
+                else:
+                    self.changed.wait()
+
+    def _work(self, targets: list[Item]) -> None:
+        """Run what the targets need, and perhaps more, until they have begun or nothing may run; the lock is held."""
+        needed = None if self._random.random() < 0.3 else _before(targets)
+        while not self._ends and self._error is None and not all(item.begun for item in targets):
+            heads = [lane for lane in self._lanes if lane.queue and lane.queue[0].is_ready]
+            if needed is not None:
+                heads = [lane for lane in heads if id(lane.queue[0]) in needed]
+            if not heads:
+                break
+            self._step(self._random.choice(heads))
+        self.changed.notify_all()
+        if self._error is not None or not all(item.done for item in targets):
+            self.changed.wait(0.5)
+
+    def _step(self, lane: Lane) -> None:
+        item = lane.queue[0]
+        item.begun = True
+        try:
+            if item.begin is not None:
+                item.begin(lambda error=None: self._over(lane, item, error))  # type: ignore[misc]
+                return
+            if item.run is not None:
+                item.run()
+        except BaseException as error:  # the host hears of it when it waits
+            error.add_note(f"in {item.what}") if hasattr(error, "add_note") else None
+            self._error = self._error or error
+        self._end(lane, item)
+
+    def _over(self, lane: Lane, item: Item, error: BaseException | None) -> None:
+        with self.changed:
+            self._error = self._error or error
+            self._end(lane, item)
+            self.changed.notify_all()
+
+    @staticmethod
+    def _end(lane: Lane, item: Item) -> None:
+        item.done = True
+        item.run = item.begin = item.previous = None
+        item.needs = ()
+        lane.queue.popleft()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _stuck(self) -> str:
+        heads = [f"{lane.name}: {lane.queue[0].what}" for lane in self._lanes if lane.queue]
+        return f"the device has not moved on for {PATIENCE:.0f} s; first in the queues: {'; '.join(heads) or 'nothing'}"
+
+
+def _before(targets: Iterable[Item]) -> set[int]:
+    """All that must be done before and with the targets, by identity."""
+    found: set[int] = set()
+    waiting = [item for item in targets if not item.done]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in found or item.done:
+            continue
+        found.add(id(item))
+        waiting += item.needs
+        if item.previous is not None:
+            waiting.append(item.previous)
+    return found

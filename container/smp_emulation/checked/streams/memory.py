@@ -1,0 +1,179 @@
+"""Memory of emulated devices: which storages are on which device, what they hold, and who may have it after them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from smp_emulation.checked.streams.clocks import History
+from smp_emulation.checked.streams.faults import StreamFault
+from smp_emulation.checked.streams.sites import site
+
+if TYPE_CHECKING:
+    from smp_emulation.checked.streams.execution import Lane
+
+#: What fresh memory is full of: NaN in every type with a point, −1 in the others.
+_POISON = 0xFF
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of a device's memory between its allocation and the next.
+
+    Attributes:
+        elements: its bytes. What the host sees of the storage is other memory, which is never read.
+        lane: the stream that it was allocated on; whatever comes there next may have it as soon as it is freed.
+        users: other streams for which ``record_stream`` was called.
+        line: which has allocated it.
+        freed: which has let go of it, as far as that is known.
+    """
+
+    elements: torch.Tensor
+    lane: Lane
+    line: str
+    history: History = field(default_factory=History)
+    users: set[int] = field(default_factory=set)
+    freed: str = ""
+
+
+@dataclass(eq=False)
+class Place:
+    """A storage that streams may touch.
+
+    Attributes:
+        device: number of its device; None for host memory.
+        block: what it holds; None for host memory, and when its size is zero.
+        history: of host memory.
+        pinned: whether copies from and to it run by themselves.
+    """
+
+    device: int | None
+    block: Block | None = None
+    history: History = field(default_factory=History)
+    pinned: bool = False
+    storage: weakref.ref[torch.UntypedStorage] | None = None
+
+    def __str__(self) -> str:
+        if self.device is None:
+            return f"{'pinned ' if self.pinned else ''}host memory"
+        made = f" allocated at {self.block.line}" if self.block is not None else ""
+        return f"memory of cuda:{self.device}{made}"
+
+
+class Memory:
+    """Which storages are on devices, and which host memory they share with the host."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, Place] = {}
+        #: Blocks whose storage has died, put here by whatever thread let go of it.
+        self._dead: deque[tuple[Block, str]] = deque()
+        self._free: dict[int, list[Block]] = {}
+        #: By device: bytes that live storages hold, and the most there were.
+        self.allocated: dict[int, int] = {}
+        self.peak: dict[int, int] = {}
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """Where a tensor lies, if streams may touch it."""
+        if not self._places:
+            return None
+        try:
+            if type(tensor) in _PLAIN:
+                return self._places.get(tensor.untyped_storage()._cdata)
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._places.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # without a storage
+            return None
+
+    def place_of_storage(self, storage: torch.UntypedStorage) -> Place | None:
+        """The same of a storage."""
+        return self._places.get(storage._cdata)
+
+    def register(self, tensor: torch.Tensor, place: Place) -> None:
+        """A new storage."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def died(_: object, places: dict[int, Place] = self._places) -> None:
+            if places.get(key) is place:
+                del places[key]
+            self._release(place, site())
+
+        place.storage = weakref.ref(storage, died)
+        self._places[key] = place
+
+    def _release(self, place: Place, line: str) -> None:
+        block, place.block = place.block, None
+        if block is not None and place.device is not None:
+            self.allocated[place.device] -= block.elements.numel()
+            self._dead.append((block, line))
+
+    def resize(self, place: Place, size: int, lane: Lane) -> None:
+        """A storage of a device grows or shrinks to ``size`` bytes; one that shrinks to nothing gives its block back."""
+        former = place.block
+        if former is not None and former.elements.numel() == size:
+            return
+        self._release(place, site())
+        if size and place.device is not None:
+            place.block = self.allocate(place.device, size, lane)
+            if former is not None:
+                count = min(size, former.elements.numel())
+                place.block.elements[:count] = former.elements[:count]
+
+    def allocate(self, device: int, size: int, lane: Lane) -> Block:
+        """Memory for work of a stream: what was freed there comes first, as with PyTorch's allocator.
+
+        Raises:
+            StreamFault: another stream may still use what was freed.
+        """
+        while self._dead:
+            block, line = self._dead.popleft()
+            block.freed = line
+            self._free.setdefault(block.lane.actor, []).append(block)
+        elements = None
+        waiting = []
+        for block in self._free.get(lane.actor, ()):
+            if block.history.unknown_to(lane.clock):
+                if fault := block.history.unknown_to(lane.clock, block.users):
+                    raise StreamFault(
+                        f"memory of cuda:{device} that was allocated at {block.line} is given back at {block.freed} and "
+                        f"used again on {lane.name} at {site()}, while nothing says that the last use by another stream is over: "
+                        f"{fault}. Call record_stream on the tensor for {fault.name}, or let {lane.name} wait for it before the "
+                        "tensor is freed"
+                    )
+                waiting.append(block)  # the allocator waits for an event before anybody gets it
+            elif elements is None and block.elements.numel() == size:
+                elements = block.elements
+        self._free[lane.actor] = waiting
+        # What the last owner's work still does here comes before, on this stream; so does what it waits for.
+        fresh = torch.empty(size, dtype=torch.uint8) if elements is None else elements
+        if elements is None:
+            fresh.fill_(_POISON)
+        self.allocated[device] = self.allocated.get(device, 0) + size
+        self.peak[device] = max(self.peak.get(device, 0), self.allocated[device])
+        return Block(fresh, lane, site())
+
+    def clear(self) -> None:
+        """Forget all storages."""
+        self._places.clear()
+        self._free.clear()
+        self._dead.clear()
+
+
+def view_of(block: Block, like: torch.Tensor) -> torch.Tensor:
+    """The elements in a block that a tensor on the device stands for."""
+    empty = torch.empty(0, dtype=like.dtype)
+    return empty.set_(block.elements.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage between a tensor's first element and its last."""
+    if not tensor.numel():
+        return 0, 0
+    size, start = tensor.element_size(), tensor.storage_offset()
+    last = start + sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return int(start * size), int((last + 1) * size)

@@ -1,0 +1,51 @@
+"""Where in the program something was asked for: the lines that errors and counts show."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+#: Frames of these are passed over: what they do, somebody has asked for.
+_INSIDE = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[2]),
+    str(Path(threading.__file__).parent) + "/threading.py",
+    str(Path(threading.__file__).parent) + "/contextlib.py",
+    str(Path(threading.__file__).parent) + "/concurrent/",
+    "<frozen",
+)
+
+
+class _Here(threading.local):
+    #: The line that has started a backward pass, on the thread that runs it.
+    caller: str | None = None
+
+
+_here = _Here()
+
+
+def site() -> str:
+    """``folder/file.py:12 in function``: the innermost line of the running thread outside PyTorch and this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_INSIDE):
+            path = "/".join(Path(code.co_filename).parts[-2:])
+            return f"{path}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]  # None ends it
+    return _here.caller or "no line of Python"
+
+
+@contextlib.contextmanager
+def called_from(line: str) -> Iterator[None]:
+    """What has no line of its own on this thread comes from there."""
+    before, _here.caller = _here.caller, line
+    try:
+        yield
+    finally:
+        _here.caller = before

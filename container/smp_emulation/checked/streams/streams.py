@@ -1,0 +1,150 @@
+"""``torch.cuda.Stream`` and ``Event`` of emulated devices."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_emulation.checked.streams.clocks import Clock
+from smp_emulation.checked.streams.sites import site
+
+if TYPE_CHECKING:
+    from smp_emulation.checked.streams.device import Devices
+    from smp_emulation.checked.streams.execution import Item, Lane
+
+
+class EmulatedStream:
+    """A stream. See ``torch.cuda.Stream``; ``priority`` changes nothing, as no order may depend on it."""
+
+    devices: Devices
+
+    def __init__(self, device: Any = None, priority: int = 0, *, lane: Lane | None = None) -> None:
+        number = self.devices.index(device)
+        self.device = torch.device("cuda", number)
+        self.device_index = number
+        self.priority = priority
+        self.lane = lane or self.devices.new_lane(number)
+
+    @property
+    def cuda_stream(self) -> int:
+        """What tells it from others."""
+        return self.lane.actor
+
+    stream_id = cuda_stream
+
+    def wait_stream(self, stream: EmulatedStream) -> None:
+        """What is queued here from now on comes behind all that ``stream`` has now."""
+        self.wait_event(stream.record_event())
+
+    def wait_event(self, event: EmulatedEvent) -> None:
+        """What is queued here from now on comes behind the event."""
+        event.wait(self)
+
+    def record_event(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
+        """An event behind all that the stream has now."""
+        event = event or EmulatedEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits for all that the stream has."""
+        self.devices.wait_on_host("Stream.synchronize", [self.lane])
+
+    def query(self) -> bool:
+        """Whether the stream has nothing left to do."""
+        event = self.record_event()
+        return event.query()
+
+    def __enter__(self) -> EmulatedStream:
+        self._entered = self.devices.thread.current.get(self.device_index), self.devices.thread.device
+        self.devices.thread.current[self.device_index] = self.lane
+        self.devices.thread.device = self.device_index
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        before, self.devices.thread.device = self._entered
+        if before is None:
+            self.devices.thread.current.pop(self.device_index, None)
+        else:
+            self.devices.thread.current[self.device_index] = before
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EmulatedStream) and self.lane is other.lane
+
+    def __hash__(self) -> int:
+        return hash(self.lane.actor)
+
+    def __repr__(self) -> str:
+        return f"<emulated torch.cuda.Stream: {self.lane.name}>"
+
+
+class EmulatedEvent:
+    """A point of a stream. See ``torch.cuda.Event``; one that was never recorded has happened."""
+
+    devices: Devices
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        self._clock = Clock()
+        self._item: Item | None = None
+        self._timed = enable_timing
+        self._seconds = 0.0
+        self._recorded = False
+
+    def record(self, stream: EmulatedStream | None = None) -> None:
+        """It happens when the stream is through with all that it has now."""
+        stream = stream or current_stream(self.devices)
+        with self.devices.lock:
+            stream.lane.clock.join(self.devices.host)
+            self._clock = Clock(stream.lane.clock)
+            run = self._note_time if self._timed else None
+            self._item = self.devices.queue(stream.lane, run, "Event.record")
+            self._recorded = True
+
+    def _note_time(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: EmulatedStream | None = None) -> None:
+        """What is queued on a stream from now on comes behind the event."""
+        stream = stream or current_stream(self.devices)
+        with self.devices.lock:
+            stream.lane.clock.join(self._clock)
+            if self._item is not None and not self._item.done:
+                self.devices.queue(stream.lane, None, "Event.wait", (self._item,))
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        with self.devices.lock:
+            clock, item = Clock(self._clock), self._item
+        if not self.devices.executor.look(item):
+            return False
+        with self.devices.lock:
+            self.devices.host.join(clock)
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        with self.devices.lock:
+            clock, item = Clock(self._clock), self._item
+            self.devices.waits["Event.synchronize", site()] += 1
+        self.devices.executor.finish([item])
+        with self.devices.lock:
+            self.devices.host.join(clock)
+
+    def elapsed_time(self, end_event: EmulatedEvent) -> float:
+        """Milliseconds from this event to another."""
+        if not (self._timed and end_event._timed and self._recorded and end_event._recorded):
+            raise ValueError("Both events must be created with enable_timing=True and recorded")
+        return (end_event._seconds - self._seconds) * 1000
+
+    def __repr__(self) -> str:
+        return f"<emulated torch.cuda.Event: {'recorded' if self._recorded else 'not recorded'}>"
+
+
+def current_stream(devices: Devices, device: Any = None) -> EmulatedStream:
+    """The stream that this thread's work on a device goes to."""
+    number = devices.index(device)
+    return EmulatedStream(number, lane=devices.current(number))

@@ -1,0 +1,1 @@
+"""The calls of `torch.cuda` that are covered, by topic."""

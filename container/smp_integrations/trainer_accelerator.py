@@ -1,0 +1,62 @@
+"""The ``Accelerator`` of a ``Trainer``: data and results as for any script, while the trainer wraps the model itself."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from smp_integrations.accelerator import JobAccelerator
+from smp_runtime.job import session as sessions
+from smp_runtime.model.distributed_model import DistributedModel
+from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TrainerAccelerator(JobAccelerator):
+    """Divides data and gathers results; neither casts nor divides losses, which trainer and job do.
+
+    Args:
+        trainer: makes the optimizer when this is asked to prepare it and there is none.
+        options: as for ``Accelerator``.
+    """
+
+    def __init__(self, trainer: Any, **options: Any) -> None:
+        loaders = options.get("dataloader_config")
+        if loaders is not None:
+            if loaders.dispatch_batches:
+                sessions.say_once(
+                    "dispatch_batches ignored: every rank reads the data set itself and takes its own batches; leave it out"
+                )
+            loaders.dispatch_batches = False
+        super().__init__(**{**options, "mixed_precision": "no"})
+        self._trainer = weakref.ref(trainer)
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """As ever; an optimizer of the trainer that nobody has made for the wrapped model is made first."""
+        trainer = self._trainer()
+        if trainer is None or len(objects) != 1 or objects[0] is not trainer.optimizer:
+            return super().prepare(*objects, **options)
+        if not isinstance(trainer.optimizer, DistributedOptimizer):
+            trainer.create_optimizer()
+        if not isinstance(trainer.optimizer, DistributedOptimizer):  # by a subclass
+            trainer.optimizer = DistributedOptimizer(trainer.optimizer)
+        if not any(trainer.optimizer is known for known in self._optimizers):
+            self._optimizers.append(trainer.optimizer)
+        return trainer.optimizer
+
+    def unwrap_model(self, model: Any, *args: Any, **options: Any) -> Any:
+        """The model that the script gave."""
+        trainer = self._trainer()
+        if isinstance(model, DistributedModel) and trainer is not None and trainer.model_wrapped is model:
+            return trainer.model
+        return super().unwrap_model(model, *args, **options)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Backward of a loss that the trainer has divided by the passes that accumulate."""
+        trainer = self._trainer()
+        if trainer is not None and isinstance(trainer.model_wrapped, DistributedModel):
+            trainer.model_wrapped.backward(loss, **options)
+        else:
+            super().backward(loss, **options)

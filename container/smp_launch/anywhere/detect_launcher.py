@@ -1,0 +1,360 @@
+"""What stands around ``smp-launch run``, a batch system, an operator, another launcher or nothing, and what it starts there.
+
+Everything is read from the environment. Two answers are possible: this process *is* a rank, since its launcher has started one
+for each; or it stands for a host, and starts the ranks of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import socket
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smp_config.errors import ConfigError
+from smp_config.formats.values import is_count
+from smp_config.machine.launchers import (
+    ADDRESS_VARIABLE,
+    ELASTIC_VARIABLE,
+    POD_PROCESSES_VARIABLE,
+    PORT_VARIABLE,
+    Launcher,
+    Started,
+    place_of,
+    started_by,
+)
+from smp_launch.sagemaker.environment import HOST_VARIABLE, gpu_count
+from smp_launch.sagemaker.platform_files import check_resources
+from smp_launch.sagemaker.tree import Tree
+
+#: Ports that are derived lie below those that systems give to connections (from 32768 on Linux).
+_FIRST_PORT, _PORTS = 20000, 12000
+
+#: The same in every task of a step, by which its port is derived.
+_STEP_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+
+#: Of torchrun's arguments, as an operator of Kubernetes hands them to pods.
+_POD_RANK, _PODS, _RENDEZVOUS = "PET_NODE_RANK", "PET_NNODES", "PET_RDZV_ENDPOINT"
+_POD_ADDRESS, _POD_PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
+
+
+class Kind(str, enum.Enum):
+    """What was recognised; the value is its name for people."""
+
+    OPTIONS = "--hosts and --host-rank"
+    MPI = "mpirun"
+    TORCH = "torchrun, or another launcher that sets RANK and WORLD_SIZE"
+    SLURM_STEP = "a step of SLURM (srun)"
+    SLURM_ALLOCATION = "an allocation of SLURM, before srun"
+    KUBERNETES = "a pod of Kubernetes' training operator"
+    SAGEMAKER = "a SageMaker job"
+    MACHINE = "this machine alone"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says, None where it says nothing.
+
+    Attributes:
+        processes: ranks of this host, None for its GPUs, or 1 without any.
+        hosts: how many there are.
+        host_rank: which one this is, from 0.
+        master: ``ADDRESS:PORT`` on the first host, where the ranks meet.
+    """
+
+    processes: int | None = None
+    hosts: int | None = None
+    host_rank: int | None = None
+    master: str | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a job's ranks are to run, seen from one process.
+
+    Attributes:
+        host: the name of this host, the same for all of its ranks and for no other host.
+        ranks: of this host, that this process starts, or of which it is one.
+        first_rank: the number of the first of them; where this process is a rank, its own number.
+        size: ranks of the job; 0 where only the steps of an allocation will know.
+        is_rank: whether this process is a rank.
+        local_rank: which of its host, where it is a rank.
+        address: where the ranks meet; empty where MPI brings them together.
+        port: there; 0 for any that is free.
+    """
+
+    kind: Kind
+    host: str
+    ranks: int
+    first_rank: int
+    size: int
+    is_rank: bool = False
+    local_rank: int = 0
+    address: str = ""
+    port: int = 0
+
+    @property
+    def uses_mpi(self) -> bool:
+        """Whether MPI brings the ranks together."""
+        return self.kind is Kind.MPI
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks run on this host."""
+        return self.ranks == self.size
+
+    def describe(self) -> str:
+        """``a step of SLURM (srun): 2 ranks here (2 to 3 of 4), which meet at node1:29400``, for the log."""
+        if self.kind is Kind.SLURM_ALLOCATION:
+            return f"{self.kind.value}, on {self.host}"
+        last = self.first_rank + self.ranks - 1
+        if self.is_rank:
+            here = f"rank {self.first_rank} of {self.size}, on {self.host}"
+        elif self.ranks == 1:
+            here = f"1 rank on {self.host} ({self.first_rank} of {self.size})"
+        else:
+            here = f"{self.ranks} ranks on {self.host} ({self.first_rank} to {last} of {self.size})"
+        if self.uses_mpi:
+            return f"{self.kind.value}: {here}; MPI brings the ranks together"
+        meet = f"; they meet at {self.address}:{self.port or 'a free port'}" if self.size > 1 else ""
+        return f"{self.kind.value}: {here}{meet}"
+
+
+def recognise(environ: Mapping[str, str], given: Given) -> Surroundings:
+    """What stands around this process.
+
+    Raises:
+        ConfigError: the environment is incomplete or contradicts itself, or the command line contradicts it.
+    """
+    if given.hosts is not None or given.host_rank is not None or given.master is not None:
+        return _of_options(environ, given)
+    if _is_pod(environ):
+        return _of_pod(environ, given)
+    # One task of a step for each host is a host; several are ranks.
+    # A step always has a place to meet, so that its tasks need no MPI, whatever srun sets for one.
+    has_place = {ADDRESS_VARIABLE: "the first host", PORT_VARIABLE: "1"} if environ.get("SLURM_STEP_ID") else {}
+    started = started_by({**has_place, **environ})
+    if started is None or (started.launcher is Launcher.SLURM and _tasks_are_hosts(environ)):
+        if place_of_step(environ) is not None:
+            return _of_hosts_of_step(environ, given)
+        if environ.get("SLURM_JOB_ID") and not environ.get(ELASTIC_VARIABLE):
+            return Surroundings(Kind.SLURM_ALLOCATION, _host_name(environ), 0, 0, 0)
+        return _of_sagemaker(environ, given) or _of_machine(environ, given)
+    if (given.processes or 1) > 1:
+        raise ConfigError(
+            f"--processes is {given.processes}, but {started.said}: {started.launcher.value} has started one process for each rank "
+            "already, and this is one of them; leave --processes out, and let the outer launcher start as many, or start one per "
+            "host"
+        )
+    return _of_rank(started, environ)
+
+
+def place_of_step(environ: Mapping[str, str]) -> Started | None:
+    """This process among the tasks of SLURM's step, of which there may be one; None outside a step."""
+    if not environ.get("SLURM_STEP_ID") or not environ.get("SLURM_STEP_NUM_TASKS"):
+        return None
+    if environ["SLURM_STEP_NUM_TASKS"] == "1":
+        return Started(Launcher.SLURM, 0, 1)
+    return place_of(Launcher.SLURM, environ)
+
+
+def first_host(hosts: str) -> str:
+    """The first of SLURM's list of hosts: ``node03`` of ``node[03-05,09],gpu1``."""
+    first = re.split(r",(?![^\[]*\])", hosts)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def derived_port(*names: str) -> int:
+    """A port that all hosts of a job derive alike from what its names are, and that two jobs hardly share."""
+    return _FIRST_PORT + zlib.crc32(".".join(names).encode()) % _PORTS
+
+
+# -- each of them ------------------------------------------------------------------------------------------------------
+
+
+def _of_options(environ: Mapping[str, str], given: Given) -> Surroundings:
+    hosts, mine = given.hosts, given.host_rank
+    if hosts is None or mine is None or not given.master:
+        missing = [
+            name
+            for name, value in (("--hosts", hosts), ("--host-rank", mine), ("--master", given.master))
+            if value is None
+        ]
+        raise ConfigError(
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing: --hosts, --host-rank and --master together "
+            "say where this host stands among others; give all three on every host, with another --host-rank on each, or none"
+        )
+    if not 0 <= mine < hosts:
+        raise ConfigError(
+            f"--host-rank is {mine}, but --hosts is {hosts}: hosts count from 0 to {hosts - 1}; correct one"
+        )
+    address, colon, port = given.master.rpartition(":")
+    if not colon or not address or not is_count(port):
+        raise ConfigError(
+            f"--master is {given.master!r}; the ranks of all hosts meet there: write ADDRESS:PORT, with an address of the host of "
+            "--host-rank 0 that all reach, and a port that is free there"
+        )
+    ranks = _ranks(environ, given)
+    host = environ.get("SMP_HOST") or f"{socket.gethostname()}-{mine}"
+    return Surroundings(Kind.OPTIONS, host, ranks, mine * ranks, hosts * ranks, address=address, port=int(port))
+
+
+def _is_pod(environ: Mapping[str, str]) -> bool:
+    """Whether an operator has told a pod which of several it is, and nobody has started ranks in it yet."""
+    if ELASTIC_VARIABLE in environ or "LOCAL_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+        return False
+    told = _POD_RANK in environ or _RENDEZVOUS in environ or POD_PROCESSES_VARIABLE in environ
+    return told or ("KUBERNETES_SERVICE_HOST" in environ and "RANK" in environ and "WORLD_SIZE" in environ)
+
+
+def _of_pod(environ: Mapping[str, str], given: Given) -> Surroundings:
+    pods, mine = environ.get(_PODS, ""), environ.get(_POD_RANK, "")
+    if not mine and _RENDEZVOUS in environ:
+        raise ConfigError(
+            f"{_RENDEZVOUS} is {environ[_RENDEZVOUS]} and {_POD_RANK} is not set: the job has an elasticPolicy, and its pods get "
+            "their numbers from torchrun's rendezvous; let the container's command be 'torchrun --no-python smp-launch run "
+            "SCRIPT', or replace elasticPolicy by a Master replica"
+        )
+    if not mine or not pods:  # operators before 1.6 set RANK and WORLD_SIZE only, of pods
+        mine = mine or environ.get("RANK", "")
+        pods = pods or environ.get("WORLD_SIZE", "")
+    if not (is_count(mine) and is_count(pods) and int(mine) < int(pods)):
+        raise ConfigError(
+            f"this pod is number {mine!r} of {pods!r}, by {_POD_RANK} and {_PODS}, or by RANK and WORLD_SIZE; the operator sets "
+            "them where the job has a Master replica: give it one, or say --hosts, --host-rank and --master"
+        )
+    address = environ.get(_POD_ADDRESS) or environ.get(ADDRESS_VARIABLE) or ""
+    port = environ.get(_POD_PORT) or environ.get(PORT_VARIABLE) or ""
+    if int(pods) > 1 and not (address and is_count(port)):
+        raise ConfigError(
+            f"this is pod {mine} of {pods}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}; the operator "
+            "sets both where the job has a Master replica with a container named pytorch: give it one, or set them"
+        )
+    asked = environ.get(POD_PROCESSES_VARIABLE, "")
+    ranks = given.processes or (int(asked) if is_count(asked) and int(asked) else _ranks(environ, given))
+    return _of_hosts(Kind.KUBERNETES, environ, ranks, int(pods), int(mine), address, int(port or 0))
+
+
+def _tasks_are_hosts(environ: Mapping[str, str]) -> bool:
+    return environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES"))
+
+
+def _of_hosts_of_step(environ: Mapping[str, str], given: Given) -> Surroundings:
+    place = place_of_step(environ)
+    if place is None:
+        raise AssertionError("this is no step of SLURM")
+    address, port = _meeting_place_of_step(environ)
+    return _of_hosts(Kind.SLURM_STEP, environ, _ranks(environ, given), place.size, place.rank, address, port)
+
+
+def _meeting_place_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
+    """On the host of task 0: of the user's choice, or the first of the step and a port derived from the step.
+
+    Raises:
+        ConfigError: SLURM has not said which hosts a step of several has.
+    """
+    hosts = (
+        environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+    )
+    address = environ.get(ADDRESS_VARIABLE) or first_host(hosts)
+    names = [environ.get(name, "") for name in _STEP_VARIABLES]
+    if (not address or not all(names)) and not environ.get(PORT_VARIABLE):
+        raise ConfigError(
+            f"this is a task of SLURM, but {' and '.join(_STEP_VARIABLES)} are {names} and SLURM_STEP_NODELIST is {hosts!r}; "
+            "srun sets them, and the host and port where the ranks meet come of them: start it with srun, or set "
+            f"{ADDRESS_VARIABLE} and {PORT_VARIABLE}"
+        )
+    port = environ.get(PORT_VARIABLE)
+    return address, _port(port) if port else derived_port(*names)
+
+
+def _of_rank(started: Started, environ: Mapping[str, str]) -> Surroundings:
+    host = _host_name(environ)
+    if started.launcher.speaks_mpi:
+        local, ranks = (environ.get(f"OMPI_COMM_WORLD_LOCAL_{what}", "") for what in ("RANK", "SIZE"))
+        kind, address, port = Kind.MPI, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
+    elif started.launcher is Launcher.SLURM:
+        address, number = _meeting_place_of_step(environ)
+        local, port, kind = environ.get("SLURM_LOCALID", ""), str(number), Kind.SLURM_STEP
+        ranks = _tasks_here(environ)
+    else:
+        local, ranks = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
+        if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1 and "SMP_HOST" not in environ:
+            host = f"{host}-{environ['GROUP_RANK']}"  # agents are hosts; containers may have one name
+        kind, address, port = Kind.TORCH, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
+    if kind is not Kind.MPI and not (address and port):
+        raise ConfigError(
+            f"{started.said}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}, where the ranks are to meet: "
+            f"{started.launcher.value} sets them; set both to the host and a free port of rank 0"
+        )
+    return Surroundings(
+        kind,
+        host,
+        ranks=int(ranks) if is_count(ranks) else 1,
+        first_rank=started.rank,
+        size=started.size,
+        is_rank=True,
+        local_rank=int(local) if is_count(local) else 0,
+        address=address,
+        port=_port(port) if port else 0,
+    )
+
+
+def _tasks_here(environ: Mapping[str, str]) -> str:
+    """Tasks of a step on this host: the entry of ``SLURM_NODEID`` in ``2(x3),1``."""
+    counts: list[str] = []
+    for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, times = word.partition("(x")
+        counts += [count] * int(times.rstrip(")") or 1) if is_count(count) else []
+    here = environ.get("SLURM_NODEID", "")
+    return counts[int(here)] if is_count(here) and int(here) < len(counts) else ""
+
+
+def _of_sagemaker(environ: Mapping[str, str], given: Given) -> Surroundings | None:
+    tree = Tree.from_environment(environ)
+    if not (tree.config_dir / "resourceconfig.json").is_file():
+        return None
+    resources = tree.read_config("resourceconfig")
+    check_resources(resources, tree.config_dir / "resourceconfig.json")
+    hosts, here = resources["hosts"], environ.get(HOST_VARIABLE) or resources.get("current_host")
+    if here not in hosts:
+        raise ConfigError(
+            f"this host is {here!r}, which is not among the hosts {hosts} of {tree.config_dir / 'resourceconfig.json'}; the name "
+            f"comes from {HOST_VARIABLE} or from current_host there; set {HOST_VARIABLE} to one of the hosts"
+        )
+    asked = environ.get(PORT_VARIABLE)
+    port = _port(asked) if asked else derived_port(environ.get("TRAINING_JOB_NAME", ""), *hosts)
+    named = {**environ, "SMP_HOST": str(here)}
+    return _of_hosts(Kind.SAGEMAKER, named, _ranks(environ, given), len(hosts), hosts.index(here), str(hosts[0]), port)
+
+
+def _of_machine(environ: Mapping[str, str], given: Given) -> Surroundings:
+    ranks = _ranks(environ, given)
+    return _of_hosts(Kind.MACHINE, environ, ranks, 1, 0, "", 0)
+
+
+def _of_hosts(
+    kind: Kind, environ: Mapping[str, str], ranks: int, hosts: int, mine: int, address: str, port: int
+) -> Surroundings:
+    """One host of several, each of which has as many ranks."""
+    if hosts == 1:
+        address, port = "127.0.0.1", 0
+    return Surroundings(kind, _host_name(environ), ranks, mine * ranks, hosts * ranks, address=address, port=port)
+
+
+def _ranks(environ: Mapping[str, str], given: Given) -> int:
+    return given.processes or gpu_count(environ) or 1
+
+
+def _host_name(environ: Mapping[str, str]) -> str:
+    return environ.get("SMP_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _port(text: str) -> int:
+    if not is_count(text) or not 0 < int(text) < 2**16:
+        raise ConfigError(
+            f"{PORT_VARIABLE} is {text!r}; the ranks meet there: set a port that is free on the host of rank 0"
+        )
+    return int(text)

@@ -1,0 +1,354 @@
+"""The first cause of a job's end, out of everything that the ranks and mpirun say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_records.records import FAILURE_CHARACTERS, FailureRecord, parse_failure
+
+if TYPE_CHECKING:
+    from smp_launch.machine.output import Line
+
+#: Of a failing rank's record, which it leaves whole where the launcher runs on its machine; its line is cut, and may be lost.
+REPORT_SUFFIX = ".json"
+
+#: The first line has room for rank, exception and message, and leaves some for the traceback.
+_HEADLINE_CHARACTERS = 640
+
+#: mpirun's own messages stand between two such lines.
+_RULE = re.compile(r"-{20,}$")
+
+#: Of messages that say which rank ended by which signal, or with which exit code.
+_BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+_BY_CODE = re.compile(r"Process name: \S*,(\d+)\] Exit code: (\d+)")
+
+#: Messages that only say that a rank ended, which this module says better.
+_UNDERSTOOD = re.compile(
+    r"exited on signal \d+|non-zero status, thus causing|Primary job terminated normally|MPI_ABORT was invoked"
+    r"|has exited due to process rank|exiting improperly"
+)
+_CHATTER = re.compile(r"mpirun: Forwarding signal \d+ to job$")
+
+#: Seconds and lines after which what follows a rule is shown all the same: mpirun writes its messages at once, and the
+#: longest has some 50 lines.
+_HOLD_SECONDS = 1.0
+_HOLD_LINES = 100
+
+#: Signals that are never the consequence of another rank's end. (mpirun itself ends the others with SIGTERM and
+#: SIGKILL, but reports only the first process that ended.)
+_FIRST_CAUSES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS})
+
+#: Signals with which a job is stopped: by the launcher, or by mpirun where a rank does not end.
+_STOPS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKILL})
+
+#: What a rank that chose its exit code has told; see :mod:`smp_launch.ranks.rank`.
+_OWN_CODES = frozenset({"SystemExit", "ScriptError"})
+
+#: Of what a rank says before its script begins: the newest lines, and the characters of each.
+_EARLY_LINES, _EARLY_CHARACTERS = 30, 400
+
+#: A line that names an error, as those of Python and of the system's loader do.
+_NAMES_ERROR = re.compile(r"\w*(?:Error|Exception|error)\b.*:")
+
+_HINTS = {
+    signal.SIGKILL: "often the machine ran out of memory: use a smaller batch, more microbatches or fewer processes",
+    signal.SIGSEGV: "a crash in native code: run with PYTHONFAULTHANDLER=1 to see where",
+    signal.SIGABRT: "native code gave up; its message is in the log above",
+    signal.SIGBUS: "often shared memory (/dev/shm) is full: enlarge it or use fewer data loader workers",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a job failed: one line for people, and what else is known.
+
+    Attributes:
+        error: the name of the exception, where it was one.
+        rank: that is told to have failed; None where it is not known.
+    """
+
+    headline: str
+    detail: str = ""
+    error: str = ""
+    rank: int | None = None
+
+    def text(self) -> str:
+        """What the failure file holds."""
+        return self.headline + "\n" + (f"\n{self.detail.rstrip()}\n" if self.detail else "")
+
+
+@dataclass
+class FailureCollector:
+    """Listens to all lines of a job and knows in the end why it failed.
+
+    Args:
+        host_of: gives the host's name of a rank.
+        mpirun: whether mpirun runs the ranks; without it every line is the script's own.
+
+    Attributes:
+        release_at: when :meth:`release` is due, in seconds of ``time.monotonic()``; infinity when nothing is held back.
+        last_seen: where ranks were before they ended, as far as it is known.
+        started: ranks that have announced themselves, just before their script begins.
+    """
+
+    host_of: Callable[[int], str]
+    mpirun: bool = True
+    records: list[FailureRecord] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    release_at: float = float("inf")
+    last_seen: dict[int, str] = field(default_factory=dict)
+    started: set[int] = field(default_factory=set)
+    _early: dict[int, deque[str]] = field(default_factory=dict)
+    _block: list[str] | None = None
+
+    @property
+    def failing(self) -> bool:
+        """Whether a rank is known to have failed."""
+        return bool(self.records or self._ended(_BY_SIGNAL) or self._ended(_BY_CODE))
+
+    def take(self, line: Line) -> list[str]:
+        """Hear a line.
+
+        Returns:
+            The lines to show for it: none for failure records and for mpirun's messages that are told better
+            later; several where a block of mpirun's had been held back until its end, for about a second at most.
+        """
+        record = parse_failure(line.text)
+        if record is not None:
+            self.records.append(record)
+            return []
+        if line.rank is not None or not self.mpirun:
+            if (rank := line.rank or 0) not in self.started:
+                self._early.setdefault(rank, deque(maxlen=_EARLY_LINES)).append(line.text[:_EARLY_CHARACTERS])
+            return [line.text]
+        if _CHATTER.search(line.text):
+            return []
+        if self._block is None:
+            if not _RULE.match(line.text):
+                return [line.text]
+            self._hold(line.text)
+            return []
+        if not _RULE.match(line.text):
+            self._block.append(line.text)
+            return self.release() if len(self._block) > _HOLD_LINES else []
+        if len(self._block) == 1:
+            # Nothing between them, so they end one message and begin another; the first was on its own.
+            self._hold(line.text)
+            return [line.text]
+        return self._end_block([*self._block, line.text])
+
+    def release(self) -> list[str]:
+        """The lines held back so far, as no end of their block came; to be called at :attr:`release_at`."""
+        block, self._block, self.release_at = self._block or [], None, float("inf")
+        self._note(block)
+        return block
+
+    def _hold(self, text: str) -> None:
+        self._block, self.release_at = [text], time.monotonic() + _HOLD_SECONDS
+
+    def read_reports(self, folder: Path) -> None:
+        """Add the records that ranks left in ``folder``; they replace the same ranks' lines, which may be cut."""
+        whole = {}
+        for path in sorted(folder.glob(f"*{REPORT_SUFFIX}")):
+            try:
+                record = FailureRecord.model_validate_json(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            whole[record.rank] = record
+        self.records = [r for r in self.records if r.rank not in whole] + list(whole.values())
+
+    def finish(self) -> list[str]:
+        """The lines that were still held back."""
+        return self._end_block(self._block) if self._block else []
+
+    def _end_block(self, block: list[str]) -> list[str]:
+        self._block, self.release_at = None, float("inf")
+        return [] if _UNDERSTOOD.search(self._note(block)) else block
+
+    def _note(self, block: list[str]) -> str:
+        inner = [text for text in block if not _RULE.match(text)]
+        message = " ".join(" ".join(inner).split())
+        if message:
+            self.messages.append(message)
+        return message
+
+    def first_cause(
+        self,
+        returncode: int,
+        stopped_by: str | None = None,
+        program: str = "mpirun",
+        first_ended: int | None = None,
+        ended_unheard: Collection[int] | None = None,
+        first_failed: tuple[int, int] | None = None,
+    ) -> Cause:
+        """Decide why the job failed.
+
+        Args:
+            returncode: of the program that ran the ranks; negative for a signal, as ``subprocess`` has it.
+            stopped_by: what asked the job to stop, if anything did.
+            program: what ran the ranks, for the message.
+            first_ended: the rank that ended first, if known.
+            ended_unheard: ranks that ended before any had told of a failure; None when unknown.
+            first_failed: the rank that failed first and its exit code, negative for a signal, where what started it told so.
+        """
+        record = self._first_record()
+        death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
+        if death is None and code is None and first_failed is not None:
+            rank, number = first_failed
+            death, code = (None, first_failed) if number > 0 else ((rank, -number), None)
+        is_told = code is not None
+        if death is None and code is None and first_ended is not None:
+            # mpirun does not always say it, but its exit code is that of the first rank that failed.
+            code = (first_ended, returncode) if 0 < returncode <= 128 else None
+            if returncode < 0 or returncode > 128:
+                death = first_ended, -returncode if returncode < 0 else returncode - 128
+        if death is not None:
+            rank, number = death
+            own = any(r.rank == rank for r in self.records)
+            # One that was stopped before it could handle that makes others fail, which are still at work.
+            stopped = stopped_by is not None and number in _STOPS and rank in (ended_unheard or ())
+            if record is None or ((stopped or number in _FIRST_CAUSES) and not own):
+                early = None if stopped_by else self._ended_early(rank, -number)
+                return early or self._killed(rank, number, stopped_by)
+        if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
+            rank, number = code
+            return self._ended_early(rank, number) or self._ended_silently(rank, number)
+        if record is not None:
+            detail = record.traceback or record.message
+            mark = f" [{record.code}]" if record.code else ""
+            return Cause(_one_line(record.headline(), mark), detail, record.error_type, record.rank)
+        if stopped_by:
+            return Cause(f"the job was stopped by {stopped_by} before its script ended")
+        how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
+        silent = self._first_early() if not self.messages else None
+        if silent is not None and (cause := self._ended_early(silent, returncode)) is not None:
+            return cause
+        known = f": {self.messages[0]}" if self.messages else "; its messages are in the log"
+        return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
+
+    def _ended_silently(self, rank: int, number: int) -> Cause:
+        return Cause(
+            f"rank {rank} ({self.host_of(rank)}): ended with exit code {number}{self._where(rank)}; it did not raise an "
+            "exception, so the script or a library called os._exit: its last words are in the log",
+            self.consequences(),
+            rank=rank,
+        )
+
+    def _ended_early(self, rank: int, number: int) -> Cause | None:
+        """Return the last output of a rank that ended before its script began; None if the script began or there is no output."""
+        words = [text for text in self._early.get(rank, ()) if text.strip()]
+        if rank in self.started or not words:
+            return None
+        named = [text for text in words if _NAMES_ERROR.search(text)]
+        said = (named or words)[-1].strip()
+        how = f"was killed by signal {-number}" if number < 0 else f"ended with exit code {number}"
+        headline = f"rank {rank} ({self.host_of(rank)}): {how} before its script began: {said}"
+        return Cause(_one_line(headline), "\n".join(words), rank=rank)
+
+    def _first_early(self) -> int | None:
+        """Return the lowest rank that has output but whose script has not begun."""
+        return min((rank for rank in self._early if rank not in self.started), default=None)
+
+    def _first_record(self) -> FailureRecord | None:
+        """What was told first, but for what only blames another rank that has told itself; where all blame others, what most say.
+
+        Clocks of hosts differ, so that a consequence may seem to come first.
+        """
+        own = {r.rank for r in self.records if not r.accused}
+        if own or not self.records:
+            causes = [r for r in self.records if not own.intersection(r.accused)]
+            return min(causes, key=lambda r: r.when or float("inf"), default=None)
+        # Who has lost all others is more likely to be cut off itself than all others are.
+        votes: dict[int, float] = defaultdict(float)
+        for record in self.records:
+            for rank in record.accused:
+                votes[rank] += 1 / len(record.accused)
+        tellers = {r.rank for r in self.records}
+        # Of as many, one that has told nothing: one that has told blames another, who may be its cause.
+        blamed, *others = sorted(votes, key=lambda rank: (-votes[rank], rank in tellers))
+        if others and (votes[others[0]], others[0] in tellers) == (votes[blamed], blamed in tellers):
+            return min(self.records, key=lambda r: r.when or float("inf"))  # each blames the other
+        if (itself := next((r for r in self.records if r.rank == blamed), None)) is not None:
+            return itself
+        first = min((r for r in self.records if blamed in r.accused), key=lambda r: r.when or float("inf"))
+        words = f"as rank {first.rank} tells: {first.message}"
+        return first.model_copy(update={"rank": blamed, "host": self.host_of(blamed), "message": words})
+
+    def _came_first(self, code: tuple[int, int], is_told: bool, ended_unheard: Collection[int] | None) -> bool:
+        """Whether a rank's end without a word came before the failures that others have told of, which it then caused.
+
+        Args:
+            code: the rank and its exit code.
+            is_told: whether mpirun said so; otherwise it is a guess.
+        """
+        rank, number = code
+        if any(r.rank == rank for r in self.records) or (ended_unheard is not None and rank not in ended_unheard):
+            return False
+        # A rank that raises ends with 1, so that another code is not that of one who has told why.
+        return is_told or (number != 1 and not any(r.error_type in _OWN_CODES for r in self.records))
+
+    def _where(self, rank: int) -> str:
+        return f" {self.last_seen[rank]}" if rank in self.last_seen else ""
+
+    def consequences(self) -> str:
+        """What the ranks told, where something else is the cause."""
+        return "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in self.records)
+
+    def _ended(self, pattern: re.Pattern[str]) -> tuple[int, int] | None:
+        """The rank that ended first in the way of ``pattern``, and its signal or exit code."""
+        found = next(filter(None, map(pattern.search, self.messages)), None)
+        return (int(found[1]), int(found[2])) if found else None
+
+    def _killed(self, rank: int, number: int, stopped_by: str | None) -> Cause:
+        where = f"rank {rank} ({self.host_of(rank)})"
+        if stopped_by and number in _STOPS:
+            return Cause(
+                f"{where}: the job was stopped by {stopped_by} and the script did not exit with 0; to save and end well, "
+                "give it a handler for SIGTERM that exits with 0"
+            )
+        hint = _HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
+        return Cause(
+            f"{where}: was killed by signal {number} ({_signal_name(number)}){self._where(rank)}"
+            + (f": {hint}" if hint else ""),
+            self.consequences(),
+            rank=rank,
+        )
+
+
+def write_failure(path: Path, cause: Cause) -> bool:
+    """Write the failure file at once and whole, unless there is one (a script may write its own); gives whether it was written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(cause.text(), encoding="utf-8", errors="replace")
+    try:
+        os.link(temporary, path)  # unlike a rename, never replaces
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        if path.exists():
+            return False
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def _one_line(text: str, end: str = "") -> str:
+    line = " ".join(text.split())
+    limit = min(_HEADLINE_CHARACTERS, FAILURE_CHARACTERS) - len(end)
+    return (line if len(line) <= limit else line[: limit - 1] + "…") + end
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)

@@ -1,0 +1,297 @@
+"""How the process of a failed rank ends: its reason is told first, then what it still holds is saved, in bounded time."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import gc
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from smp_config.machine import emulation
+from smp_launch.failures import early_ends
+from smp_launch.failures.failure import REPORT_SUFFIX
+from smp_launch.machine.rank_pipes import REPORT_VARIABLE
+from smp_records.rank_record import here
+from smp_records.records import FailureRecord, format_failure
+
+#: Seconds for exit handlers and open files. Other ranks wait for this one meanwhile, and none of them may hang in it.
+EXIT_SECONDS = 2.0
+
+#: Seconds after which the system ends a rank whose exit handler holds the interpreter's lock.
+_LAST_RESORT_SECONDS = EXIT_SECONDS + 1.0
+
+#: Seconds for mpirun to read a failing rank's last words, and then to pass them on.
+_READ_PATIENCE = 1.0
+_PASS_ON_SECONDS = 0.1
+
+#: Before each line of a traceback that PyTorch's hook prints.
+_MARK = re.compile(r"^\[rank\d+\]: ?")
+
+#: What a script may look for in the tensors that a step-decorated function is given or has made.
+_OF_STEP_OUTPUT = ("reduce_mean", "reduce_sum")
+
+#: Packages that are, or bring, kernels for GPUs.
+_OF_KERNELS = frozenset(
+    """amp_C apex apex_C bitsandbytes causal_conv1d cupy deep_ep flash_attn flash_attn_2_cuda flash_attn_interface flashinfer
+    fused_dense_cuda fused_layer_norm_cuda grouped_gemm mamba_ssm numba pycuda pynvml rmm tensorrt transformer_engine
+    transformer_engine_torch triton vllm xformers""".split()
+)
+
+#: What PyTorch, Triton and the system's loader say where there is no GPU.
+_FROM_CUDA_CODE = re.compile(
+    r"not compiled with CUDA|not linked with support for cuda|from the 'CUDA' backend|no NVIDIA driver|CUDA driver|CUDA_HOME|"
+    r"0 active drivers|needs a non-CPU accelerator|"
+    r"lib(cuda|cudart|cublas|cublasLt|cudnn|cufft|curand|cusolver|cusparse|nccl|nvrtc|nvToolsExt)[\w-]*\.so",
+    re.IGNORECASE,
+)
+
+#: Names the folder of a channel, by its name in capital letters.
+_CHANNEL = "SM_CHANNEL_"
+
+#: Characters of a message: PyTorch lists all its backends behind it.
+_LOOKED_AT = 400
+
+_NO_GPU = (
+    "this needs a GPU, or CUDA code; there is no GPU here, and torch.cuda is emulated on the CPU (SMP_EMULATE_CUDA=1), which runs "
+    'no CUDA code; use what plain PyTorch has instead where os.environ.get("SMP_EMULATE_CUDA") is "1", or run this part of the '
+    "script on a machine with a GPU"
+)
+
+_BARE_NUMBER = (
+    "a bare number as in torch.device(0) asks PyTorch's own code for the accelerator; there is no GPU here, and torch.cuda is "
+    'emulated on the CPU (SMP_EMULATE_CUDA=1), which that code does not know; write torch.device("cuda", 0), which means the same'
+)
+
+#: Of a failing script's message, in the failure line; the log has it whole.
+_MESSAGE_BYTES = 1600
+
+
+def tell(rank: int, host: str, error: BaseException, name: str | None = None) -> None:
+    """Tell the launcher why the rank fails.
+
+    Args:
+        name: what to call an error that is no exception of the script; it has no traceback then.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    _flush_streams()
+    try:
+        record = FailureRecord.of(rank, host, error, text)
+        record = record.model_copy(update={"message": _cut(record.message)})
+        if name is not None:
+            record = record.model_copy(update={"error_type": name, "traceback": ""})
+        _leave_report(record)
+        # One write of less than a pipe's atomic size, so that no other line can get between.
+        os.write(2, (format_failure(record) + "\n").encode())
+    except Exception:  # the rank ends with the script's error, whatever keeps it from being told
+        traceback.print_exc()
+
+
+def explain(error: BaseException, folders: Iterable[str] = ()) -> None:
+    """Add to the message of an error what a beginner must know, where the script has taken one thing for another.
+
+    Args:
+        folders: of the script, whose files may have names of Python's own modules.
+    """
+    with contextlib.suppress(Exception):  # a class of the script's may do anything when it is asked
+        _explain(error, folders)
+
+
+def _explain(error: BaseException, folders: Iterable[str]) -> None:
+    known = here().explain
+    if known is not None and (told := known(error)) is not None:
+        error.args = (str(told),)
+        error.accused = getattr(told, "accused", ())  # type: ignore[attr-defined]
+        return
+    wanted = getattr(error, "name", None)
+    if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
+        words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"
+        _add(error, f"{words} {wanted}()")
+    elif (why := _why_known(error, folders)) is not None:
+        _add(error, why)
+    elif os.environ.get(emulation.VARIABLE, "0") != "0":
+        if "Cannot access accelerator device" in str(error):
+            _add(error, _BARE_NUMBER)
+        elif _wants_gpu(error):
+            _add(error, _NO_GPU)
+
+
+def _why_known(error: BaseException, folders: Iterable[str]) -> str | None:
+    """Return what a beginner must know of an error; None where nothing is known."""
+    return _why_no_channel(error) or early_ends.why_no_input(error) or early_ends.why_hidden(error, folders)
+
+
+def _why_no_channel(error: BaseException) -> str | None:
+    """Return what to do about a channel that the script asks for and the job lacks; None for another error."""
+    wanted = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else None
+    if not isinstance(wanted, str) or not wanted.startswith(_CHANNEL):
+        return None
+    given, name = json.loads(os.environ.get("SM_CHANNELS", "[]")), wanted.removeprefix(_CHANNEL).lower()
+    has = f"its channels are {', '.join(given)}" if given else "it has none"
+    return (
+        f"the job has no channel {name!r} ({has}); give it one: fit({{{name!r}: 'file:///folder'}}), or --channel {name}=FOLDER "
+        "of smp-estimator run"
+    )
+
+
+def _add(error: BaseException, words: str) -> None:
+    text = ": ".join(filter(None, [str(error), words]))
+    error.args = (text,)
+    if isinstance(error, ImportError):
+        error.msg = text
+
+
+def _wants_gpu(error: BaseException) -> bool:
+    """Whether an error comes of CUDA code, which no emulation runs: of a package, a library, or PyTorch's own."""
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _OF_KERNELS:
+        return True
+    return bool(_FROM_CUDA_CODE.search(str(error)[:_LOOKED_AT]))
+
+
+def show(error: BaseException, rank: int = 0) -> None:
+    """Print the traceback as the interpreter would: through the script's hook, and itself where the hook fails.
+
+    Of several ranks of a machine that fail with the same error, or because of it, only the first prints it, the others a line.
+    """
+    told = getattr(error, "failure", None)
+    if isinstance(told, FailureRecord):  # which is in the message, and would be printed again as the cause
+        error.__cause__, error.__suppress_context__ = None, True
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    record = FailureRecord.of(rank, "", error, text)
+    first = _first_to_tell(record)
+    said = io.StringIO()
+    try:
+        with contextlib.nullcontext() if first else contextlib.redirect_stderr(said):
+            sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as second:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(type(second), second, second.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(type(error), error, error.__traceback__)
+        return
+    if not first:
+        of = f" of rank {record.rank}" if record.rank != rank else ""
+        line = f"rank {rank}: the same {record.error_type}{of}"
+        print("\n".join(_but_told(said.getvalue(), text, line)), file=sys.stderr)
+
+
+def _but_told(said: str, text: str, instead: str) -> list[str]:
+    """The lines of ``said`` with ``instead`` in the place of the traceback ``text``, if they begin with it."""
+    lines, told = said.splitlines(), text.splitlines()
+    # PyTorch's hook marks lines with the rank. The last line may hold a suggestion of the interpreter's.
+    plain = [_MARK.sub("", line) for line in lines[: len(told) - 1]]
+    return [instead, *filter(None, lines[len(told) :])] if plain == told[:-1] else lines
+
+
+#: Held while this process lives: no other rank of this machine tells the same error.
+_told: list[socket.socket] = []
+
+
+def _first_to_tell(record: FailureRecord) -> bool:
+    """Whether no other process of this machine's part of the job has told this before."""
+    places = [line for line in record.traceback.splitlines() if line.startswith('  File "')]
+    words = f"{record.error_type} {record.message} {places[-1:]}"
+    mark = hashlib.sha256(words.encode("utf-8", "replace")).hexdigest()
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        # A name that only one process can have, and that leaves no file; ranks of one job and machine have one parent.
+        claim.bind(f"\0smp-{socket.gethostname()[:24]}-{os.getppid()}-{mark[:32]}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE  # where there are no such names, everybody tells
+    _told.append(claim)
+    return True
+
+
+def abort(code: int, failed: BaseException) -> NoReturn:
+    """Run the exit handlers and write out open files for ``EXIT_SECONDS`` at most, and end; mpirun ends all others.
+
+    Not by the interpreter's own exit, which waits for threads and for ``MPI_Finalize``, which waits for all ranks; nor
+    through ``MPI_Abort``, which can hang while another thread of this rank is inside MPI.
+
+    Args:
+        failed: lives on to the very end, with all that its frames hold.
+    """
+    try:
+        watchdog = threading.Timer(EXIT_SECONDS, os._exit, (code,))
+        watchdog.daemon = True
+        watchdog.start()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _LAST_RESORT_SECONDS)
+        flush_files()  # first, as a handler may hang; and again, as handlers write
+        atexit._run_exitfuncs()  # noqa: SLF001 - os._exit() runs none
+        flush_files()
+        _flush_streams()
+        _wait_until_read(2)
+    finally:
+        os._exit(code)
+
+
+def flush_files() -> None:
+    """Write out what open files hold back, as their ends would: text first, as it lies above bytes."""
+    found = [o for o in gc.get_objects() if issubclass(type(o), io.IOBase)]
+    for kind in (io.TextIOBase, io.BufferedIOBase):
+        for file in found:
+            if issubclass(type(file), kind):
+                try:
+                    if not file.closed and file.writable():
+                        file.flush()
+                except Exception:
+                    pass  # somebody else's file, which may be in any state
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # nobody reads it any more, or the script has closed it, or put something else there
+
+
+def _cut(message: str) -> str:
+    """At most ``_MESSAGE_BYTES``, so that the line has room for the traceback too."""
+    raw = message.encode("utf-8", "replace")
+    return message if len(raw) <= _MESSAGE_BYTES else raw[:_MESSAGE_BYTES].decode("utf-8", "ignore") + "…"
+
+
+def _leave_report(record: FailureRecord) -> None:
+    """Where the launcher runs on this machine, the record also goes into its folder, whole."""
+    folder = os.environ.get(REPORT_VARIABLE)
+    if not folder:
+        return
+    try:
+        temporary = Path(folder, f".{record.rank}.{os.getpid()}")  # ranks that heard of it write it too
+        temporary.write_text(record.model_dump_json(), encoding="utf-8")
+        temporary.rename(Path(folder, f"{record.rank}{REPORT_SUFFIX}"))
+    except OSError:
+        pass  # the launcher is gone, or the disk is full: it still has the line
+
+
+def _wait_until_read(descriptor: int) -> None:
+    """Open MPI 5 drops what it has not passed on when a rank ends badly; give it the time."""
+    unread = bytearray(4)
+    deadline = time.monotonic() + _READ_PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+        except OSError:
+            break  # neither pipe nor terminal
+        if not any(unread):
+            break
+        time.sleep(0.005)  # a pipe tells nobody that it was read
+    time.sleep(_PASS_ON_SECONDS)  # mpirun has it, and tells nobody that it has passed it on

@@ -1,0 +1,1 @@
+"""This host, below any job: its processes, pipes, locked folders and network."""

@@ -1,0 +1,106 @@
+"""What a host's network and shared memory mean for the ranks: defaults for NCCL and EFA, a port, and a warning."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from smp_config.machine.instances import instance
+from smp_config.machine.interfaces import LOOPBACK as LOOPBACK
+
+#: The port on which the ranks of a job meet.
+PORT_VARIABLE = "MASTER_PORT"
+
+#: Shared memory for each rank, in bytes, below which NCCL or data loader workers are likely to fail.
+SHARED_MEMORY_PER_RANK = 128 * 2**20
+
+_MIB = 2**20
+
+
+def network_defaults(
+    instance_type: str, interface: str, hosts: int, devices: Path = Path("/sys/class/infiniband")
+) -> dict[str, str]:
+    """Variables for NCCL and libfabric; the user's own values go before them.
+
+    Args:
+        instance_type: such as ``ml.p4d.24xlarge``; unknown types get what works everywhere.
+        interface: the network interface between the hosts.
+        hosts: with one, nothing leaves the machine and nothing needs to be said.
+        devices: where the system lists adapters; an instance type that has them does not always pass them on.
+    """
+    if hosts < 2:
+        return {}
+    values = {"NCCL_SOCKET_IFNAME": interface}
+    known = instance(instance_type)
+    if known is not None and known.efa and devices.is_dir() and any(devices.iterdir()):
+        # Forking (data loader workers) would corrupt registered memory on kernels without copy-on-fork.
+        values |= {"FI_PROVIDER": "efa", "RDMAV_FORK_SAFE": "1"}
+        if known.rdma:
+            values["FI_EFA_USE_DEVICE_RDMA"] = "1"
+    return values
+
+
+def usable_interface(
+    interface: str, one_machine: bool, known: Path = Path("/sys/class/net"), routes: Path = Path("/proc/net/route")
+) -> str:
+    """The interface for the ranks' connections: the platform's, where it is there.
+
+    Where it is missing it is loopback if all ranks run on this machine, and otherwise the one with the default route:
+    the local mode of SDK v3 names one that its containers do not have.
+    """
+    is_missing = known.is_dir() and not (known / interface).exists()
+    if one_machine:
+        return LOOPBACK if interface == "lo" or is_missing else interface
+    return (_default_interface(routes) or interface) if is_missing else interface
+
+
+def _default_interface(routes: Path) -> str | None:
+    """The interface of the system's default route; None where it has none, or does not tell."""
+    try:
+        rows = [line.split() for line in routes.read_text(encoding="utf-8").splitlines()[1:]]
+    except OSError:
+        return None
+    return next((row[0] for row in rows if len(row) > 1 and row[1] == "00000000"), None)
+
+
+def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | None:
+    """A warning when this host's shared memory is small for ``ranks`` ranks; None when it suffices."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return None
+    size, wanted = space.f_blocks * space.f_frsize, ranks * SHARED_MEMORY_PER_RANK
+    if size >= wanted:
+        return None
+    gib = max(1, -(-wanted // 2**30))
+    return (
+        f"{folder} holds {size // _MIB} MiB for {ranks} rank(s); data loader workers and NCCL may need about "
+        f"{SHARED_MEMORY_PER_RANK // _MIB} MiB each and fail with a bus error; start the container with --shm-size={gib}g "
+        f"(local mode: 'container_config: {{shm_size: {gib}g}}' below 'local' in ~/.sagemaker/config.yaml)"
+    )
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this machine that the system gives to nobody else; only who names it can listen there.
+
+    It is bound here without listening, and by others too, if they allow sharing as the stores of PyTorch do. So nothing
+    can take it between now and the moment when the first rank listens, nor between two process groups of one script.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            held = stack.enter_context(socket.socket(socket.AF_INET6))
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4 as well
+            _bind(held, "::")
+        except OSError:  # no IPv6 here
+            held = stack.enter_context(socket.socket(socket.AF_INET))
+            _bind(held, "")
+        yield held.getsockname()[1]
+
+
+def _bind(held: socket.socket, address: str) -> None:
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))

@@ -1,0 +1,203 @@
+"""What a rank has imported when its training runs: told by the first rank, and imported by whoever makes the others ready."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from smp_launch.ranks import messages
+
+#: Names the socket of the process that makes ranks ready; only in the environment of a rank until its script begins.
+SOCKET_VARIABLE = "SMP_LAUNCH_WARM"
+
+#: A rank that begins this step has imported what its first steps need.
+REPORTED_STEP = 2
+
+#: Seconds for the report to be taken.
+_PATIENCE = 2.0
+
+#: The CUDA driver's library, and the error code of its calls before cuInit (CUDA_ERROR_NOT_INITIALIZED).
+_DRIVER, _NOT_INITIALIZED = "libcuda.so", 3
+
+#: Packages that join their job when they are imported.
+_JOINS = ("mpi4py",)
+
+#: Where the packages of this project lie.
+_OWN = str(Path(__file__).parents[2])
+
+#: Seconds of rest for each second of imports, as long as nobody waits for them.
+_REST = 3.0
+
+
+def report(
+    path: str, arguments: Sequence[str], module: str, environ: Mapping[str, str], folders: Iterable[str]
+) -> None:
+    """Tell what this rank has imported; where nobody listens, nothing happens.
+
+    Args:
+        path: of the socket.
+        arguments: of the rank's wrapper.
+        module: the wrapper.
+        environ: as it was when the process began.
+        folders: of the user's files, from which nothing is imported ahead.
+    """
+    content = {
+        "module": module,
+        "arguments": list(arguments),
+        "environ": dict(environ),
+        "now": dict(os.environ),
+        "names": installed(sys.modules, [os.path.realpath(folder) for folder in folders]),
+    }
+    try:
+        with messages.connect(path, _PATIENCE) as connection:
+            messages.send(connection, {"report": content})
+    except (OSError, ValueError):
+        pass  # a restart takes longer, and no more
+
+
+def installed(modules: Mapping[str, ModuleType], folders: Sequence[str]) -> list[str]:
+    """Names of modules that come from the standard library, an installed package or this project, in the order of their import.
+
+    Those of the user's own folders are left out, as are those that join a job when they are imported.
+    """
+    roots = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    roots.add(os.path.realpath(_OWN))
+
+    def is_installed(name: str, module: object) -> bool:
+        spec = getattr(module, "__spec__", None)
+        if not isinstance(spec, ModuleSpec) or spec.name != name or name.partition(".")[0] in _JOINS:
+            return False
+        if not spec.has_location:
+            return spec.origin in ("built-in", "frozen")
+        origin = os.path.realpath(str(spec.origin))
+        below = [folder for folder in folders if origin.startswith(folder + os.sep)]
+        own = [root for root in roots if origin.startswith(root + os.sep)]
+        # The environment may lie in the user's folder, or the other way round: the nearer one says whose a file is.
+        return bool(own) and max(map(len, own)) > max(map(len, below), default=0)
+
+    return [name for name, module in list(modules.items()) if name != "__main__" and is_installed(name, module)]
+
+
+class _Slowly:
+    """In the way of all imports: rests after each, so that they take a small part of a core as long as nobody waits.
+
+    Args:
+        rest: sleeps so many seconds at most, and says whether somebody waits.
+    """
+
+    def __init__(self, rest: Callable[[float], bool]) -> None:
+        self._rest = rest
+        self._used = time.process_time()
+        self._hurries = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Finds nothing, and takes its time."""
+        if not self._hurries:
+            self._hurries = self._rest(_REST * (time.process_time() - self._used))
+            self._used = time.process_time()
+
+
+def prepare(names: Iterable[str], rest: Callable[[float], bool]) -> None:
+    """Import what can be imported of ``names``, in their order."""
+    slowly = _Slowly(rest)
+    sys.meta_path.insert(0, slowly)
+    try:
+        for name in names:
+            if name not in sys.modules:
+                try:
+                    importlib.import_module(name)
+                except Exception:  # the rank meets it again, or never imports it in this way
+                    pass
+    finally:
+        sys.meta_path.remove(slowly)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What forks of a process share: as it was before its imports.
+
+    Attributes:
+        files: that it has open, as the system names them.
+        handlers: of its signals.
+    """
+
+    files: frozenset[str]
+    handlers: Mapping[int, Any]
+
+    @classmethod
+    def now(cls) -> Shared:
+        """Of this process."""
+        handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+        return cls(frozenset(_open_files()), handlers)
+
+    def unfit(self) -> str | None:
+        """Why this process cannot be forked into ranks after its imports; None where it can."""
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
+            return f"what the script imports has started {threads - 1} thread(s)"
+        now = Shared.now()
+        for name in sorted(now.files - self.files):
+            if not name.startswith("/") or name.startswith("/dev/"):
+                return f"what the script imports has opened {name.partition(':')[0]}"
+        if now.handlers != self.handlers:
+            return "what the script imports handles signals"
+        if "mpi4py.MPI" in sys.modules:
+            return "what the script imports has joined MPI"
+        torch = sys.modules.get("torch")
+        if torch is not None and (torch.cuda.is_initialized() or torch.distributed.is_initialized()):
+            return "what the script imports has begun to use a GPU, or joined a process group"
+        if _has_begun_driver():
+            return "what the script imports has initialized the CUDA driver"
+        return None
+
+
+def _has_begun_driver() -> bool:
+    """Return whether this process has initialized the CUDA driver. A fork of it cannot use a GPU then.
+
+    PyTorch does not notice if another library has done that.
+    """
+    if not any(os.path.basename(file).startswith(_DRIVER) for file in _mapped_files()):
+        return False
+    count = ctypes.c_int()
+    return ctypes.CDLL(f"{_DRIVER}.1").cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED
+
+
+def _mapped_files() -> Iterator[str]:
+    """Yield the files that are mapped into this process, its libraries included."""
+    with open("/proc/self/maps") as file:
+        for line in file:
+            fields = line.rstrip().split(maxsplit=5)
+            if len(fields) == 6:
+                yield fields[5]
+
+
+def _open_files() -> Iterator[str]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            yield os.readlink(f"/proc/self/fd/{name}")
+
+
+def forget_draws() -> None:
+    """After a fork, let each process draw numbers of its own, as one that has just begun does."""
+    drawing = sys.modules.get("numpy.random")
+    if drawing is not None:
+        drawing.seed()
+
+
+def is_waited_for(listener: socket.socket) -> Callable[[float], bool]:
+    """Says, after at most so many seconds, whether somebody wants to connect."""
+    return lambda seconds: bool(select.select([listener], [], [], max(0.0, seconds))[0])

@@ -1,0 +1,1 @@
+"""Several hosts: ssh between them, the host that leads, the hosts that follow."""

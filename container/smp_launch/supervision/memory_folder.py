@@ -1,0 +1,29 @@
+"""A job's folder in its host's shared memory, in which ranks keep their state between two starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from smp_config.recovery import FOLDER_VARIABLE, MEMORY_VARIABLE, SHARED_MEMORY, wants_memory
+from smp_launch.machine.locked_folders import private_dir
+from smp_launch.supervision.supervise import say
+
+
+@contextmanager
+def memory_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """What ranks are told of the folder, which lasts as long as this and is this user's alone; nothing where none is wanted.
+
+    Raises:
+        ConfigError: the variables of memory checkpoints are not what they should be.
+    """
+    if not wants_memory(environ):
+        yield {}
+        return
+    if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        say(f"{MEMORY_VARIABLE}=1 has no effect: this machine has no {SHARED_MEMORY} that can be written to")
+        yield {}
+        return
+    with private_dir(SHARED_MEMORY) as folder:
+        yield {FOLDER_VARIABLE: str(folder)}

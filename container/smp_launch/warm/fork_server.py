@@ -1,0 +1,272 @@
+"""The process of a host that has made a job's imports, and forks into ranks: ``… smp_launch.warm.fork_server 3 4711``.
+
+It waits for a rank's report of what it has imported, becomes a new program with that rank's environment, and imports the same,
+slowly as long as nobody waits. From then on each wrapper that mpirun starts may hand its place over: its descriptors, folder,
+environment and words go to a fork, which runs the script as the wrapper would; its signals go there, and its end comes back.
+Where the two processes are not alike, or the imports have left something that a fork must not share, the wrapper is told why, and
+runs the script itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from smp_launch.isolated import program
+from smp_launch.ranks import messages
+from smp_launch.ranks.imports import SOCKET_VARIABLE, Shared, forget_draws, is_waited_for, prepare
+from smp_launch.warm.conditions import conditions, other_condition, other_variable
+
+#: Of prctl (linux/prctl.h).
+_PR_SET_PDEATHSIG = 1
+
+#: Seconds for the other side of a connection to send what it has begun to send.
+_PATIENCE = 5.0
+
+#: Where the report lies for the new program that this process becomes.
+_REPORT_NAME = "smp-launch-report"
+
+
+@dataclass
+class Forked:
+    """A rank that runs in a fork, seen from here.
+
+    Attributes:
+        connection: to its wrapper, without which it is ended.
+        pid: 0 once it was collected, when no signal may be sent to it any more.
+        ended: readable when it has ended.
+        with_group: whether signals are for what it has started, too.
+    """
+
+    connection: socket.socket
+    pid: int
+    ended: int
+    with_group: bool
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                (os.killpg if self.with_group else os.kill)(self.pid, number)
+
+
+@dataclass
+class Zygote:
+    """Waits for wrappers, and forks.
+
+    Args:
+        listener: of the socket that they connect to.
+        environ: of this process when it began, which was that of a rank.
+        why_not: why no wrapper can hand its place over; None where it can.
+    """
+
+    listener: socket.socket
+    environ: Mapping[str, str]
+    why_not: str | None
+    _waiting: list[socket.socket] = field(default_factory=list)
+    _forked: list[Forked] = field(default_factory=list)
+
+    def serve(self) -> Callable[[], NoReturn]:
+        """Fork for each wrapper, and let its fork know of its signals; comes back in forks only, with what they are to do."""
+        while True:
+            sources: list[Any] = [self.listener, *self._waiting]
+            sources += [source for forked in self._forked for source in (forked.connection, forked.ended)]
+            for source in select.select(sources, [], [])[0]:
+                if source is self.listener:
+                    self._accept()
+                elif source in self._waiting:
+                    self._waiting.remove(source)
+                    if (task := self._take(source)) is not None:
+                        return task
+                else:
+                    self._attend(source)
+
+    def _accept(self) -> None:
+        connection, _ = self.listener.accept()
+        connection.settimeout(_PATIENCE)
+        if messages.is_own_user(connection):
+            self._waiting.append(connection)
+        else:
+            connection.close()
+
+    def _take(self, connection: socket.socket) -> Callable[[], NoReturn] | None:
+        """A wrapper says what it is, or hands its place over; in the fork, what that does."""
+        descriptors: list[int] = []
+        try:
+            told, descriptors = messages.receive(connection)
+            if "asks" in told:
+                messages.send(connection, {"refused": self._refused(told["asks"])})
+                self._waiting.append(connection)
+            elif "place" in told:
+                return self._fork(connection, told["place"], descriptors)
+            else:
+                connection.close()
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
+            connection.close()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return None
+
+    def _refused(self, asked: Mapping[str, Any]) -> str | None:
+        if self.why_not is not None:
+            return self.why_not
+        if (name := other_variable(self.environ, asked["environ"])) is not None:
+            return f"its variable {name} is another than that of the start before"
+        if (name := other_condition(conditions(), asked["conditions"])) is not None:
+            return f"the system has given it another {name} than the process that has its imports"
+        return None
+
+    def _fork(
+        self, connection: socket.socket, place: Mapping[str, Any], descriptors: Sequence[int]
+    ) -> Callable[[], NoReturn] | None:
+        parent, group = os.getpid(), bool(place["with_group"])
+        with contextlib.suppress(OSError):  # nothing of it may stand in buffers that two processes write out
+            sys.stdout.flush()
+            sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            with contextlib.suppress(OSError):  # it may have done so itself, or have ended
+                os.setpgid(pid, pid)
+            self._forked.append(Forked(connection, pid, os.pidfd_open(pid), group))
+            return None
+        _end_with_parent(signal.SIGKILL, parent)
+        os.setpgid(0, 0)
+        for forked in self._forked:
+            forked.connection.close()
+            os.close(forked.ended)
+        for other in (self.listener, connection, *self._waiting):
+            other.close()
+        for number in range(3):
+            os.dup2(descriptors[number], number)
+        os.fchdir(descriptors[3])
+        return lambda: _become_rank(place)
+
+    def _attend(self, source: Any) -> None:
+        """A wrapper has a signal for its rank, or has ended, or the rank has."""
+        for forked in list(self._forked):
+            if source == forked.ended:
+                pid, status = os.waitpid(forked.pid, os.WNOHANG)
+                if not pid:
+                    continue  # the descriptor is a new one, with the number of one that was closed just now
+                with contextlib.suppress(OSError):
+                    messages.send(forked.connection, {"ended": os.waitstatus_to_exitcode(status)})
+                forked.pid = 0
+                self._forked.remove(forked)
+                forked.connection.close()
+                os.close(forked.ended)
+            elif source is forked.connection:
+                try:
+                    told, descriptors = messages.receive(source)
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                    forked.signal(int(told["signal"]))
+                except (OSError, EOFError, ValueError, KeyError, TypeError):
+                    # Nobody is left who would tell mpirun of its end, or pass a signal on.
+                    forked.signal(signal.SIGKILL)
+                    os.waitpid(forked.pid, 0)
+                    self._forked.remove(forked)
+                    source.close()
+                    os.close(forked.ended)
+
+
+def _become_rank(place: Mapping[str, Any]) -> NoReturn:
+    """Run the script as the wrapper that handed its place over would."""
+    os.environ.clear()
+    os.environ.update(place["environ"])
+    sys.path[:] = place["path"]
+    sys.argv = list(place["argv"])
+    sys.orig_argv = list(place["orig_argv"])
+    importlib.invalidate_caches()
+    forget_draws()
+    module = importlib.import_module(place["module"])
+    sys.exit(module.main(place["arguments"]))
+
+
+def _end_with_parent(number: int, parent: int) -> None:
+    """Get a signal when the parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def wait_for_report(listener: socket.socket) -> NoReturn:
+    """Become a new program with the environment of the first rank that reports.
+
+    Wrappers that come before are refused without a reason, which the job's own words give: it has come to no second step.
+    """
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(_PATIENCE)
+            try:
+                if not messages.is_own_user(connection):
+                    continue
+                told, descriptors = messages.receive(connection)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if "asks" in told:
+                    messages.send(connection, {"refused": ""})
+                report = told.get("report")
+            except (OSError, EOFError, ValueError, AttributeError):
+                continue
+        if report is not None:
+            kept = os.memfd_create(_REPORT_NAME, 0)
+            with open(kept, "w", encoding="ascii", closefd=False) as file:
+                json.dump(report, file)
+            os.lseek(kept, 0, os.SEEK_SET)
+            listener.set_inheritable(True)
+            os.set_inheritable(kept, True)
+            words = program("smp_launch.warm.fork_server", str(listener.fileno()), str(os.getppid()), str(kept))
+            os.execve(words[0], words, report["environ"])
+
+
+def make_ready(report: Mapping[str, Any], listener: socket.socket) -> str | None:
+    """Import what the rank has; why no rank can be forked from this process then, None where it can."""
+    from smp_launch.ranks.script import Place, whole_lines  # which has weight, and a job may never come so far
+
+    before = Shared.now()
+    wrapper = importlib.import_module(str(report["module"]))
+    entered = wrapper.enter(Place(), report["arguments"])
+    whole_lines()
+    entered.lead_imports()
+    prepare(report["names"], is_waited_for(listener))
+    if (name := other_variable(os.environ, report["now"])) is not None:
+        return f"the script, or what it has used, sets the variable {name}, which imports may read"
+    return before.unfit()
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Listen at a socket, for a parent; comes back in forks only, which run as ranks.
+
+    Args:
+        arguments: the socket's descriptor, the parent's process, and that of the report once there is one.
+    """
+    listener = socket.socket(fileno=int(arguments[0]))
+    listener.set_inheritable(False)
+    _end_with_parent(signal.SIGKILL, int(arguments[1]))
+    if len(arguments) == 2:
+        wait_for_report(listener)
+    environ = dict(os.environ)
+    environ.pop(SOCKET_VARIABLE, None)
+    with open(int(arguments[2]), encoding="ascii") as file:
+        report = json.load(file)
+    try:
+        why_not = make_ready(report, listener)
+    except BaseException as error:
+        why_not = f"its imports failed: {type(error).__name__}: {error}"
+    gc.collect()
+    gc.freeze()  # collections of forks leave it alone, so that its pages stay shared
+    task = Zygote(listener, environ, why_not).serve()
+    task()

@@ -1,0 +1,420 @@
+"""What ranks write down of the numbers of a training, one file each, and how a job is told to: both sides read this.
+
+A file is lines of JSON that are only appended. The first of each start of the job, and of the degrees that it goes over to, is its
+:class:`Head`; every other has a :class:`Moment` of a step with the :class:`Value` of each tensor, as a list in the order of the
+fields. A line that is being written has no end yet, and is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
+
+from smp_config.errors import ConfigError, shown
+from smp_config.limits import MOST_EVERY, MOST_RANKS
+
+#: Where ranks record: a folder, or 1 for ``numerics`` in the job's output; nothing or 0 for not at all.
+VARIABLE = "SMP_RECORD_NUMERICS"
+#: Updates from one recorded step to the next.
+EVERY_VARIABLE = "SMP_RECORD_NUMERICS_EVERY"
+DEFAULT_EVERY = 10
+#: What is compared and stops a job: ``finite``, ``spike=10``, ``replicas=100``, joined by commas.
+GUARDS_VARIABLE = "SMP_NUMERICS_GUARDS"
+#: Set by ``smp-estimator verify`` for the two runs that it compares; a JSON object, the fields of :class:`Trial`.
+TRIAL_VARIABLE = "SMP_NUMERICS_TRIAL"
+#: Set by ``smp-estimator diff --bisect`` for the two runs that it repeats; a JSON object, the fields of :class:`Closeup`.
+CLOSEUP_VARIABLE = "SMP_NUMERICS_CLOSEUP"
+#: ``closeup-rank00003.jsonl`` says what is in the files ``closeup-rank00003-00017.npy`` beside it.
+CLOSEUP_PREFIX = "closeup-rank"
+
+#: ``numerics-rank00003.jsonl`` in the folder.
+FILE_PREFIX, FILE_SUFFIX = "numerics-rank", ".jsonl"
+#: Raised when files of an older version could be misread.
+FORMAT_VERSION = 1
+
+#: Random directions onto which each tensor is projected.
+PROJECTIONS = 8
+#: Gradients below these parts of their root mean square are counted: an adaptive optimizer turns their rounding into updates.
+SMALL = (1e-5, 1e-3, 1e-1)
+
+#: The phases of a step in the order in which one causes the next.
+WEIGHT, BUFFER, INPUT, OUTPUT, LOSS = "weight", "buffer", "input", "output", "loss"
+OUTPUT_GRADIENT, GRADIENT, LOSS_SCALE, UPDATE = "output gradient", "gradient", "loss scale", "update"
+PHASES = (WEIGHT, BUFFER, INPUT, OUTPUT, LOSS, OUTPUT_GRADIENT, LOSS_SCALE, GRADIENT, UPDATE)
+
+#: Axes of the degrees of a job.
+_AXES = {"pp", "tp", "rdp", "sharded"}
+#: Of a tensor, and of steps.
+_MOST_ELEMENTS = 2**62
+
+#: A result's tensor has the number of the call times this plus its place in the result.
+NUMBERS_OF_CALL = 100
+
+#: Half the distance from 1 to the next number.
+ROUNDING = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "complex128": 2.0**-53,
+    "complex64": 2.0**-24,
+    "complex32": 2.0**-11,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e4m3fnuz": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+    "float8_e5m2fnuz": 2.0**-3,
+}
+
+
+class Value(NamedTuple):
+    """One tensor, or the part of it that a rank has, as numbers that add up over parts, microbatches and replicas."""
+
+    phase: str
+    name: str  # of the module, parameter or buffer, as in the script's model
+    nth: int  # which call of the module in the microbatch, or which tensor of a result of several (100 × call + tensor)
+    microbatch: int | None
+    owner: int | None  # whose batch it is, counted among the ranks that read different ones; None for what has no batch
+    part: str  # which elements of the whole tensor these are; two ranks with the same part have copies
+    dtype: str
+    columns: int  # length of the last axis, of the whole tensor
+    elements: int  # in this part
+    square: float  # sum of squares
+    greatest: float  # absolute value
+    bits: int  # of updates: what the sum of the elements' bits, as whole numbers modulo 2^64, has changed by; else 0
+    projections: tuple[float, ...]  # onto random directions that depend on the place in the whole tensor alone
+    small: tuple[int, ...]  # of gradients: elements that are not 0 below the parts ``SMALL`` of the root mean square
+    time: float  # seconds since the epoch, of this rank's clock
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all elements are."""
+        return math.isfinite(self.square) and all(map(math.isfinite, self.projections))
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a rank is."""
+
+    numerics: int  # version of the format
+    rank: int
+    world: int
+    degrees: dict[str, int]  # by axis: pp, tp, rdp, sharded
+    place: dict[str, int]  # this rank's coordinates on pp, tp, rdp
+    microbatches: int
+    owners: int  # ranks that read different batches
+    every: int
+    rounding: float  # of matrix products on this device where that is coarser than the type's; else 0
+    projections: int = PROJECTIONS
+    restart: int = 0  # how often the ranks were started before
+    start: dict[str, Any] = field(default_factory=dict)  # how the script was started, the fields of :class:`Start`
+    was_pipeline: bool = False  # at these degrees or at some that the job had before :func:`smp.reshape`
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The values of one call of a step, or of an update."""
+
+    step: int  # updates before it, those of former starts too
+    call: int  # calls of a step since the last update
+    values: list[Value]
+    random: str = ""  # digest of the states of the generators when the step began
+
+
+_Made = TypeVar("_Made")
+
+
+def _from_variable(made: type[_Made], environ: Mapping[str, str], name: str, command: str) -> _Made | None:
+    """An object from a variable that a command sets; None without it, ConfigError for what is no such object."""
+    text = environ.get(name)
+    if not text:
+        return None
+    try:
+        return made(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} is {shown(text)} ({error}); {command} sets it for its own runs: unset it") from None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a run of ``smp-estimator verify`` does beside recording.
+
+    Attributes:
+        steps: updates after which every rank ends the script, with exit code 0.
+        seed: of all generators when ``smp.init()`` returns.
+        save: folder into which the arguments of steps are written; empty for none.
+        replay: folder from which they are taken; empty for the script's own.
+    """
+
+    steps: int = 3
+    seed: int = 0
+    save: str = ""
+    replay: str = ""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Trial | None:
+        """What the environment says; None where it says nothing. ConfigError for what is no such object."""
+        return _from_variable(cls, environ, TRIAL_VARIABLE, "smp-estimator verify")
+
+    def to_text(self) -> str:
+        """For the variable."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the script of a recorded run was started, so that it can be run again.
+
+    Attributes:
+        script: its file; empty where ranks run no file.
+        words: its own command line.
+        directory: where it was started.
+        parameters: of the model parallel library.
+        checkpoints: folder of its checkpoints, if the job had one.
+        trial: what :data:`TRIAL_VARIABLE` was.
+    """
+
+    script: str = ""
+    words: list[str] = field(default_factory=list)
+    directory: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    checkpoints: str = ""
+    trial: str = ""
+
+    @classmethod
+    def of(cls, head: Head) -> Start:
+        """That of a rank; ConfigError for a record of something else."""
+        found = {each.name: head.start[each.name] for each in fields(cls) if each.name in head.start}
+        made = cls(**found)
+        texts = (made.script, made.directory, made.checkpoints, made.trial)
+        is_right = isinstance(made.words, list) and isinstance(made.parameters, dict)
+        if not is_right or not all(isinstance(text, str) for text in (*texts, *made.words)):
+            raise ConfigError(
+                f"the first line of rank {head.rank} says {shown(head.start)} of how its script was started, which is no command: "
+                "record the run again"
+            )
+        return made
+
+
+@dataclass(frozen=True)
+class Closeup:
+    """What a repeated run keeps whole.
+
+    Attributes:
+        step: updates before it; the script ends behind the update that follows.
+        module: all whose tensors are kept, in the script's names.
+        folder: for the files.
+    """
+
+    step: int
+    module: str
+    folder: str
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Closeup | None:
+        """What the environment says; None where it says nothing. ConfigError for what is no such object."""
+        return _from_variable(cls, environ, CLOSEUP_VARIABLE, "smp-estimator diff --bisect")
+
+    def to_text(self) -> str:
+        """For the variable."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor in a file of a close-up, or this rank's part of one.
+
+    Attributes:
+        phase: and ``name``, ``nth``, ``microbatch``, ``owner`` as of a :class:`Value`.
+        call: calls of a step since the last update.
+        shape: of the whole tensor; of a batch, that of this microbatch.
+        axis: along which the rank has a part; None for all of it.
+        cuts: start and stop of that part, or of each of the runs that it joins.
+        flat: first and last element (exclusive) of the flattened part that the file has.
+        heads: of attention in the module, if it says.
+        file: beside the index.
+    """
+
+    phase: str
+    name: str
+    nth: int
+    microbatch: int | None
+    owner: int | None
+    call: int
+    rank: int
+    dtype: str
+    shape: list[int]
+    axis: int | None
+    cuts: list[int]
+    flat: list[int]
+    heads: int
+    file: str
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What ranks look at before each update.
+
+    Attributes:
+        finite: whether loss and gradients must be finite numbers.
+        spike: times the median of the last steps that loss or gradient norm may be; None for no limit.
+        replicas: updates from one comparison of replicas to the next; None for none.
+    """
+
+    finite: bool = False
+    spike: float | None = None
+    replicas: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Guards:
+        """From the words of the variable.
+
+        Raises:
+            ConfigError: another word, or a number out of its range.
+        """
+        finite, spike, replicas = False, None, None
+        for word in filter(None, (part.strip() for part in text.split(","))):
+            name, _, number = word.partition("=")
+            if word == "finite":
+                finite = True
+            elif name == "spike" and (limit := _number(number)) is not None and limit > 1:
+                spike = limit
+            elif name == "replicas" and number.isdecimal() and 0 < int(number) <= MOST_EVERY:
+                replicas = int(number)
+            else:
+                raise ConfigError(
+                    f"{GUARDS_VARIABLE} is {shown(text)}, of which {shown(word)} is unknown; it says what is checked before each "
+                    "update: write finite, spike=10 (times the median, more than 1) and replicas=100 (updates between two "
+                    f"comparisons, 1 to {MOST_EVERY:,}), joined by commas"
+                )
+        return cls(finite, spike, replicas)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def every_steps(environ: Mapping[str, str]) -> int:
+    """Updates between two recorded steps; ConfigError for what is no such number."""
+    text = environ.get(EVERY_VARIABLE, "") or str(DEFAULT_EVERY)
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_EVERY:
+        raise ConfigError(
+            f"{EVERY_VARIABLE} is {shown(text)}; it says how many updates lie between two recorded steps: set a whole number from "
+            f"1 to {MOST_EVERY:,}"
+        )
+    return int(text)
+
+
+def head_line(head: Head) -> str:
+    """A line of a file."""
+    return json.dumps(asdict(head)) + "\n"
+
+
+def moment_line(moment: Moment) -> str:
+    """A line of a file; JSON has no numbers that are not finite, so these are texts."""
+    values = [[_plain(item) for item in value] for value in moment.values]
+    return (
+        json.dumps(
+            {"step": moment.step, "call": moment.call, "random": moment.random, "values": values}, separators=(",", ":")
+        )
+        + "\n"
+    )
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, float):
+        return item if math.isfinite(item) else str(item)
+    return [_plain(part) for part in item] if isinstance(item, tuple) else item
+
+
+def parse(lines: Iterable[str], name: str) -> tuple[Head, list[Moment]]:
+    """Read a rank's file; of several starts that have recorded the same step, the last one counts.
+
+    Args:
+        lines: with their ends; a last one without is being written, and left out.
+        name: of the file, for messages.
+
+    Raises:
+        ConfigError: it is no such file, or of another version.
+    """
+    head: Head | None = None
+    moments: list[Moment] = []
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            break
+        try:
+            content = json.loads(line)
+            if "numerics" in content:
+                head = _head(content, name)
+                continue
+            moments.append(
+                Moment(
+                    _number_of(content["step"]),
+                    _number_of(content["call"]),
+                    [_value(item) for item in content["values"]],
+                    str(content["random"]),
+                )
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{name} is no record of numerics: line {number} holds {shown(line[:60])} ({type(error).__name__}: "
+                f"{str(error)[:200]}); name a folder that a job with {VARIABLE} has written"
+            ) from None
+    if head is None:
+        raise ConfigError(
+            f"{name} has no first line that says which rank wrote it; name a folder of a job with {VARIABLE}"
+        )
+    return head, moments
+
+
+def _number_of(given: Any) -> int:
+    if not _is_count(given, _MOST_ELEMENTS):
+        raise ValueError(f"number {shown(given)}")
+    return int(given)
+
+
+def _head(content: Mapping[str, Any], name: str) -> Head:
+    head = Head(**{field.name: content[field.name] for field in fields(Head) if field.name in content})
+    if head.numerics != FORMAT_VERSION:
+        raise ConfigError(
+            f"{name} has version {shown(head.numerics)} of the format, and this release reads {FORMAT_VERSION}; read it with the "
+            "release that has written it"
+        )
+    numbers = (head.rank, head.world, head.microbatches, head.owners, *head.degrees.values(), *head.place.values())
+    if not all(_is_count(number, MOST_RANKS) for number in numbers) or not head.rank < head.world:
+        raise ValueError(f"rank {head.rank} of {head.world}")
+    if set(head.degrees) != _AXES or not isinstance(head.rounding, float | int):
+        raise ValueError("other degrees than " + ", ".join(sorted(_AXES)))
+    return head
+
+
+def _value(item: list[Any]) -> Value:
+    value = Value(*item)
+    texts = (value.phase, value.name, value.part, value.dtype)
+    counts = (value.nth, value.columns, value.elements, *value.small)
+    optional = (number for number in (value.microbatch, value.owner) if number is not None)
+    if value.phase not in PHASES or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"phase {shown(value.phase)}")
+    if not all(_is_count(number, _MOST_ELEMENTS) for number in (*counts, *optional)):
+        raise ValueError(f"counts of {shown(value.name)}")
+    if len(value.projections) != PROJECTIONS or not isinstance(value.bits, int):
+        raise ValueError(f"{len(value.projections)} projections of {shown(value.name)}")
+    return value._replace(
+        square=float(value.square),
+        greatest=float(value.greatest),
+        projections=tuple(map(float, value.projections)),
+        small=tuple(value.small),
+        time=float(value.time),
+    )
+
+
+def _is_count(number: Any, most: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= most

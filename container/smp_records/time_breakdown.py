@@ -1,0 +1,181 @@
+"""What a rank spends its time on: seconds by kind that it counts as it goes, in a corner of its record that others read.
+
+The kinds are those of the host's time: where a GPU computes while the host runs ahead, waiting for the GPU counts for the phase in
+which the host does it. A step's length is right all the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from smp_records.records import PaceRecord
+
+#: What a rank does; between two steps it is the script's turn, which mostly means that data is loaded.
+START, BETWEEN, STEP, REDUCTION, UPDATE, SAVE = range(6)
+_KINDS = 6
+
+# Kind and when it began, steps, updates, stage, bytes on the device, computed by tasks; then seconds, collectives, waits by kind.
+_FIELDS = struct.Struct(f"<QdQQqQd{3 * _KINDS}d")
+#: In a record.
+BYTES = _FIELDS.size
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rank has counted since it began.
+
+    Attributes:
+        when: it was read, in seconds of the machine's monotonic clock.
+        steps: begun.
+        updates: of its optimizers.
+        stage: of its pipeline; 0 without one.
+        device_bytes: that PyTorch holds on the GPU; 0 without one.
+        computed: seconds of a pipeline's tasks on this rank; 0 without a pipeline.
+        seconds: by kind.
+        collectives: of these, waited for the end of collectives.
+        waits: of these, waited for other ranks in other ways, of those that took more than a moment.
+    """
+
+    when: float
+    steps: int
+    updates: int
+    stage: int
+    device_bytes: int
+    computed: float
+    seconds: tuple[float, ...]
+    collectives: tuple[float, ...]
+    waits: tuple[float, ...]
+
+
+class Pace:
+    """The counters of this process.
+
+    Threads of a pipeline count too, one at a time as its tasks run; should two meet, some microseconds are lost.
+
+    Args:
+        clock: seconds that all processes of the machine agree on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._map: mmap.mmap | None = None
+        self._at = 0
+        self._kind, self._since = START, clock()
+        self._steps = self._updates = self._stage = self._device_bytes = 0
+        self._computed = 0.0
+        self._seconds, self._collectives, self._waits = ([0.0] * _KINDS for _ in range(3))
+
+    def keep_in(self, record: mmap.mmap, at: int) -> None:
+        """From now on others can read them."""
+        self._map, self._at = record, at
+        self._write()
+
+    def enter(self, kind: int) -> None:
+        """The rank does something else."""
+        if kind != self._kind:
+            now = self._clock()
+            self._seconds[self._kind] += now - self._since
+            self._kind, self._since = kind, now
+            self._write()
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._steps += 1
+        self.enter(STEP)
+
+    def updated(self) -> None:
+        """An optimizer has updated."""
+        self._updates += 1
+
+    def add_task(self, seconds: float) -> None:
+        """A task of the pipeline has computed."""
+        self._computed += seconds
+
+    def add_collective(self, seconds: float) -> None:
+        """A collective was waited for."""
+        self._collectives[self._kind] += seconds
+
+    def add_wait(self, seconds: float) -> None:
+        """Another rank was waited for."""
+        self._waits[self._kind] += seconds
+
+    def tell(self, *, stage: int | None = None, device_bytes: int | None = None) -> None:
+        """What others want to know beside the time."""
+        self._stage = self._stage if stage is None else stage
+        self._device_bytes = self._device_bytes if device_bytes is None else device_bytes
+
+    def read(self) -> Reading:
+        """What was counted until now."""
+        return _reading(self._fields(), self._clock())
+
+    def _fields(self) -> tuple[float, ...]:
+        numbers = self._steps, self._updates, self._stage, self._device_bytes, self._computed
+        return (self._kind, self._since, *numbers, *self._seconds, *self._collectives, *self._waits)
+
+    def _write(self) -> None:
+        if self._map is not None:
+            _FIELDS.pack_into(self._map, self._at, *self._fields())
+
+
+def reading(record: bytes, at: int, now: float) -> Reading | None:
+    """What a rank has counted, out of its record; None where it holds no such numbers.
+
+    Args:
+        at: where in the record the counters begin.
+        now: on the machine's monotonic clock.
+    """
+    fields = _FIELDS.unpack_from(record, at)
+    return _reading(fields, now) if fields[0] < _KINDS else None
+
+
+def _reading(fields: tuple[float, ...], now: float) -> Reading:
+    kind, since, steps, updates, stage, device_bytes, computed, *rest = fields
+    seconds = rest[:_KINDS]
+    seconds[int(kind)] += max(0.0, now - since)  # of what goes on
+    return Reading(
+        now,
+        int(steps),
+        int(updates),
+        int(stage),
+        int(device_bytes),
+        computed,
+        tuple(seconds),
+        tuple(rest[_KINDS : 2 * _KINDS]),
+        tuple(rest[2 * _KINDS :]),
+    )
+
+
+def record_between(before: Reading, after: Reading, rank: int) -> PaceRecord:
+    """What a rank did between two readings; what is no counter, as memory, is for the caller to add."""
+    from smp_records.records import PaceRecord
+
+    seconds, collectives, waits = (
+        [max(0.0, late - early) for late, early in zip(getattr(after, name), getattr(before, name), strict=True)]
+        for name in ("seconds", "collectives", "waits")
+    )
+    # A wait counts when it ends, and may have begun before the first reading: no part is longer than its kind's time.
+    collectives = [min(c, s) for c, s in zip(collectives, seconds, strict=True)]
+    waits = [min(w, s - c) for w, s, c in zip(waits, seconds, collectives, strict=True)]
+    own = [s - c - w for s, c, w in zip(seconds, collectives, waits, strict=True)]
+    tasks, idle = min(after.computed - before.computed, seconds[STEP]), 0.0
+    if tasks > 0:  # of a pipeline, whose main thread waits for the step while others compute
+        own[STEP] = max(0.0, tasks - collectives[STEP])
+        idle, waits[STEP] = seconds[STEP] - max(tasks, collectives[STEP]), 0.0
+    return PaceRecord(
+        rank=rank,
+        stage=max(0, after.stage),
+        step=after.steps,
+        steps=max(0, after.steps - before.steps),
+        seconds=max(0.0, after.when - before.when),
+        compute=own[STEP] + own[REDUCTION] + own[UPDATE],
+        collectives=sum(collectives),
+        waiting=sum(waits) + idle,
+        data=own[BETWEEN],
+        saving=own[SAVE],
+    )

@@ -1,0 +1,110 @@
+"""Which trackers get the numbers of a training, and what they need: the notebook and the ranks read it alike."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+
+from smp_config.errors import ConfigError, shown, suggest
+from smp_config.limits import MOST_EVERY
+
+#: Names of trackers joined by commas: ``tensorboard,mlflow``.
+LOGGERS_VARIABLE = "SMP_LOGGERS"
+#: Updates from one point to the next.
+EVERY_VARIABLE = "SMP_LOG_EVERY"
+#: Where trackers write that have no server of their own.
+FOLDER_VARIABLE = "SMP_LOG_FOLDER"
+#: What a device of the job can do at most, in 10^12 operations per second, for the share of it that is used (MFU).
+PEAK_VARIABLE = "SMP_PEAK_TFLOPS"
+#: Seconds from one line of each rank about its time to the next.
+RECORDS_VARIABLE = "SMP_RANK_RECORDS"
+
+#: By tracker, the package that it needs, as it is imported and as it is installed.
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+
+_MOST_SECONDS = 86_400.0
+
+
+def loggers_of(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The trackers that a job's environment names, each once.
+
+    Raises:
+        ConfigError: a name that is none of them.
+    """
+    text = environ.get(LOGGERS_VARIABLE, "")
+    names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip().lower())))
+    if names == ("0",):
+        return ()
+    for name in names:
+        if name not in PACKAGES:
+            raise ConfigError(
+                f"{LOGGERS_VARIABLE} is {shown(text)}, of which {shown(name)} is no tracker{suggest(name, PACKAGES)}; write some "
+                f"of {', '.join(PACKAGES)}, joined by commas"
+            )
+    return names
+
+
+def require_packages(names: Iterable[str], is_there: Callable[[str], bool] | None = None) -> None:
+    """Raise ConfigError for a tracker whose package this Python cannot import.
+
+    Args:
+        is_there: whether a package can be imported; by default as Python's import system says.
+    """
+    found = is_there or _can_import
+    missing = [PACKAGES[name] for name in names if not found(PACKAGES[name])]
+    if missing:
+        raise ConfigError(
+            f"{LOGGERS_VARIABLE} names {', '.join(missing)}, which this Python cannot import; install it before the job starts: "
+            f"pip install {' '.join(missing)} (in the cloud, a line each in requirements.txt), or name other trackers"
+        )
+
+
+def _can_import(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def log_every(environ: Mapping[str, str]) -> int:
+    """Updates from one point to the next; raises ConfigError for what is no such number."""
+    text = environ.get(EVERY_VARIABLE, "") or "1"
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:9]) <= MOST_EVERY:
+        raise ConfigError(
+            f"{EVERY_VARIABLE} is {shown(text)}; it is the number of updates from one point of a tracker to the next: set a whole "
+            f"number from 1 to {MOST_EVERY:,}"
+        )
+    return int(text[:9])
+
+
+def peak_tflops(environ: Mapping[str, str]) -> float | None:
+    """What the user says that a device can do; None where nothing is said, ConfigError for no such number."""
+    return _positive(environ, PEAK_VARIABLE, "the 10^12 operations per second that a device of the job can do", 1e9)
+
+
+def seconds_between_records(environ: Mapping[str, str]) -> float | None:
+    """Seconds from one line of a rank to the next; None for no lines, ConfigError for no such number."""
+    if environ.get(RECORDS_VARIABLE) == "0":
+        return None
+    return _positive(environ, RECORDS_VARIABLE, "the seconds between two lines of a rank about its time", _MOST_SECONDS)
+
+
+def _positive(environ: Mapping[str, str], name: str, what: str, most: float) -> float | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= most:
+        raise ConfigError(f"{name} is {shown(text)}; it is {what}: set a number above 0, and of at most {most:,.0f}")
+    return value
+
+
+def check(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for variables that the ranks would refuse."""
+    loggers_of(environ)
+    log_every(environ)
+    peak_tflops(environ)
+    seconds_between_records(environ)

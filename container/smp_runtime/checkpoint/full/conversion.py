@@ -1,0 +1,154 @@
+"""Whole weights out of a checkpoint of any topology, or out of files of full weights, written in another form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_config.errors import kind_of
+from smp_runtime.checkpoint.files.atomic_file import write_tensors
+from smp_runtime.checkpoint.files.manifest import MODULE, PARTIAL, Manifest
+from smp_runtime.checkpoint.files.name_translation import (
+    Traced,
+    each_once,
+    names_of_each,
+    record_of,
+    translations_to_theirs,
+)
+from smp_runtime.checkpoint.files.reader import CheckpointReader
+from smp_runtime.checkpoint.files.transformers_format import (
+    CONFIG,
+    LARGEST_FILE,
+    SAFETENSORS,
+    read_weights,
+    weights_of,
+    write_transformers,
+)
+from smp_runtime.checkpoint.full_transaction import finish_at
+from smp_runtime.errors import SMPUserError
+
+#: A parameter of a distributed model has this in its name.
+_DISTRIBUTED = "seq_layers."
+
+
+@dataclass
+class Weights:
+    """Whole weights that can be written.
+
+    Attributes:
+        tensors: each once, by its first name; without values.
+        config: of the model, if it is one of Transformers.
+        translations: kinds of distributed models whose names ``tensors`` has.
+    """
+
+    tensors: dict[str, Traced]
+    value: Callable[[str], torch.Tensor]
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    translations: Sequence[str] = ()
+
+
+def full_weights(path: Path, config: str | None) -> Weights | None:
+    """What a file of full weights or a folder of Transformers holds; None if ``path`` is neither.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    if path.is_dir() and (path.name.endswith(PARTIAL) or any(path.glob(f"*{PARTIAL}")) or weights_of(path) is None):
+        return None
+    finish_at(path)
+    if not path.exists():
+        return None
+    state = {name: value for name, value in read_weights(path).items() if isinstance(value, torch.Tensor)}
+    names = names_of_each(state)
+    found = _config(config, path if path.is_dir() else path.parent)
+    family = str((found or {}).get("model_type", "")).replace("_", "")  # as the family's file is called
+    return Weights(
+        {first: Traced.leaf(first, record_of(state[first])) for first, *_ in names},
+        state.__getitem__,
+        {first: tuple(others) for first, *others in names},
+        found,
+        [family] if family and any(_DISTRIBUTED in name for name in state) else [],
+    )
+
+
+def assembled(folder: Path, manifest: Manifest, config: str | None, dtype: str | None) -> Weights:
+    """The weights of a partial checkpoint.
+
+    Args:
+        config: file with the model's configuration; default: the one that was saved along.
+        dtype: what they will become; then float32 weights are preferred to rounded ones.
+    """
+    reader = CheckpointReader(folder, manifest)
+    records = {**manifest.parameters, **manifest.buffers}
+
+    def value(name: str) -> torch.Tensor:
+        exact = dtype is not None or not reader.holds(MODULE, name)
+        whole = reader.whole(reader.weight_key(name) if exact else MODULE, name)
+        return whole if dtype is not None else whole.to(getattr(torch, records[name].dtype))
+
+    return Weights(
+        {name: Traced.leaf(name, record) for name, record in records.items()},
+        value,
+        {name: record.aliases for name, record in records.items()},
+        _config(config, folder),
+        manifest.translations,
+    )
+
+
+def write(
+    source: Weights, target: Path, form: str, *, dtype: str | None = None, largest_file: int = LARGEST_FILE
+) -> tuple[list[Path], int]:
+    """Write ``source`` as ``"transformers"`` (a folder), ``"safetensors"`` or ``"full"`` (a file).
+
+    Returns:
+        The files of weights, and how many tensors they have; with ``"full"`` one under several names counts under each.
+
+    Raises:
+        SMPUserError: the model's configuration is not known, or a type that the format does not have.
+    """
+    translated: dict[str, Any] = dict(source.tensors)
+    for translate in translations_to_theirs(source.translations):
+        translated = dict(translate(translated))
+    if dtype is not None:
+        kind = getattr(torch, dtype)
+        translated = {name: v.to(kind) if v.is_floating_point() else v for name, v in translated.items()}
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.value(source.value) if isinstance(tensor, Traced) else tensor
+
+    if form == "transformers":
+        if source.config is None:
+            raise SMPUserError(
+                f"{target} would have no {CONFIG}: the checkpoint was saved without one, because the wrapped module is no model "
+                "of Transformers; pass --config with the config.json of the model, or use --to safetensors"
+            )
+        weights = each_once(translated)
+        return write_transformers(target / SAFETENSORS, weights, source.config, largest_file, make), len(weights)
+    if form == "safetensors":
+        weights = each_once(translated)
+        return write_transformers(target, weights, None, 2**62, make), len(weights)
+    whole = {name: make(value) for name, value in translated.items()}
+    for name, others in source.aliases.items():
+        whole |= {other: whole[name] for other in others if name in whole and other not in whole}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_tensors(whole, target)
+    return [target], len(whole)
+
+
+def _config(file: str | None, folder: Path) -> dict[str, Any] | None:
+    path = folder / CONFIG if file is None else Path(file)
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SMPUserError(f"{path} is no JSON ({error}); give the config.json that Transformers wrote") from None
+    if not isinstance(found, dict):
+        raise SMPUserError(f"{path} holds {kind_of(found)}; give the config.json that Transformers wrote")
+    return found

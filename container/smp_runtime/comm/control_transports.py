@@ -1,0 +1,400 @@
+"""What carries small objects between ranks: MPI under ``mpirun``, a ``TCPStore`` under ``torchrun``, nothing for one process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import secrets
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from smp_config.machine.launchers import ELASTIC_VARIABLE, SECRET_VARIABLE
+from smp_runtime.comm import plain_data
+from smp_runtime.comm.authentication import (
+    SECRET_BYTES,
+    ForgedError,
+    Seal,
+    SecretKeeper,
+    has_credentials,
+    on_one_machine,
+    secret_from_keeper,
+    secret_of,
+)
+from smp_runtime.comm.rendezvous import store_at_meeting_place
+from smp_runtime.comm.waiting import FAILED, Place, Wait, script_s_call, timeout_seconds
+from smp_runtime.errors import SMPRuntimeError, SMPUserError
+from smp_runtime.tensors.torch_private import default_store
+
+#: Where ranks tell where they are; no channel of :mod:`smp_runtime.comm.control`.
+_PLACES_CHANNEL = 4
+
+#: In jobs of so many ranks each tells all others when it leaves; in larger ones those that it has spoken with.
+_TELLS_ALL = 64
+
+#: Longest pauses between two looks for a message; a store serves all ranks at once.
+_MPI_PAUSE_SECONDS = 1e-3
+_STORE_PAUSE_SECONDS = 5e-3
+
+
+class SoloCarrier:
+    """One process alone: there is nobody to talk to."""
+
+    rank = 0
+    size = 1
+    call = ""
+
+    def __init__(self) -> None:
+        self.seal = Seal(secrets.token_bytes(SECRET_BYTES))
+
+    def send(self, payload: Any, dest: int, channel: int) -> None:
+        """See :class:`Carrier`."""
+        raise SMPUserError(f"cannot send to rank {dest}: this job has one process")
+
+    def receive(self, source: int, channel: int) -> Any:
+        """See :class:`Carrier`."""
+        raise SMPUserError(f"cannot receive from rank {source}: this job has one process")
+
+    def look(self, other: int, *, asks: bool) -> Place | None:
+        """See :class:`Carrier`."""
+        return None
+
+    def went_on(self) -> None:
+        """Nobody was asked."""
+
+    def close(self, left: str) -> None:
+        """There is no connection."""
+
+
+class MpiCarrier:
+    """Messages over MPI; synchronous sends, polled so that every wait has a deadline.
+
+    A rank that leaves tells it to the others at once, since ``MPI_Finalize`` then keeps it until all have left, without a word.
+    One that fails ends without ``MPI_Finalize``, so that mpirun ends the others.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = MPI.COMM_WORLD.Dup()
+        self.rank = self._comm.Get_rank()
+        self.size = self._comm.Get_size()
+        self.call = ""
+        # Messages of MPI go by its own connections; this is for what ranks exchange by others.
+        self.seal = Seal(self._comm.bcast(secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else None))
+        #: Who is told when this rank leaves. In a large job not all: a connection to each would be made for that.
+        self._contacts = set(range(self.size)) if self.size <= _TELLS_ALL else set()
+        self._places: dict[int, Place] = {}
+        self._told: list[Any] = []  # requests that are not complete
+        atexit.register(self._at_exit)
+
+    def send(self, payload: Any, dest: int, channel: int) -> None:
+        """See :class:`Carrier`."""
+        self._contacts.add(dest)
+        request = self._comm.issend(payload, dest=dest, tag=channel)
+        with Wait(self, dest, _MPI_PAUSE_SECONDS) as wait:
+            while not request.test()[0]:
+                wait.pause()
+
+    def receive(self, source: int, channel: int) -> Any:
+        """See :class:`Carrier`."""
+        self._contacts.add(source)
+        with Wait(self, source, _MPI_PAUSE_SECONDS) as wait:
+            while (message := self._comm.improbe(source=source, tag=channel)) is None:
+                wait.pause()
+        return message.recv()
+
+    def look(self, other: int, *, asks: bool) -> Place | None:
+        """See :class:`Carrier`."""
+        if asks and not self._has_left(other):
+            self._places.pop(other, None)
+            self._tell(other, Place(self.call or script_s_call()), asks=True)
+        self._hear()
+        return self._places.get(other)
+
+    def went_on(self) -> None:
+        """Who has heard where this rank was asks again."""
+
+    def _tell(self, other: int, place: Place, *, asks: bool) -> None:
+        self._told = [request for request in self._told if not request.test()[0]]
+        self._told.append(self._comm.isend((asks, place), dest=other, tag=_PLACES_CHANNEL))
+
+    def _hear(self) -> None:
+        """Take what others have told of their places, and answer those that asked."""
+        status = self._mpi.Status()
+        while (
+            found := self._comm.improbe(source=self._mpi.ANY_SOURCE, tag=_PLACES_CHANNEL, status=status)
+        ) is not None:
+            source = status.Get_source()
+            asked, place = found.recv()
+            if not self._has_left(source):
+                self._places[source] = place
+            if asked:
+                self._tell(source, Place(self.call or script_s_call()), asks=False)
+
+    def _has_left(self, other: int) -> bool:
+        return other in self._places and bool(self._places[other].left)
+
+    def close(self, left: str) -> None:
+        """See :class:`Carrier`. The communicator stays: others may still use it, and freeing it is a call of all."""
+        if left == FAILED or self._mpi.Is_finalized():
+            return  # mpirun ends the others
+        for other in self._contacts - {self.rank}:
+            self._tell(other, Place(left=left), asks=False)
+
+    def _at_exit(self) -> None:
+        """Where an exception ends the process, see to its end before ``MPI_Finalize``, which would wait for the others."""
+        if getattr(sys, "last_value", None) is not None:
+            # The interpreter lets go of this last, when files are written and exit handlers have run.
+            sys.__dict__["smp_ends_without_mpi"] = _EndsProcess()
+
+
+class _EndsProcess:
+    """Ends the process as failed when nothing holds this any more."""
+
+    def __del__(self, end: Callable[[int], None] = os._exit) -> None:
+        end(1)
+
+
+class StoreCarrier:
+    """Messages over a store of PyTorch: for ``torchrun`` and all others whose ranks meet without MPI.
+
+    Whoever reaches the store's port can read and write all that it has. So each message is sealed for its place with a secret of
+    the job's, and one that is not is neither believed nor unpickled. The secret is that of the environment; where all ranks are on
+    one machine rank 0 makes one, and gives it to those that the system says are the same user's. Where there is none, only data
+    is read (:mod:`smp_runtime.comm.plain_data`).
+
+    Args:
+        store: reaches all ranks.
+        environ: of this process.
+
+    Raises:
+        SMPRuntimeError: another process has this rank, or ranks know different numbers of ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, environ: Mapping[str, str]) -> None:
+        self.rank, self.size = rank, size
+        self.call = ""
+        self._lost = dist.DistNetworkError
+        # Some versions of PyTorch take the same store when an agent starts the ranks again.
+        self._store = dist.PrefixStore(f"smp-control/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._store.set_timeout(timedelta(seconds=timeout_seconds()))
+        self._sequence: dict[tuple[int, int, int], int] = defaultdict(int)
+        self._require_same_job(environ)
+        #: How often this rank has joined; all have equally often.
+        self._joined = self._store.add(f"joined/{self.rank}", 1)
+        self._environ = environ
+        self._seal: Seal | None = None
+        self._has_met = False  # whether this rank knows if there is a secret
+        #: By rank, what messages to it are sealed for, besides their place: those of a former job with the same secret are not.
+        self._nonces = {self.rank: secrets.token_hex(16)}
+        self._store.set(self._nonce(self.rank), self._nonces[self.rank])
+
+    @classmethod
+    def at_meeting_place(cls, rank: int, size: int, environ: Mapping[str, str]) -> StoreCarrier:
+        """Meet the others at ``MASTER_ADDR`` and ``MASTER_PORT``, where rank 0 or torchrun's agent keeps a store.
+
+        Raises:
+            SMPRuntimeError: nobody was there in time, or the port is taken.
+        """
+        place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        patience = timeout_seconds()
+        try:
+            store = store_at_meeting_place(rank, size, environ, patience)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            said = str(error).splitlines()[0]
+            named = f"{place}, which MASTER_ADDR and MASTER_PORT name"
+            if rank == 0 and "joined" in said:
+                raise SMPRuntimeError(
+                    f"rank 0 of {size} waited {patience:g} s for the other ranks at {named} ({said}); see whether all {size} were "
+                    "started, with these values and a RANK of their own, and whether they reach that port, or raise "
+                    "SMP_TIMEOUT_SECONDS"
+                ) from None
+            if rank == 0:
+                raise SMPRuntimeError(
+                    f"rank 0 of {size} cannot keep the store of the job at {named} ({said}); rank 0 must run on that host, and "
+                    "nothing else may use the port, such as another job, or another process that is rank 0 of this one: give each "
+                    "job a MASTER_PORT of its own, and each process its RANK"
+                ) from None
+            raise SMPRuntimeError(
+                f"rank {rank} of {size} waited {patience:g} s for the store of the job at {named} ({said}); rank 0 keeps it: see "
+                "whether it runs there, and whether this host reaches that port, or raise SMP_TIMEOUT_SECONDS"
+            ) from None
+        return cls(store, rank, size, environ)
+
+    @classmethod
+    def of_process_group(cls, environ: Mapping[str, str]) -> StoreCarrier:
+        """The ranks of ``torch.distributed``, which the script has started, through the store at which they have met."""
+        return cls(default_store(), dist.get_rank(), dist.get_world_size(), environ)
+
+    def _require_same_job(self, environ: Mapping[str, str]) -> None:
+        """Notice ranks of another launch, which would take each other's messages or wait for ever."""
+        if ELASTIC_VARIABLE in environ:
+            return  # its agents count the ranks, and the store may be that of ranks before
+        said = self._store.compare_set("size", "", str(self.size)).decode(errors="replace")
+        if said != str(self.size):
+            raise SMPRuntimeError(
+                f"this process is rank {self.rank} of {self.size}, but another that has come to the same store is one of {said}: "
+                "ranks of two launches meet at one MASTER_ADDR and MASTER_PORT, or WORLD_SIZE differs between hosts; start all "
+                "ranks with the same WORLD_SIZE, and each job with a MASTER_PORT of its own"
+            )
+        me = f"{socket.gethostname()} process {os.getpid()} started {_start_of_process()}"
+        first = self._store.compare_set(f"who/{self.rank}", "", me).decode(errors="replace")
+        if first != me:
+            raise SMPRuntimeError(
+                f"two processes are rank {self.rank} of {self.size}: {_place(first)} and {_place(me)}; the same RANK was given "
+                "twice, or a rank was started again while the others of its job go on: give each its own RANK, and restart all "
+                "together"
+            )
+
+    @property
+    def seal(self) -> Seal | None:
+        """See :class:`Carrier`. It is there from this rank's first message on, for which all ranks must have come."""
+        if not self._has_met:
+            secret = self._secret()
+            self._seal, self._has_met = (None if secret is None else Seal(secret)), True
+        return self._seal
+
+    def _secret(self) -> bytes | None:
+        """What only the ranks of this job know; None where there is no way that strangers cannot read."""
+        if (given := secret_of(self._environ)) is not None:
+            return given
+        if self.size == 1 or not (has_credentials() and on_one_machine(self._environ, self.size)):
+            return None
+        key = f"{self._joined}/keeper"
+        if self.rank == 0:
+            keeper = SecretKeeper(self.size - 1)
+            self._store.set(key, keeper.name)
+            return keeper.serve(timeout_seconds())
+        self._await(key, 0)
+        return secret_from_keeper(self._store.get(key).decode(errors="replace"), self.rank, timeout_seconds())
+
+    def _key(self, source: int, dest: int, channel: int) -> str:
+        number = self._sequence[source, dest, channel]
+        self._sequence[source, dest, channel] = number + 1
+        return f"{self._joined}/{channel}/{source}/{dest}/{number}"
+
+    def send(self, payload: Any, dest: int, channel: int) -> None:
+        """See :class:`Carrier`."""
+        seal = self.seal
+        # Before the message counts: what cannot be written is not waited for.
+        message = plain_data.to_bytes(payload) if seal is None else pickle.dumps(payload)
+        key = self._key(self.rank, dest, channel)
+        if seal is not None:
+            message = seal.close(self._place_of_message(key, dest), message)
+        self._store.set(key, message)  # type: ignore[arg-type]  # bytes work, the stub says str
+        self._await(key + "/received", dest)
+        self._store.delete_key(key + "/received")
+
+    def receive(self, source: int, channel: int) -> Any:
+        """See :class:`Carrier`."""
+        seal, key = self.seal, self._key(source, self.rank, channel)
+        self._await(key, source)
+        message = self._store.get(key)
+        self._store.delete_key(key)
+        self._store.set(key + "/received", "1")
+        if seal is None:
+            return self._data_of(message, source)
+        try:
+            body = seal.open(self._place_of_message(key, self.rank), message)
+        except ForgedError:
+            raise SMPRuntimeError(
+                f"{self._told(message, source)} is not from a rank of this job: another process writes to the store, or "
+                f"{SECRET_VARIABLE} is another on that host; keep the store's port from others, and give all hosts one secret"
+            ) from None
+        return pickle.loads(body)
+
+    def _data_of(self, message: bytes, source: int) -> Any:
+        try:
+            return plain_data.from_bytes(message)
+        except ValueError as error:
+            raise SMPRuntimeError(
+                f"{self._told(message, source)} was not read: {error}; either another process writes to the store, from whose "
+                f"port others must be kept, or that rank has a secret and this one has none: set {SECRET_VARIABLE} to one random "
+                "text on all hosts"
+            ) from None
+
+    def _told(self, message: bytes, source: int) -> str:
+        return f"what the job's store has in the place of a message from rank {source} to rank {self.rank} ({len(message):,} bytes)"
+
+    def _place_of_message(self, key: str, dest: int) -> str:
+        """What a message is sealed for."""
+        if dest not in self._nonces:
+            self._await(self._nonce(dest), dest)
+            self._nonces[dest] = self._store.get(self._nonce(dest)).decode(errors="replace")
+        return f"{key} {self._nonces[dest]}"
+
+    def _nonce(self, rank: int) -> str:
+        return f"{self._joined}/nonce/{rank}"
+
+    def _await(self, key: str, other: int) -> None:
+        """Return when ``other`` has set the key. Not by the store's own wait, which sees nothing else meanwhile."""
+        try:
+            with Wait(self, other, _STORE_PAUSE_SECONDS) as wait:
+                while not self._store.check([key]):
+                    wait.pause()
+        except self._lost as error:
+            raise SMPRuntimeError(
+                f"rank {self.rank} waits in {self.call or script_s_call()} for rank {other}, but the store of this job is gone "
+                f"({str(error).splitlines()[0]}): the process that keeps it, rank 0 where no agent does, has ended; let every rank "
+                "make the same calls, and look for the first error of that rank"
+            ) from None
+
+    def look(self, other: int, *, asks: bool) -> Place | None:
+        """See :class:`Carrier`."""
+        if asks:
+            self._tell(Place(self.call or script_s_call()))
+        key = self._place(other)
+        if not self._has_met or not self._store.check([key]):
+            return None
+        told = self._store.get(key)
+        try:
+            words = json.loads(told if self._seal is None else self._seal.open(key, told))
+            return Place(str(words["call"]), str(words["left"]))
+        except (ValueError, LookupError, TypeError):  # a stranger's: it says nothing of that rank
+            return None
+
+    def went_on(self) -> None:
+        """This rank waits no more. The key stays: another rank may be about to read it, and would wait for it."""
+        self._tell(Place())
+
+    def close(self, left: str) -> None:
+        """See :class:`Carrier`; the store itself closes with the last reference to it."""
+        with contextlib.suppress(RuntimeError):  # it is gone with the rank that had it
+            self._tell(Place(left=left))
+
+    def _tell(self, place: Place) -> None:
+        if self._has_met:
+            key, words = self._place(self.rank), json.dumps(asdict(place)).encode()
+            self._store.set(key, words if self._seal is None else self._seal.close(key, words))  # type: ignore[arg-type]  # as above
+
+    def _place(self, rank: int) -> str:
+        return f"{self._joined}/place/{rank}"
+
+
+def process_group_size() -> int:
+    """Ranks of ``torch.distributed``, where the script has started it; else 0."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _start_of_process() -> str:
+    """When this process began, in ticks of the system: numbers of processes repeat, and containers have the same."""
+    try:
+        return Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+    except OSError:
+        return ""
+
+
+def _place(who: str) -> str:
+    return who.partition(" started ")[0]

@@ -1,0 +1,145 @@
+"""Where the ranks of a job meet: a store that listens where its ranks call it, and on no other way into this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_config.machine.interfaces import LOOPBACK, addresses
+from smp_config.machine.launchers import ADDRESS_VARIABLE, PORT_VARIABLE
+from smp_runtime.comm.authentication import is_loopback, on_one_machine
+
+#: The interface between the hosts, as gloo reads it; our launcher sets it.
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+LOCALHOST = "127.0.0.1"
+
+#: In older PyTorch only the older of its two kinds of store listens on a socket that it is given (2.4 to 2.7 say so).
+_ANY_KIND_TAKES_A_SOCKET = torch.__version__ >= "2.9"
+
+#: Seconds for a host to answer at one of its addresses; a route that leads nowhere says nothing.
+_ANSWER_SECONDS = 3.0
+
+#: Those that this process has come to, by address, port, rank, number of ranks, and whether an agent keeps it.
+_stores: dict[tuple[str, int, int, int, bool], dist.Store] = {}
+
+
+def store_at_meeting_place(rank: int, size: int, environ: Mapping[str, str], seconds: float) -> dist.Store:
+    """The store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 keeps, or torchrun's agent.
+
+    A process that joins again gets the store that it has: rank 0 could not listen twice, and others must not meet where it has
+    just ended.
+
+    Raises:
+        RuntimeError: of PyTorch, when nobody is there in time, or the port is taken.
+    """
+    timeout = timedelta(seconds=seconds)
+    address, port = environ[ADDRESS_VARIABLE], int(environ[PORT_VARIABLE])
+    has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = (address, port, rank, size, has_agent)
+    if (known := _stores.get(place)) is not None and _answers(known):
+        return known
+    _stores[place] = store = _joined_store(place, environ, timeout)
+    return store
+
+
+def _joined_store(place: tuple[str, int, int, int, bool], environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
+    address, port, rank, size, has_agent = place
+    if rank == 0 and not has_agent and (listens := listening_address(address, environ, size)):
+        # Others of this process who start a store at this port, as torch.distributed does by env://, get the same.
+        return kept_store(listens, port, timeout, calls=address, world_size=size, multi_tenant=True)
+    store, _, _ = next(iter(dist.rendezvous("env://", rank=rank, world_size=size, timeout=timeout)))
+    return store
+
+
+def _answers(store: dist.Store) -> bool:
+    """Return whether the process that keeps a store still runs."""
+    try:
+        store.check(["smp-control"])
+    except RuntimeError:
+        return False
+    return True
+
+
+def listening_address(called: str, environ: Mapping[str, str], size: int) -> str:
+    """The one address of this machine at which a store is called by ``called``; empty where that is not certain.
+
+    A name may mean another address to other hosts, unless it means that of the interface between them.
+
+    Args:
+        size: ranks of the job.
+    """
+    if is_loopback(called):
+        return LOCALHOST if called != "::1" else ""
+    try:
+        meant = {str(found[4][0]) for found in socket.getaddrinfo(called, None, socket.AF_INET, socket.SOCK_STREAM)}
+    except OSError:
+        return ""
+    own = addresses()
+    if called in own.values():
+        return called
+    if on_one_machine(environ, size) and len(meant) == 1 and is_loopback(*meant):
+        return next(iter(meant))
+    between = own.get(environ.get(INTERFACE_VARIABLE, ""), "")
+    return between if meant == {between} else ""
+
+
+def kept_store(listens: str, port: int, timeout: timedelta, *, calls: str, **more: Any) -> dist.TCPStore:
+    """A store of this process that listens at one address only; PyTorch's own listen at all.
+
+    Args:
+        listens: an address of this machine.
+        port: 0 for any that is free.
+        calls: the address at which this process calls it.
+        more: see ``TCPStore``.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((listens, port))
+        except OSError as error:
+            raise dist.DistNetworkError(f"listening at {listens} port {port} failed: {error}") from None
+        chosen, descriptor = listener.getsockname()[1], listener.detach()
+    if not _ANY_KIND_TAKES_A_SOCKET:
+        more["use_libuv"] = False
+    # It is the store's from now on, which closes it, also where nobody comes.
+    return dist.TCPStore(calls, chosen, is_master=True, timeout=timeout, master_listen_fd=descriptor, **more)
+
+
+def callable_addresses(environ: Mapping[str, str]) -> list[str]:
+    """What other hosts may call this one, where its launcher has not said it: its name, then the addresses of its interfaces."""
+    if given := environ.get(ADDRESS_VARIABLE):
+        return [given]
+    if between := addresses().get(environ.get(INTERFACE_VARIABLE, "")):
+        return [between]
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        names = []  # it means nothing here, where this rank connects to itself
+    else:
+        names = [name]
+    return [*names, *(address for name, address in addresses().items() if name != LOOPBACK)] or [LOCALHOST]
+
+
+def answering(called: Sequence[str], port: int) -> str:
+    """The first of ``called`` where something listens; the first of all where nothing does, so that its error is told.
+
+    A name may mean nothing on this host, or this host itself.
+    """
+    for address in called if len(called) > 1 else ():
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_ANSWER_SECONDS):
+            return address
+    return called[0]
+
+
+def stay_inside() -> None:
+    """Have gloo listen on loopback, where all ranks are on this machine and nobody has said otherwise."""
+    os.environ.setdefault(INTERFACE_VARIABLE, LOOPBACK)

@@ -1,0 +1,261 @@
+"""What forward passes leave on modules belongs to their microbatch, and changes with the microbatch that runs.
+
+A module may say ``self.mask = x > 0`` and read it again after a call of another stage, or in backward where activations
+are computed again. In one process the microbatches run one after the other; here others run in between, on the same
+modules, and each must find what it has left itself. Which attributes change is seen in steps that are recorded.
+
+Some values are meant for the next microbatch, as a recurrent state is. The first step of a kind, whose microbatches run
+one after the other, tells them from mere leftovers: a microbatch reads them before it sets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from smp_runtime.microbatch_state.attribute_watch import AttributeWatch
+from smp_runtime.microbatch_state.entries import ABSENT, Entries, Slot, Taken
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: The holder's identity and the name there.
+_Key = tuple[int, str]
+
+
+@dataclass
+class _Attribute:
+    """One that forward passes change."""
+
+    slot: Slot  # where it is
+    base: Taken  # what was there when the step began
+    returns: bool = True  # whether a microbatch leaves it as it found it
+    is_carried: bool = False  # whether a microbatch reads it before it sets it
+    crosses: bool = False  # whether it sets it then only after a wait
+
+    def is_shared(self, taken: Taken) -> bool:
+        """Whether all microbatches have one: a list that grows, a number that counts, a state that is handed on."""
+        if self.returns or self.is_carried:
+            return not self.returns
+        return type(taken.value) in (int, float) if taken.contents is None else taken.value is self.base.value
+
+
+def weight_versions(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return what changes when a module's own parameters are written, or get other data, by name.
+
+    Parameters that are gathered for a while only get other data all the time, and are left out.
+    """
+    with DisableTorchFunctionSubclass():
+        return {
+            name: (id(parameter), parameter._version, parameter.data_ptr())
+            for name, parameter in module._parameters.items()
+            if type(parameter) is torch.nn.Parameter and not parameter.is_meta and not hasattr(parameter, "ds_tensor")
+        }
+
+
+class Attributes:
+    """The attributes of this stage's modules that forward passes change, and what each microbatch has left there.
+
+    Guarded by the pipeline's lock; values change only in the hands of the task that has the baton.
+
+    Args:
+        in_task: whether the calling thread runs a task of the step.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], in_task: Callable[[], bool] = lambda: True) -> None:
+        self._modules = list(modules)
+        #: Buffers of a script's own modules that graphs may hold when they are written in place; PyTorch's modules see to theirs.
+        self._held = {
+            (id(module), name)
+            for module in self._modules
+            if not type(module).__module__.startswith("torch.nn.")
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        }
+        self._changing: dict[_Key, _Attribute] = {}
+        #: What was there when the step began, where it is looked for attributes that change.
+        self._began: Entries | None = None
+        self._kept: dict[int, dict[_Key, Taken]] = {}
+        self._ended: set[int] = set()
+        #: Whether the microbatches run one after the other, and so show what they hand on.
+        self._is_alone = False
+        self._watch = AttributeWatch(self._see_read, self._see_written, in_task)
+        #: By the module's identity and the name: what the newest microbatch has found and not touched yet.
+        self._found: dict[_Key, tuple[_Attribute, Taken]] = {}
+        #: What it has read of that.
+        self._read: list[tuple[_Attribute, Taken]] = []
+        #: Buffers that a microbatch changes in more than one segment, by name; others would change them in between.
+        self._interleaved: set[str] = set()
+        self._buffers: dict[_Key, tuple[int, ...]] = {}
+        self._weights: dict[_Key, tuple[int, ...]] = {}
+        self._writes: dict[_Key, int] = {}
+        self._is_forward = True
+        self._present: int | None = None
+        self._newest = -1
+
+    @property
+    def carries(self) -> bool:
+        """Whether a microbatch reads what the one before it has left, so that their order counts."""
+        return any(attribute.is_carried for attribute in self._changing.values())
+
+    @property
+    def crosses(self) -> bool:
+        """Whether that is written only after a wait, so that the next microbatch must not begin before."""
+        return bool(self._interleaved) or any(attribute.crosses for attribute in self._changing.values())
+
+    @property
+    def carried(self) -> list[str]:
+        """The names of the attributes and buffers that one microbatch hands to the next."""
+        return sorted({each.slot.key for each in self._changing.values() if each.is_carried} | self._interleaved)
+
+    def begin(self, *, looks: bool, alone: bool) -> None:
+        """A step begins.
+
+        Args:
+            looks: whether to look for attributes that change; costs some time at the end of every segment.
+            alone: whether its microbatches run one after the other.
+        """
+        self._kept.clear()
+        self._ended.clear()
+        self._present, self._newest = None, -1
+        self._began = Entries(self._modules) if looks else None
+        self._is_alone = looks and alone
+        for attribute in self._changing.values():
+            attribute.base = attribute.slot.take()
+        if self._is_alone:
+            self._buffers = self._buffer_versions()
+            self._weights = self._weight_versions()
+
+    def segment_ended(self) -> None:
+        """A task gives the baton back: see what has changed since the step began."""
+        if self._began is None:
+            return
+        if self._is_alone:
+            self._see_buffers()
+        for slot, before in self._began.slots():
+            key = (id(slot.holder), slot.key)
+            if key not in self._changing and not slot.take().is_same(before):
+                self._changing[key] = _Attribute(slot, before)
+        for attribute, value in self._read:
+            attribute.crosses |= attribute.slot.take().is_same(value)
+
+    def switch(self, microbatch: int, *, is_forward: bool = True) -> None:
+        """A task of ``microbatch`` gets the baton, in its forward or backward pass."""
+        self._is_forward = is_forward
+        begins = microbatch > self._newest
+        if self._is_alone and begins:  # the one before is finished, though this stage may not have heard of it
+            self._settle(self._take_all())
+        if self._changing and microbatch != self._present:
+            self._keep()
+            self._bring(microbatch)
+            if self._is_alone and begins:
+                self._watch_new()
+        self._present = microbatch
+        self._newest = max(self._newest, microbatch)
+
+    def release(self, microbatch: int) -> None:
+        """A microbatch is finished; what the newest one has left is kept for the next."""
+        self._ended.add(microbatch)
+        if microbatch == self._present == self._newest:
+            self._settle(self._take_all())
+        else:
+            self._see_what_returns(self._take_all() if microbatch == self._present else self._kept.get(microbatch, {}))
+        for number in self._ended:
+            if number != self._newest:
+                self._kept.pop(number, None)
+
+    def end(self) -> None:
+        """The step is over: modules have what the last microbatch has left, as in one process."""
+        self._end_watch()
+        self._is_alone = False
+        self._began = None
+        if self._changing and self._present is not None and self._newest != self._present:
+            self._bring(self._newest)
+        for attribute in self._changing.values():
+            attribute.base = Taken(ABSENT)  # it may hold graphs
+        self._kept.clear()
+        self._present = None
+
+    def _take_all(self) -> dict[_Key, Taken]:
+        return {key: attribute.slot.take() for key, attribute in self._changing.items()}
+
+    def _keep(self) -> None:
+        if self._present is not None and (self._present not in self._ended or self._present == self._newest):
+            self._kept[self._present] = self._take_all()
+
+    def _bring(self, microbatch: int) -> None:
+        """Put back what a microbatch has left, or what a new one finds."""
+        own = self._kept.get(microbatch)
+        left = self._kept.get(self._newest, {})
+        for key, attribute in self._changing.items():
+            found = attribute.base if attribute.returns else left.get(key)
+            taken = found if own is None else own.get(key)
+            if taken is not None and not attribute.is_shared(taken):
+                attribute.slot.put(taken)
+
+    # -- what microbatches hand on ---------------------------------------------------------------------------------
+
+    def _watch_new(self) -> None:
+        """A new microbatch begins: see which it reads of the attributes that it finds."""
+        owners = {id(vars(module)): module for module in self._modules}
+        for (holder, name), attribute in self._changing.items():
+            taken = attribute.slot.take()
+            is_known = attribute.returns or attribute.is_carried or attribute.is_shared(taken)
+            if holder in owners and not is_known and taken.value is not ABSENT:
+                self._found[id(owners[holder]), name] = attribute, taken
+        found_on = {owner for owner, _ in self._found}
+        self._watch.begin(module for module in self._modules if id(module) in found_on)
+
+    def _see_read(self, module: nn.Module, name: str) -> None:
+        if (found := self._found.pop((id(module), name), None)) is not None:
+            found[0].is_carried = True
+            self._read.append(found)
+
+    def _see_written(self, module: nn.Module, name: str) -> None:
+        self._found.pop((id(module), name), None)
+
+    def _end_watch(self) -> None:
+        self._watch.end()
+        self._found.clear()
+        self._read.clear()
+        self._writes.clear()
+
+    def _settle(self, left: dict[_Key, Taken]) -> None:
+        """The newest microbatch is finished, and has left that on the modules."""
+        self._end_watch()
+        self._see_what_returns(left)
+
+    def _see_what_returns(self, left: dict[_Key, Taken]) -> None:
+        for key, taken in left.items():
+            attribute = self._changing[key]
+            attribute.returns = attribute.returns and taken.is_same(attribute.base)
+
+    def _see_buffers(self) -> None:
+        """Running statistics of a module that a microbatch calls twice get both calls before those of the next one."""
+        now = self._buffer_versions()
+        if self._is_forward:
+            for key in [key for key, version in now.items() if self._buffers.get(key) != version]:
+                self._writes[key] = self._writes.get(key, 0) + 1
+                if self._writes[key] > 1:
+                    self._interleaved.add(key[1])
+                # A graph may hold it, as another microbatch's would when this one writes.
+                if now[key][0] == self._buffers[key][0] and key in self._held:
+                    self._interleaved.add(key[1])
+        self._buffers = now
+        weights = self._weight_versions()
+        self._interleaved.update(key[1] for key, seen in weights.items() if self._weights.get(key, seen) != seen)
+        self._weights = weights
+
+    def _weight_versions(self) -> dict[_Key, tuple[int, ...]]:
+        return {(id(m), name): seen for m in self._modules for name, seen in weight_versions(m).items()}
+
+    def _buffer_versions(self) -> dict[_Key, tuple[int, ...]]:
+        return {
+            (id(module), name): (id(buffer), buffer._version)
+            for module in self._modules
+            for name, buffer in module.named_buffers(recurse=False)
+        }

@@ -1,0 +1,226 @@
+"""Blocks of a model that run wholly on this rank and are compiled by ``torch.compile``, each kind once.
+
+They are those that a script has marked (``smp.compile``) and, with ``"compile": true``, repeated blocks: the elements of
+``nn.ModuleList`` and ``nn.Sequential`` of one class, the outermost that have no part on another rank. What is compiled is their
+``forward``; hooks of theirs, checkpointing and the pipeline stay outside, so that none of them breaks a graph. A class may name
+another method, behind what asks other ranks in Python. Blocks of one class share one compiled function, which takes their
+parameters as inputs; it is compiled when the first of them is called, once more for another shape, and then for any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_runtime.microbatch_state.compile_once import compiling_once
+from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.torch_private import (
+    DisableTorchFunction,
+    compile_errors,
+    count_function_modes,
+    tree_leaves,
+    tree_map,
+)
+
+logger = logging.getLogger("smp")
+
+#: On a module that a script has marked, the backend.
+_MARK = "_smp_compile"
+
+
+class _Eagerly:
+    """How many calls want blocks to run eagerly now, on whatever thread."""
+
+    count = 0
+
+
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Inside, compiled blocks run eagerly, as in a generation, whose every token has another length."""
+    _Eagerly.count += 1
+    try:
+        yield
+    finally:
+        _Eagerly.count -= 1
+
+
+class Kind:
+    """Blocks of one class: they share a compiled function, and run eagerly together where it cannot be compiled.
+
+    Args:
+        tells: whether this rank says so.
+    """
+
+    def __init__(self, kind: type[nn.Module], method: str, backend: str, *, tells: bool) -> None:
+        self.name = kind.__name__
+        self.method = method
+        self.compiled: Callable[..., Any] | None = torch.compile(getattr(kind, method), backend=compiling_once(backend))
+        self._tells = tells
+
+    def give_up(self, path: str, why: str) -> None:
+        """From a block of this kind on they run eagerly, which one line says."""
+        self.compiled = None
+        level = logging.WARNING if self._tells else logging.DEBUG
+        logger.log(level, "blocks of the kind %s (%r …) are not compiled and run eagerly: %s", self.name, path, why)
+
+
+class CompiledForward:
+    """Stands in for the compiled method of a block; a copy of the block, or one read from a file, has its own again."""
+
+    def __init__(
+        self, block: nn.Module, path: str, kind: Kind, interrupts: Callable[[nn.Module], str | None] | None = None
+    ) -> None:
+        self._block = block
+        self._path = path
+        self._kind = kind
+        self._interrupts: Callable[[nn.Module], str | None] | None = interrupts
+        #: What the class wants to be around a compiled call.
+        self._around: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+            block, "around_compiled", contextlib.nullcontext
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's result; eager, from the first call that cannot be compiled."""
+        if self._interrupts is not None:
+            reason, self._interrupts = self._interrupts(self._block), None
+            if reason is not None and self._kind.compiled is not None:
+                self._kind.give_up(self._path, reason)
+        compiled = self._kind.compiled
+        if compiled is None or _Eagerly.count:
+            return self._eager(*args, **kwargs)
+        if any(isinstance(leaf, LaterTensor) for leaf in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map(_plain, (args, kwargs))
+        # A function mode would be compiled too; with none, entering this would be one more thing that compiled code depends on.
+        modes_off = DisableTorchFunction() if count_function_modes() else contextlib.nullcontext()
+        try:
+            with modes_off, self._around():
+                return compiled(self._block, *args, **kwargs)
+        except compile_errors() as error:
+            said = " ".join(str(error).split("\n\n")[0].split())
+            self._kind.give_up(self._path, f"{type(error).__name__}: {said}")
+            return self._eager(*args, **kwargs)
+
+    def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self._block), self._kind.method)(self._block, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return functools.partial(getattr(type(self._block), self._kind.method), memo[id(self._block)])
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (getattr(type(self._block), self._kind.method), self._block)
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.plain() if isinstance(leaf, LaterTensor) else leaf
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is a compiled block."""
+    return isinstance(vars(module).get(_method_of(type(module))), CompiledForward)
+
+
+def _method_of(kind: type[nn.Module]) -> str:
+    return str(getattr(kind, "compiled_method", "forward"))
+
+
+def mark(module: nn.Module, backend: str) -> None:
+    """Have a module compiled when it has its place; of a list of modules, each by itself."""
+    for part in module if isinstance(module, nn.ModuleList | nn.Sequential) else [module]:
+        part.__dict__[_MARK] = backend
+
+
+def marks(model: nn.Module) -> dict[str, str]:
+    """The backends of the marked modules of a model, by path."""
+    return {path: vars(part)[_MARK] for path, part in model.named_modules() if _MARK in vars(part)}
+
+
+def carry_over(before: Mapping[str, str], model: nn.Module) -> nn.Module:
+    """Modules that have taken the place of marked ones are marked too; gives the model.
+
+    Args:
+        before: from :func:`marks`, before modules were replaced.
+    """
+    now = dict(model.named_modules())
+    for path, backend in before.items():
+        if path in now:
+            now[path].__dict__[_MARK] = backend
+    lost = [path for path in before if path not in now]
+    if lost:
+        logger.warning(
+            "%d modules (%s …) given to smp.compile are not compiled: the modules around them were replaced by distributed ones; "
+            'set "compile": true, which compiles the layers of those',
+            *(len(lost), lost[0]),
+        )
+    return model
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """What is compiled of a model.
+
+    Attributes:
+        repeated: backend of repeated blocks; None if only marked modules are compiled.
+        has: whether the module at a path is here.
+        hinders: says why a block must run eagerly, or None; it may see to it that nothing interrupts the block.
+        interrupts: the same of what a script may still do until the block is called first.
+        tells: whether this rank says what is not compiled.
+    """
+
+    repeated: str | None
+    has: Callable[[str], bool]
+    hinders: Callable[[nn.Module], str | None]
+    interrupts: Callable[[nn.Module], str | None] | None = None
+    tells: bool = True
+
+    def begin(self, model: nn.Module) -> list[str]:
+        """Have the blocks that are on this rank compiled when they are called; returns their paths."""
+        found = {path: (block, backend) for path, block, backend in self._blocks(model, "")}
+        reasons = {path: reason for path, (block, _) in found.items() if (reason := self.hinders(block)) is not None}
+        for reason in dict.fromkeys(reasons.values()):
+            paths = [path for path, said in reasons.items() if said == reason]
+            self._say(f"{len(paths)} of {len(found)} blocks ({paths[0]} …) are not compiled and run eagerly: {reason}")
+        kinds: dict[tuple[type, str], Kind] = {}
+        for path, (block, backend) in found.items():
+            if path in reasons:
+                continue
+            key, method = (type(block), backend), _method_of(type(block))
+            if key not in kinds:
+                kinds[key] = Kind(type(block), method, backend, tells=self.tells)
+            block.__dict__[method] = CompiledForward(block, path, kinds[key], self.interrupts)
+        if not found and self.repeated is not None:
+            self._say(
+                "compile has no effect on this rank: it has no repeated blocks, which are elements of nn.ModuleList or "
+                "nn.Sequential of one class; name the modules to compile by smp.compile(module)"
+            )
+        return [path for path in found if path not in reasons]
+
+    def _say(self, said: str) -> None:
+        if self.tells:
+            logger.warning("%s", said)
+
+    def _blocks(
+        self, module: nn.Module, path: str, *, is_repeated: bool = False
+    ) -> Iterator[tuple[str, nn.Module, str]]:
+        """The outermost marked or repeated blocks that are wholly here, with their paths and backends."""
+        backend = vars(module).get(_MARK) or (self.repeated if is_repeated else None)
+        if backend is not None:
+            places = {self.has(f"{path}.{name}".strip(".")) for name, _ in module.named_modules()}
+            if places == {True}:
+                yield path, module, backend
+                return
+            if _MARK in vars(module) and len(places) > 1:
+                name = path or type(module).__name__
+                self._say(f"{name}, given to smp.compile, is not compiled: parts of it are on other pipeline stages")
+        kinds = Counter(type(child) for child in module.children())
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        for name, child in module.named_children():
+            repeated = listed and kinds[type(child)] > 1 and next(child.parameters(), None) is not None
+            yield from self._blocks(child, f"{path}.{name}" if path else name, is_repeated=repeated)

@@ -1,0 +1,273 @@
+"""What a script switches on modules: training or evaluation, adapters, and which parameters require gradients.
+
+Every rank has all modules, those of other stages without elements. A script that switches them inside a step does so on
+the root stage only, so calls carry the flags of what they call; and since other tasks run in between, on the same
+modules, each task finds the flags again that it had.
+
+PEFT switches adapters off and on by attributes of the layers that have them, as for a reference model inside a step, and
+freezes them while they are off. So there a task finds again, too, which parameters required gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.microbatch_state.entries import ADAPTERS_OFF, ADAPTERS_ON
+from smp_runtime.tensors.random_state import RandomState
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class _Part(NamedTuple):
+    """A module with all that is in it."""
+
+    modules: list[nn.Module]  # itself and those in it; ``places`` are theirs among all modules
+    places: list[int]
+    #: Parameters in it that other stages have; ``foreign_places`` are theirs among all parameters.
+    foreign: list[tuple[dict[str, Any], str]]
+    foreign_places: list[int]
+    #: The same for all in it.
+    inside: list[tuple[dict[str, Any], str]]
+    inside_places: list[int]
+
+
+class ModuleFlags:
+    """The flags of all modules and parameters on one rank.
+
+    Args:
+        modules: by path, in one order on all ranks.
+        find: a module by its path, or several that are called together.
+
+    Attributes:
+        final: training flags of all modules that the step function has left, if it has changed any.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        stage_of: Callable[[str], int],
+        stage: int,
+        find: Callable[[str], nn.Module],
+    ) -> None:
+        self._modules = modules
+        self._find = find
+        self._stage_of = stage_of
+        self._stage = stage
+        self._all = list(modules.values())
+        self._place = {id(module): place for place, module in enumerate(self._all)}
+        #: By the dictionary that holds it and its name: another parameter may take its place.
+        #: Those of a ScriptModule, no dictionary, cannot be replaced, and its flags cannot be set apart.
+        plain = {path: module for path, module in modules.items() if isinstance(module._parameters, dict)}
+        self._parameters = [(module._parameters, name) for module in plain.values() for name in module._parameters]
+        self._names = [(path, name) for path, module in plain.items() for name in module._parameters]
+        self._stages = [stage_of(path) for path, _ in self._names]
+        self._parts: dict[str, _Part] = {}
+        #: When the step began.
+        self._training = self._requires = b""
+        #: Whether modules may have other flags than at the beginning of the step.
+        self._differs = False
+        #: Whether there are layers with adapters.
+        self._has_adapters = False
+        self._last: tuple[int, bytes] | None = None
+        self.final: bytes | None = None
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A step begins."""
+        self._has_adapters = any(ADAPTERS_OFF in vars(module) for module in self._all)
+        training, requires = _training(self._all), _requires(self._parameters)
+        self._training, self._requires = training, requires
+        self._differs, self._last, self.final = False, None, None
+
+    @property
+    def requires(self) -> bytes:
+        """Which parameters require gradients in this step, those of other stages among them."""
+        return self._requires
+
+    @property
+    def digest(self) -> bytes:
+        """Of which modules are in training, and which parameters require gradients, when the step began."""
+        return hashlib.blake2b(self._training + self._requires, digest_size=16).digest()
+
+    def check(self, requires: bytes, root_stage: int) -> None:
+        """Compare with what the root stage has.
+
+        Raises:
+            SMPUserError: it takes a parameter of this stage for frozen that is not, or the other way round.
+        """
+        if requires == self._requires:
+            return
+        for (path, name), stage, mine, theirs in zip(self._names, self._stages, self._requires, requires, strict=True):
+            if stage == self._stage and mine != theirs:
+                full = f"{path}.{name}" if path else name
+                raise SMPUserError(
+                    f"parameter {full!r} has requires_grad={bool(mine)} on pipeline stage {stage}, where it lies, but "
+                    f"requires_grad={bool(theirs)} on stage {root_stage}, which runs the step function; freeze and unfreeze "
+                    "parameters between steps, and on every rank alike: for p in model.parameters(): p.requires_grad_(...)"
+                )
+
+    def step_function_ended(self, microbatch: int) -> None:
+        """On the root stage: note what the step function leaves; the last microbatch counts."""
+        training = _training(self._all)
+        self._differs = self._differs or training != self._training
+        if self._last is None or microbatch > self._last[0]:
+            self._last = microbatch, training
+
+    def settle(self) -> bytes | None:
+        """On the root stage, at the end of a step: the flags that all ranks have from now on, None if they stay."""
+        if self._last is not None and self._last[1] != self._training:
+            self.final = self._last[1]
+        return self.final
+
+    def leave(self) -> None:
+        """The step is over: modules have the flags that the step function has left, as in one process."""
+        if self._differs or self.final is not None:
+            _put(self._all, self._training if self.final is None else self.final)
+            self._differs = False
+
+    # -- calls of other stages -------------------------------------------------------------------------------------
+
+    def of_call(self, path: str) -> bytes:
+        """The training flags that go with a call of a module of another stage.
+
+        Raises:
+            SMPUserError: one of its parameters was frozen or unfrozen inside the step, and it is not called without gradients.
+        """
+        part = self._part(path)
+        if not torch.is_grad_enabled():
+            return _training(part.modules)
+        requires, then = _requires(part.foreign), bytes(map(self._requires.__getitem__, part.foreign_places))
+        if requires != then:
+            changed = next(place for place, (one, other) in enumerate(zip(requires, then, strict=True)) if one != other)
+            raise SMPUserError(
+                f"module {path!r} of pipeline stage {self._stage_of(path)} was called on stage {self._stage} after requires_grad "
+                f"of its parameter {part.foreign[changed][1]!r} was set to {bool(requires[changed])} inside the step, which its "
+                "own stage does not see; freeze and unfreeze parameters between steps, on every rank, or detach what must not "
+                "get gradients"
+            )
+        return _training(part.modules)
+
+    # -- tasks -----------------------------------------------------------------------------------------------------
+
+    def seen_by(self, path: str) -> bytes | None:
+        """The flags of what a task runs; None for a task that runs no module."""
+        if path not in self._parts and path not in self._modules:
+            return None
+        part = self._part(path)
+        flags = _training(part.modules)
+        if self._has_adapters:
+            flags += _requires(part.inside)
+        self._differs = self._differs or flags != self._at_begin(part)
+        return flags
+
+    def apply(self, path: str, flags: bytes | None) -> None:
+        """A task begins or goes on, with the flags of its call, or that it has seen; None: those of the step's beginning."""
+        if flags is None:
+            if self._differs:
+                _put(self._all, self._training)
+                self._freeze(self._part(""), self._requires_at_begin(self._part("")))
+                self._differs = False
+            return
+        part = self._part(path)
+        begin = self._at_begin(part)
+        flags += begin[len(flags) :]  # a call does not say what its own stage knows
+        if self._differs or flags != begin:
+            _put(part.modules, flags[: len(part.modules)])
+            self._freeze(part, flags[len(part.modules) :])
+            self._differs = True
+
+    def _freeze(self, part: _Part, requires: bytes) -> None:
+        """Let the parameters in a part require gradients as they did, where adapters may have been switched."""
+        if not self._has_adapters:
+            return
+        with DisableTorchFunctionSubclass():
+            for (holder, name), flag in zip(part.inside, requires, strict=True):
+                parameter = holder.get(name)
+                if parameter is not None and parameter.requires_grad != bool(flag):
+                    parameter.requires_grad_(bool(flag))
+
+    def _at_begin(self, part: _Part) -> bytes:
+        is_whole = len(part.places) == len(self._all)
+        training = self._training if is_whole else bytes(map(self._training.__getitem__, part.places))
+        return training + self._requires_at_begin(part)
+
+    def _requires_at_begin(self, part: _Part) -> bytes:
+        return bytes(map(self._requires.__getitem__, part.inside_places)) if self._has_adapters else b""
+
+    def _part(self, path: str) -> _Part:
+        if path not in self._parts:
+            modules = [module for module in self._find(path).modules() if id(module) in self._place]
+            held = {id(module._parameters) for module in modules}
+            inside = [place for place, (holder, _) in enumerate(self._parameters) if id(holder) in held]
+            foreign = [place for place in inside if self._stages[place] != self._stage]
+            self._parts[path] = _Part(
+                modules,
+                [self._place[id(module)] for module in modules],
+                [self._parameters[place] for place in foreign],
+                foreign,
+                [self._parameters[place] for place in inside],
+                inside,
+            )
+        return self._parts[path]
+
+
+class TaskState(RandomState):
+    """The random numbers of a task, and the flags of the module that it runs (by path), between its segments."""
+
+    def __init__(self, seed: int, device: torch.device, flags: ModuleFlags, path: str) -> None:
+        super().__init__(seed, device)
+        self._flags = flags
+        self._path = path
+        self._training: bytes | None = None
+
+    def restore(self) -> None:
+        """Put random numbers and flags back."""
+        super().restore()
+        self._flags.apply(self._path, self._training)
+
+    def capture(self) -> None:
+        """Take random numbers and flags."""
+        super().capture()
+        self._training = self._flags.seen_by(self._path)
+
+
+def _training(modules: Iterable[nn.Module]) -> bytes:
+    """By module: 1 in training, 2 more with adapters off, and from 4 on the number of the only adapter that is on."""
+    return bytes([m.training + (_adapter_switches(m) if ADAPTERS_OFF in m.__dict__ else 0) for m in modules])
+
+
+def _adapter_switches(module: Any) -> int:
+    active, known = getattr(module, ADAPTERS_ON, None), _adapters(module)
+    only = active[0] if isinstance(active, list | tuple) and len(active) == 1 else active
+    number = known.index(only) + 1 if isinstance(only, str) and only in known else 0
+    return 2 * bool(getattr(module, ADAPTERS_OFF)) + 4 * number
+
+
+def _adapters(module: Any) -> list[str]:
+    """Names of the adapters of a layer, as many as a flag can tell apart, in one order on all ranks."""
+    holders: list[Any] = [getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())]
+    return sorted({name for holder in holders if hasattr(holder, "keys") for name in holder})[:62]
+
+
+def _requires(parameters: Iterable[tuple[dict[str, Any], str]]) -> bytes:
+    # A question to a parameter of another stage costs twenty times as much otherwise.
+    with DisableTorchFunctionSubclass():
+        return bytes([(p := holder.get(name)) is not None and p.requires_grad for holder, name in parameters])
+
+
+def _put(modules: Iterable[nn.Module], training: bytes) -> None:
+    for module, flag in zip(modules, training, strict=True):
+        if module.training != bool(flag & 1):
+            module.training = bool(flag & 1)
+        if ADAPTERS_OFF in vars(module) and module.training + _adapter_switches(module) != flag:
+            setattr(module, ADAPTERS_OFF, bool(flag & 2))
+            if flag >> 2:
+                setattr(module, ADAPTERS_ON, [_adapters(module)[(flag >> 2) - 1]])

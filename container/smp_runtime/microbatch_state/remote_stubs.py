@@ -1,0 +1,310 @@
+"""Stand-ins for what lies on another pipeline stage: they have shapes and types, and say so where elements are wanted.
+
+PyTorch's meta tensors alone would not do: ``real.add_(meta)`` silently does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.microbatch_state.entries import Slot, Taken
+from smp_runtime.tensors.lazy_tensor import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, changes_in_place
+from smp_runtime.tensors.nested import argument_tensors, leaves_of
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
+from smp_runtime.tensors.torch_private import make_subclass, rebuild_parameter
+
+#: Where absent tensors say that they are, the innermost last; nothing: on the meta device.
+_appearing_on: list[torch.device] = []
+
+
+@contextlib.contextmanager
+def appearing_on(device: torch.device) -> Iterator[None]:
+    """Absent tensors say that they are on ``device``: for functions that put their inputs where the model's parameters are."""
+    _appearing_on.append(device)
+    try:
+        yield
+    finally:
+        _appearing_on.pop()
+
+
+class AbsentTensor(torch.Tensor):
+    """A tensor without elements that stands for one on another stage, or for what was computed from such.
+
+    Operations whose tensors are all absent do nothing and give absent ones, so a loop over all parameters runs on
+    every rank and has its effect where they are. One that needs elements, or mixes them with tensors of this rank,
+    raises.
+
+    Attributes:
+        absent_name: what it stands for, such as ``parameter encoder.weight``.
+        absent_stage: where that lies.
+    """
+
+    absent_name: str
+    absent_stage: int
+    is_meta = True  # even those that C++ kept off the meta device have no elements
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The meta device, or what :func:`appearing_on` says."""
+        if _appearing_on:
+            return _appearing_on[-1]
+        with _Plainly():
+            return torch.Tensor.device.__get__(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _SETS_GRADIENT and args[1] is not None:
+            return None  # the stage of the parameter has the gradient
+        if func in _ASKS_NO_ELEMENTS:
+            with _Plainly():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        tensors = argument_tensors((args, kwargs))
+        absent = [tensor for tensor in tensors if isinstance(tensor, AbsentTensor)]
+        if not absent:  # in an argument that is not looked into
+            with _Plainly():
+                return func(*args, **kwargs)
+        present = [tensor for tensor in tensors if not isinstance(tensor, AbsentTensor) and not tensor.is_meta]
+        if present and name.startswith("_foreach_") and len(args[0]) > 1:
+            return _one_by_one(func, args, kwargs)
+        is_own = any(isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in present)
+        if present and not is_own and changes_in_place(name) and isinstance(tensors[0], AbsentTensor):
+            return tensors[0]  # its own stage does it with its own elements
+        if present and not _are_scalars(present, absent):
+            _refuse_mixing(absent[0], name)
+        if name in _ASKS_ELEMENTS:
+            _refuse_elements(absent[0], name)
+        try:
+            with _Plainly():
+                out = func(*_on_meta(args), **_on_meta(kwargs))
+            return (
+                tensors[0] if changes_in_place(name) and not name.startswith("_foreach_") else _absent(out, absent[0])
+            )
+        except (RuntimeError, TypeError) as error:
+            if "meta" not in str(error).lower():
+                raise
+            _refuse_elements(absent[0], name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with _Plainly():
+            kind = str(self.dtype).removeprefix("torch.")
+            return f"<{self.absent_name} on pipeline stage {self.absent_stage}: {kind}{list(self.shape)}>"
+
+    def __format__(self, format_spec: str) -> str:
+        if format_spec:
+            _refuse_elements(self, "format")
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = _stand_in(type(self), self, self.absent_name, self.absent_stage)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain tensor or parameter on the meta device, which can be read without this package."""
+        with _Plainly():
+            plain = torch.empty_like(self, device="meta", requires_grad=False).as_subclass(torch.Tensor)
+            if isinstance(self, AbsentParameter):
+                return rebuild_parameter, (plain, self.requires_grad, OrderedDict())
+            return plain.__reduce_ex__(protocol)
+
+
+class AbsentParameter(AbsentTensor, nn.Parameter):
+    """A parameter of a module on another stage."""
+
+
+class AbsentAttribute:
+    """Stands for an attribute that a module on another stage sets while it runs; any use of it raises."""
+
+    def __init__(self, path: str, name: str, stage: int) -> None:
+        vars(self).update(_path=path, _name=name, _stage=stage)
+
+    def __repr__(self) -> str:
+        return f"<attribute {self._name!r} of module {self._path!r} on pipeline stage {self._stage}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying, pickling and printing look for these
+            raise AttributeError(name)
+        _refuse_use(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _refuse_use(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in leaves_of((args, kwargs)):
+            if isinstance(each, AbsentAttribute):
+                _refuse_use(each)
+        raise SMPUserError(
+            "a torch function got an attribute of a module on another pipeline stage, which is set there alone; "
+            "return the value from the module's forward instead"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        if format_spec:
+            _refuse_use(self)
+        return repr(self)
+
+    __hash__ = object.__hash__
+
+
+def _refuse_use(attribute: AbsentAttribute, *args: Any, **kwargs: Any) -> NoReturn:
+    name, path, stage = (vars(attribute)[key] for key in ("_name", "_path", "_stage"))
+    raise SMPUserError(
+        f"attribute {name!r} of module {path!r} is used here, but the module sets it while it runs, and it runs on pipeline stage "
+        f"{stage}, another one; return the value from its forward instead, or put both modules on one stage with smp.set_partition"
+    )
+
+
+for _operator in (
+    "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()  # a, b = both sides, in place
+):
+    for _side in ("__{}__", "__r{}__", "__i{}__"):
+        setattr(AbsentAttribute, _side.format(_operator), _refuse_use)
+for _operator in (
+    "lt le eq ne gt ge neg pos abs invert bool float int index complex len iter next contains getitem setitem delitem "
+    "array round enter exit"
+).split():
+    setattr(AbsentAttribute, f"__{_operator}__", _refuse_use)
+
+
+class AbsentAttributes:
+    """The stand-ins for attributes, by path and name, that modules of other stages set while they run."""
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        attributes: Iterable[tuple[str, str]],
+        stage_of: Callable[[str], int],
+        is_local: Callable[[str], bool],
+    ) -> None:
+        self._former: list[tuple[Slot, Taken]] = []
+        for path, name in attributes:
+            if path in modules and not is_local(path):
+                slot = Slot(vars(modules[path]), name)
+                self._former.append((slot, slot.take()))
+                slot.put(Taken(AbsentAttribute(path, name, stage_of(path))))
+
+    def remove(self) -> None:
+        """The modules get back what they had."""
+        for slot, taken in self._former:
+            if isinstance(slot.take().value, AbsentAttribute):
+                slot.put(taken)
+        self._former.clear()
+
+
+def absent_parameter(
+    parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype | None = None
+) -> AbsentParameter:
+    """The stand-in for a parameter, with its shape and ``requires_grad``, and the type that it has on its stage, if another."""
+    made: AbsentParameter = _stand_in(AbsentParameter, parameter, f"parameter {name}", stage, dtype)
+    return made
+
+
+def make_absent_in_place(parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype) -> None:
+    """The same for a parameter that C++ holds too, as those of TorchScript, so that it cannot be swapped."""
+    parameter.data = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
+    made: Any = parameter
+    made.__class__ = AbsentParameter
+    made.absent_name, made.absent_stage = f"parameter {name}", stage
+
+
+def absent_attributes_of(module: nn.Module, path: str, stage: int) -> None:
+    """Tensors of a module that hang on the graph of its parameters, as with ``weight_norm``, become absent too."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            where = f"attribute {path}.{name}" if path else f"attribute {name}"
+            vars(module)[name] = _stand_in(AbsentTensor, value.detach(), where, stage)
+
+
+def _stand_in(kind: type, like: torch.Tensor, name: str, stage: int, dtype: torch.dtype | None = None) -> Any:
+    with _Plainly():
+        # Not of a subclass, whose own functions would see it.
+        empty = torch.empty_like(like, dtype=dtype, device="meta", requires_grad=False).as_subclass(torch.Tensor)
+        made: Any = make_subclass(kind, empty, like.requires_grad)
+    made.absent_name, made.absent_stage = name, stage
+    return made
+
+
+def _absent(out: Any, origin: AbsentTensor) -> Any:
+    if isinstance(out, torch.Tensor):
+        if isinstance(out, AbsentTensor) or not out.is_meta:
+            return out
+        made = out.as_subclass(AbsentTensor)
+        made.absent_name, made.absent_stage = origin.absent_name, origin.absent_stage
+        return made
+    if isinstance(out, tuple | list):
+        return getattr(type(out), "_make", type(out))([_absent(each, origin) for each in out])
+    return out
+
+
+def _on_meta(value: Any) -> Any:
+    """Stand-ins that are not on the meta device (TorchScript's) go there for an operation."""
+    if isinstance(value, AbsentTensor):
+        return value if value.device.type == "meta" else torch.empty_like(value, device="meta")
+    if type(value) in (tuple, list):
+        return type(value)(_on_meta(each) for each in value)
+    if type(value) is dict:
+        return {key: _on_meta(each) for key, each in value.items()}
+    return value
+
+
+def _are_scalars(present: list[torch.Tensor], absent: list[AbsentTensor]) -> bool:
+    """Whether a tensor of several elements is only scaled, by a number that the script has made."""
+    return all(t.dim() == 0 and not t.requires_grad and not isinstance(t, nn.Parameter) for t in present) and any(
+        tensor.dim() > 0 for tensor in absent
+    )
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation on lists of tensors, each of which must be absent or present in all of them."""
+
+    def part(value: Any, index: int) -> Any:
+        is_list = isinstance(value, tuple | list) and len(value) == count
+        return [value[index]] if is_list else value
+
+    count = len(args[0])
+    done = [func(*(part(a, i) for a in args), **{k: part(v, i) for k, v in kwargs.items()}) for i in range(count)]
+    if func.__name__.endswith("_"):
+        return args[0]
+    return [each[0] for each in done]
+
+
+def _refuse_mixing(tensor: AbsentTensor, name: str) -> NoReturn:
+    what, stage = tensor.absent_name, tensor.absent_stage
+    raise SMPUserError(
+        f"{name} got {what} together with a tensor of this rank, but it lies on pipeline stage {stage}, another one, and this "
+        "rank has only its shape; put what is used together on one stage with smp.set_partition, call the module that has it "
+        f"instead of using it directly, or, between steps, run this only where it is (if smp.pp_rank() == {stage}, or over "
+        "model.local_parameters())"
+    )
+
+
+def _refuse_elements(tensor: AbsentTensor, name: str) -> NoReturn:
+    what, stage = tensor.absent_name, tensor.absent_stage
+    raise SMPUserError(
+        f"{name} needs the elements of {what}, but it lies on pipeline stage {stage}, another one, and this rank has only its "
+        f"shape; run this on the rank that has it (if smp.pp_rank() == {stage}), go over model.local_parameters(), or take the "
+        "value from model.state_dict(), which gathers all stages' on every rank"
+    )
+
+
+_ASKS_ELEMENTS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "equal"}
+_SETS_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+#: Answered from shape and type, as often as they are asked.
+_ASKS_NO_ELEMENTS = {
+    *NEEDS_NO_ELEMENTS,
+    *OF_ITS_PLACE,
+    *(torch.Tensor.stride, torch.Tensor.storage_offset, torch.Tensor.is_contiguous, torch.Tensor.untyped_storage),
+}

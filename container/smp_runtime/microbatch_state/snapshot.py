@@ -1,0 +1,162 @@
+"""Running a model without a mark: what a forward pass changes in it is put back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_runtime.microbatch_state.entries import REGISTRIES, Entries
+from smp_runtime.tensors.nested import tensors_in
+from smp_runtime.tensors.random_state import OtherGenerators, number_of
+from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
+
+logger = logging.getLogger("smp")
+
+#: Bytes of parameters of which a copy is kept while the model runs.
+MOST_COPIED = 2**30
+
+
+class Snapshot:
+    """A model as it was before it ran; until it is put back, its parameters have no gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        #: Whose attributes and buffers, by identity of the dictionary that holds them.
+        self._owners: dict[int, tuple[nn.Module, str]] = {id(vars(module)): (module, "attribute") for module in modules}
+        self._owners |= {id(module._buffers): (module, "buffer") for module in modules}
+        self._entries = Entries(modules, buffers=True, apart=REGISTRIES)
+        self._children = [(module, dict(module._modules)) for module in modules]
+        #: All buffers, and what modules keep like them without registering it, with a copy of each.
+        kept = (taken.value for _, taken in self._entries.slots() if type(taken.value) is torch.Tensor)
+        like_buffers = (tensor for tensor in kept if tensor.is_leaf and not tensor.requires_grad)
+        self._values = {
+            id(tensor): (tensor, _version(tensor), None if tensor.is_meta else tensor.detach().clone())
+            for tensor in (*model.buffers(), *like_buffers)
+        }
+        parameters = list(model.parameters())
+        self._parameters = [(parameter, parameter.grad, parameter._version, parameter.data) for parameter in parameters]
+        #: Of a large model there is no room for a second one; a warning says if its parameters were written in place.
+        copies = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta) <= MOST_COPIED
+        self._copies = [p.detach().clone() if copies and not p.is_meta else None for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None  # nothing can be added to it
+
+    def changed(self) -> Iterator[tuple[nn.Module, str, str]]:
+        """What has other tensors than it had: its module, its name there, and ``attribute`` or ``buffer``."""
+        for slot, before in self._entries.slots():
+            now = slot.take()
+            value = now.value
+            if id(slot.holder) not in self._owners or isinstance(value, nn.Module) or callable(value):
+                continue
+            module, kind = self._owners[id(slot.holder)]
+            counts = kind == "buffer" and isinstance(module, NORMS_WITH_STATISTICS) and module.training
+            on_meta = isinstance(value, torch.Tensor) and value.is_meta  # where nothing can be seen of that
+            if ((counts and on_meta) or not now.is_same(before) or self._is_changed(value)) and tensors_in(value):
+                yield module, slot.key, kind
+
+    def _is_changed(self, value: Any) -> bool:
+        """Whether a tensor has other elements than it had."""
+        if id(value) not in self._values:
+            return False
+        _, version, former = self._values[id(value)]
+        if _version(value) != version:
+            return True
+        # Normalisation changes its buffers without counting that.
+        if former is None or former.layout is not torch.strided:
+            return False
+        return former.shape != value.shape or not bool((former == value).all())
+
+    def replaced(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Modules that are not where they were, each behind the one that had it; with itself, one that has got more."""
+        found = []
+        for module, children in self._children:
+            if dict(module._modules) != children:
+                gone = [child for name, child in children.items() if child is not module._modules.get(name)]
+                found += [(module, child) for child in gone or [module] if child is not None]
+        return found
+
+    def put_back(self, *, keeps_tree: bool = False) -> None:
+        """The model becomes what it was; a warning says so if parameters of a large one have other values.
+
+        Args:
+            keeps_tree: modules that were put in others' places stay, with the attributes that go with them: all but tensors.
+        """
+        if keeps_tree:
+            for slot, before in self._entries.slots():
+                if tensors_in(slot.take().value) or tensors_in(before.value):
+                    slot.put(before)
+        else:
+            for module, children in self._children:
+                if dict(module._modules) != children:
+                    module._modules.clear()
+                    module._modules.update(children)
+            self._entries.put_back()
+        with torch.no_grad():
+            for tensor, _, former in self._values.values():
+                if former is not None:
+                    _put_back(tensor, former)
+        for parameter, gradient, _, _ in self._parameters:
+            parameter.grad = gradient
+        self._put_parameters_back()
+
+    def _put_parameters_back(self) -> None:
+        lost = 0
+        for (parameter, _, version, data), former in zip(self._parameters, self._copies, strict=True):
+            if parameter.is_meta:
+                continue
+            if parameter.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+                parameter.data = data
+            if former is not None:
+                # Counters do not show what was written through ``.data``.
+                data.copy_(former)
+            lost += former is None and parameter._version != version
+        if lost:
+            logger.warning(
+                "the forward pass writes into %d parameters, and the tracing step ran it once; set skip_tracing if "
+                "training must start from the exact initial values",
+                lost,
+            )
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module, *, keeps_tree: bool = False) -> Iterator[Snapshot]:
+    """Put back, at the end: modules, buffers, attributes and flags of all of them, gradients, and all random generators.
+
+    Parameters are put back, too; in a model of more than :data:`MOST_COPIED` bytes only those that got other data, and a
+    warning says if a forward pass has written into them. Yields the model as it was, which tells what has changed since.
+
+    Args:
+        keeps_tree: as for :meth:`Snapshot.put_back`.
+    """
+    snapshot, generators = Snapshot(model), OtherGenerators()
+    try:
+        with torch.random.fork_rng(_gpus_of(model)):
+            yield snapshot
+    finally:
+        generators.restore(draws=False)
+        torch.clear_autocast_cache()
+        snapshot.put_back(keeps_tree=keeps_tree)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if buffer.shape != value.shape:  # resized in place
+        buffer.resize_(value.shape)
+    buffer.copy_(value)
+
+
+def _gpus_of(model: nn.Module) -> list[int]:
+    """Return the numbers of the GPUs that ``model`` may draw on: the current one, and those of its tensors."""
+    if not torch.cuda.is_initialized():
+        return []
+    tensors = (*model.parameters(), *model.buffers())
+    numbers = {number_of(tensor.device) for tensor in tensors if tensor.device.type == "cuda"}
+    return sorted(numbers | {torch.cuda.current_device()})

@@ -1,0 +1,170 @@
+"""Which modules of a model are to be distributed: the outermost supported ones that can be taken as they are.
+
+A whole model or layer is taken apart where something stands in it that a distributed form would lose: adapters around
+its linear maps (LoRA of PEFT), or a ``forward`` that a script has put in the place of its class's. Then the supported
+modules inside are distributed one by one, and what stands around them goes on working as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from smp_runtime.module_conversion import builtin
+from smp_runtime.module_conversion.registration import Registration, registration_of
+from smp_runtime.module_conversion.scopes import Mark, mark_of
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.nn.sharded.linear import is_linear
+from smp_runtime.tensor_parallel.block_entry import SharedInput
+
+if TYPE_CHECKING:
+    from smp_runtime.module_conversion.splitting import Split
+    from smp_runtime.nn.sharded.vocabulary import Tie
+
+#: PEFT's list of the modules of a layer that hold adapters, and where the adapted module is.
+_ADAPTER_NAMES = "adapter_layer_names"
+_ADAPTED = "base_layer"
+
+
+class Candidate(NamedTuple):
+    """A module that a script marked, and how it is distributed."""
+
+    name: str
+    original: nn.Module
+    how: Registration
+    mark: Mark
+
+    @property
+    def title(self) -> str:
+        """How warnings call it."""
+        return _title(self.name, self.original)
+
+
+def wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
+    """How a marked module is distributed, or None."""
+    how = registration_of(module)
+    if how is None or how.only_if is None or {**automatic, **mark.overrides}.get(how.only_if):
+        return how
+    return None
+
+
+def is_taken(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
+    """Whether a distributed class stands for a marked module as a whole."""
+    return not is_linear(module) and wanted(module, mark_of(module), automatic) is not None and _lost(module) is None
+
+
+def outermost(
+    module: nn.Module,
+    automatic: Mapping[str, Any],
+    in_place: Mapping[int, Split],
+    ties: Mapping[int, Tie],
+    left_alone: Callable[[str, str], None],
+) -> list[Candidate]:
+    """The modules of ``module`` to distribute, in its order.
+
+    Args:
+        automatic: arguments of distributed modules that follow from the configuration.
+        in_place: by the ``id`` of each block that is split in place, how.
+        ties: by the ``id`` of each embedding and head that is split over the vocabulary, with which it shares its weight.
+        left_alone: hears of what is not distributed as it was marked: how it is called, and why.
+    """
+    return list(_Search(automatic, in_place, ties, left_alone).below(module, ""))
+
+
+class _Search:
+    def __init__(
+        self,
+        automatic: Mapping[str, Any],
+        in_place: Mapping[int, Split],
+        ties: Mapping[int, Tie],
+        left_alone: Callable[[str, str], None],
+    ) -> None:
+        self._automatic = automatic
+        self._in_place, self._ties = in_place, ties
+        self._left_alone = left_alone
+        #: What stops models from being distributed as a whole is said of the outermost.
+        self._said: set[str] = set()
+
+    def below(self, module: nn.Module, name: str) -> Iterator[Candidate]:
+        """Candidates in ``module``, itself included."""
+        if isinstance(module, DistributedModule):
+            return
+        if id(module) in self._ties or id(module) in self._in_place:
+            yield from self._planned(module, name)
+            return
+        mark = mark_of(module)
+        how = wanted(module, mark, self._automatic) if mark.enabled else None
+        why = None if how is None else _lost(module)
+        # The plan of a model around this one splits what is in it; that model may call it as no distributed class can be called.
+        is_around = how is not None and any(id(part) in self._in_place for part in module.modules())
+        if how is not None and why is None and not is_around:
+            yield Candidate(name, module, how, mark)
+            return
+        if why is not None and why not in self._said:
+            self._said.add(why)
+            inside = (
+                "; the modules inside it are distributed one by one" if any(True for _ in module.children()) else ""
+            )
+            self._left_alone(_title(name, module), f"as a whole it would lose {why}{inside}")
+        if _is_adapted(module) and (why := _needs_whole_weight(module)) is not None:
+            if any(mark_of(part).enabled for part in module.modules()) and why not in self._said:
+                self._said.add(why)
+                self._left_alone(_title(name, module), why)
+            return
+        adapters = _adapter_names(module)
+        for child_name, child in module.named_children():
+            # What a forward of a script's own does with its direct children, it may do with their weights alone.
+            reads_weights = "forward" in vars(module) and not any(True for _ in child.children())
+            if child_name not in adapters and not reads_weights:
+                yield from self.below(child, f"{name}.{child_name}" if name else child_name)
+
+    def _planned(self, module: nn.Module, name: str) -> Iterator[Candidate]:
+        """An embedding or head by itself, the linear maps of a block."""
+        tie, split = self._ties.get(id(module)), self._in_place.get(id(module))
+        if tie is not None:
+            yield Candidate(name, module, builtin.of_vocabulary(module, tie), mark_of(module))
+        shared = SharedInput()
+        for path, how in split.leaves.items() if split is not None else ():
+            leaf = module.get_submodule(path)
+            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.planned(how, shared), mark_of(leaf))
+        for path, tables in split.tables.items() if split is not None else ():
+            leaf = module.get_submodule(path)
+            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.of_tables(leaf, tables), mark_of(leaf))
+
+
+def _title(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
+
+
+def _lost(module: nn.Module) -> str | None:
+    """What a distributed form of a module would not have; None if that is nothing."""
+    if "forward" in vars(module):
+        return "the forward that was set on it in place of its class's"
+    if any(_is_adapted(part) for part in module.modules()):
+        return "the adapters in it"
+    return None
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether any part of a module has adapters, or a ``forward`` that is not its class's: it is not tried out as a block."""
+    return any(_is_adapted(part) or "forward" in vars(part) for part in module.modules())
+
+
+def _adapter_names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(getattr(module, _ADAPTER_NAMES, ())) if _is_adapted(module) else ()
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether a module is one of PEFT's around a module of the original."""
+    return hasattr(type(module), _ADAPTER_NAMES) and isinstance(module._modules.get(_ADAPTED), nn.Module)
+
+
+def _needs_whole_weight(module: nn.Module) -> str | None:
+    """Why the module inside an adapter cannot be distributed; None for LoRA, which only adds to its result."""
+    if "lora_A" not in _adapter_names(module):
+        return "an adapter around it that is not LoRA may read its whole weight"
+    if getattr(module, "lora_variant", None) or getattr(module, "parameter_name", None):
+        return "the variant of LoRA around it (DoRA, or one of single parameters) reads its whole weight"
+    return None

@@ -1,0 +1,157 @@
+"""The blocks of a model that may be split in place: those of a plan, and those that one may be inferred for."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from smp_runtime.module_conversion.candidates import is_patched
+from smp_runtime.module_conversion.in_place.experts import is_list_of_experts
+from smp_runtime.module_conversion.scopes import Mark, mark_of
+from smp_runtime.module_conversion.transformers_tp_plan import leaves_of_plan
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.nn.sharded.linear import is_linear
+
+if TYPE_CHECKING:
+    from smp_runtime.nn.sharded.linear import LinearSplit
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block, and what a plan says of it.
+
+    Attributes:
+        path: within the model.
+        leaves: of its linear maps, by their paths in it; None if nobody has planned it.
+        source: where the plan comes from, for the log.
+        is_scripts: the script wrote it.
+    """
+
+    path: str
+    module: nn.Module
+    leaves: Mapping[str, LinearSplit] | None = None
+    source: str = "inferred"
+    is_scripts: bool = False
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for blocks that are split alike."""
+        shapes = tuple((name, tuple(p.shape)) for name, p in self.module.named_parameters())
+        return type(self.module), shapes, tuple((self.leaves or {}).items()), self.source
+
+    def is_marked(self, path: str) -> bool:
+        """Whether a script wants one of its maps to be distributed."""
+        return mark_of(self.module.get_submodule(path)).enabled
+
+
+def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterator[Block]:
+    """The blocks of the outermost modules that have a plan, and those that one may be inferred for."""
+    pending = [("", model)]
+    planned: set[int] = set()
+    while pending:
+        path, module = pending.pop(0)
+        mark = mark_of(module)
+        if isinstance(module, DistributedModule) or id(module) in planned or (mark.enabled and is_taken(module)):
+            continue
+        found = list(_blocks_of_plan(path, module, mark)) if mark.enabled else []
+        found = [block for block in found if id(block.module) not in planned]
+        planned |= {id(block.module) for block in found}
+        yield from found
+        if id(module) in planned or (found and mark.plan is not None):
+            continue  # it is a block itself, or the script has said all
+        is_open = mark.enabled and mark.plan is None and not any(id(part) in planned for part in module.modules())
+        if is_open and _may_be_inferred(module, is_taken):
+            yield Block(path, module)
+        else:  # a model's plan may leave out what is beside its language part
+            pending += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+
+
+def _may_be_inferred(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -> bool:
+    """Whether it has linear maps to pair, and is no list of blocks nor around one."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or sum(map(is_linear, module.modules())) < 2:
+        return False
+    inside = [part for part in module.modules() if part is not module]
+    if is_patched(module) or any(isinstance(part, DistributedModule) or is_taken(part) for part in inside):
+        return False
+    return not _is_around_blocks(module)
+
+
+def _is_around_blocks(module: nn.Module) -> bool:
+    """Whether lists of blocks lie in it; lists of experts do not count."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    blocks = [part for part in lists if not is_list_of_experts(part)]
+    return any(sum(map(is_linear, element.modules())) > 1 for part in blocks for element in part.children())
+
+
+def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Block]:
+    if mark.plan is not None:
+        plan, source, is_scripts = mark.plan, "the script's plan", True
+    else:
+        plan, source, is_scripts = getattr(module, "_tp_plan", None) or {}, "the model's own plan", False
+        if not isinstance(plan, Mapping):
+            return
+    leaves = leaves_of_plan(module, plan, is_scripts=is_scripts)
+    inside: dict[str, dict[str, LinearSplit]] = {}
+    for leaf, how in leaves.items():
+        block = _block_of(leaf, plan)
+        inside.setdefault(block, {})[leaf[len(block) + 1 :] if block else leaf] = how
+    if not is_scripts:  # what the plan leaves out of such a block may be inferred
+        for block in _starred(module, plan):
+            inside.setdefault(block, {})
+    for block, found in inside.items():
+        if any(other.startswith(f"{block}.".lstrip(".")) for other in inside if other != block):
+            continue  # a head beside the blocks: it is split by itself
+        part = module.get_submodule(block)
+        if not is_scripts and _is_around_blocks(part):
+            continue  # likewise
+        if not is_patched(part) and all(mark_of(part.get_submodule(leaf)).enabled for leaf in found):
+            yield Block(f"{path}.{block}".strip("."), part, found, source, is_scripts)
+
+
+def _starred(module: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
+    """The modules that patterns of a plan name up to their first ``*``, if they have linear maps to pair."""
+    stems = {pattern[: pattern.index("*") + 1] for pattern in plan if "*" in pattern}
+    for path, part in module.named_modules():
+        if any(_matches(path, stem) for stem in stems) and sum(map(is_linear, part.modules())) > 1:
+            yield path
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return re.fullmatch(pattern.replace(".", r"\.").replace("*", "[^.]+"), path) is not None
+
+
+def _block_of(leaf: str, plan: Mapping[str, str]) -> str:
+    """Up to the first ``*`` of the pattern that it matches; without one, what it is in, or what the plan is for if none has one."""
+    for pattern in plan:
+        if _matches(leaf, pattern):
+            parts = pattern.split(".")
+            if "*" not in parts:
+                return pattern.rpartition(".")[0] if any("*" in other for other in plan) else ""
+            return ".".join(leaf.split(".")[: parts.index("*") + 1])
+    raise AssertionError(f"{leaf} is in no pattern of the plan")
+
+
+def shared_with_others(model: nn.Module) -> Callable[[Block], bool]:
+    """What says of a block of the model whether modules outside it use a parameter of it."""
+    uses = parameter_uses(model)
+
+    def shared(block: Block) -> bool:
+        times = sum(part is block.module for _, part in model.named_modules(remove_duplicate=False))
+        return any(uses[key] > count * times for key, count in parameter_uses(block.module).items())
+
+    return shared
+
+
+def parameter_uses(module: nn.Module) -> Counter[int]:
+    """In how many places each parameter is met, by its id; a module that has several names counts under each."""
+    return Counter(
+        id(parameter)
+        for _, part in module.named_modules(remove_duplicate=False)
+        for parameter in part._parameters.values()
+        if parameter is not None
+    )

@@ -1,0 +1,266 @@
+"""What the blocks of a model are called with: the model runs once, on a few tokens, with weights that take no memory."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from smp_runtime.module_conversion.in_place.equivalence_check import Call
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.tensors.nested import argument_tensors
+from smp_runtime.tensors.torch_private import without_modes
+
+#: What has as many rows as either, or as a multiple of the first, is told apart by it.
+BATCH, LENGTH = 3, 7
+#: Calls of a block are taken apart by positional arguments and keywords; of each, this much is tried.
+_SIZES_TRIED = 4
+
+
+class _AllSeenError(Exception):
+    """Every block was called."""
+
+
+def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Call]:
+    """What ``blocks``, by their paths in ``model``, are called with; without those that could not be found out.
+
+    Activations are random numbers of the right shapes; those arguments require a gradient that do so in training.
+    """
+    found: dict[str, Call] = {}
+    with without_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        copied = _without_memory(model)
+        if copied is not None:
+            parts = dict(copied.named_modules(remove_duplicate=False))
+            _watch({path: parts[path] for path in blocks}, found)
+            for arguments in _guesses(model):
+                try:
+                    with _WithoutMemory():
+                        copied(**arguments) if isinstance(arguments, dict) else copied(*arguments)
+                except Exception:
+                    continue
+                if len(found) == len(blocks):
+                    break
+        for path, block in blocks.items():
+            if path not in found and (call := _guessed_call(block)) is not None:
+                found[path] = call
+    return found
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """Answers operations that refuse weights of :func:`_without_memory` with a result of the right shape."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "_grouped_mm" and 0 in args[1].stride():
+            tokens, weights = args[:2]  # [tokens, in] and [experts, in, out], whose strides it wants to be usual ones
+            return (tokens[:, :1] * 0.0).repeat(1, weights.shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+class _OtherUses(TorchFunctionMode):
+    """Notes which weights are used by another than the module that is running.
+
+    Args:
+        owners: by a weight's ``id``, the paths of the modules that it belongs to.
+    """
+
+    def __init__(self, owners: Mapping[int, tuple[str, ...]]) -> None:
+        self._owners = owners
+        self.running: list[str] = []
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # types and devices may be read
+            for leaf in (*args, *(kwargs or {}).values()):
+                for given in leaf if isinstance(leaf, list | tuple) else (leaf,):
+                    owners = self._owners.get(id(given), ())
+                    if owners and not (self.running and self.running[-1] in owners):
+                        self.found.update(owners)
+        return func(*args, **(kwargs or {}))
+
+
+def calls_by_themselves(model: nn.Module, paths: Sequence[str]) -> dict[str, list[torch.Size]]:
+    """Shapes that embeddings and heads are called with, without those whose weight is used by others too, or that nobody calls."""
+    shapes, used = _shapes_and_uses(model, paths)
+    return {path: found for path, found in shapes.items() if path not in used}
+
+
+def used_by_others(model: nn.Module, paths: Sequence[str]) -> set[str]:
+    """Those of the modules at ``paths`` whose weight is used by others than themselves, as far as the model runs."""
+    return _shapes_and_uses(model, paths)[1]
+
+
+def _shapes_and_uses(model: nn.Module, paths: Sequence[str]) -> tuple[dict[str, list[torch.Size]], set[str]]:
+    """What modules are called with, nothing if the model cannot be run; and which of their weights others use."""
+    shapes: dict[str, list[torch.Size]] = {}
+    with without_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        copied = _without_memory(model)
+        if copied is None:
+            return {}, set()
+        owners: dict[int, tuple[str, ...]] = {}
+        for path in paths:
+            for weight in (copied.get_submodule(path).weight, model.get_submodule(path).weight):
+                owners[id(weight)] = (*owners.get(id(weight), ()), path)
+        uses = _OtherUses(owners)
+
+        def before(path: str) -> Any:
+            def hook(_: nn.Module, args: Any) -> None:
+                uses.running.append(path)
+                if args and isinstance(args[0], torch.Tensor):
+                    shapes.setdefault(path, []).append(args[0].shape)
+
+            return hook
+
+        for path in paths:
+            part = copied.get_submodule(path)
+            part.register_forward_pre_hook(before(path))
+            part.register_forward_hook(lambda *_: uses.running.pop() and None, always_call=True)
+        for arguments in _guesses(model):
+            shapes.clear()
+            try:
+                with uses, _WithoutMemory():
+                    copied(**arguments) if isinstance(arguments, dict) else copied(*arguments)
+            except Exception:
+                uses.running.clear()
+                continue
+            return shapes, uses.found
+    return {}, uses.found
+
+
+def _watch(parts: Mapping[str, nn.Module], found: dict[str, Call]) -> None:
+    """Note the first call of each part that does not fail."""
+    begun: dict[str, Call] = {}
+
+    def before(path: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            # Where weights are frozen nothing requires gradients here, but blocks behind others may have to hand them on.
+            is_frozen = not any(tensor.requires_grad for tensor in argument_tensors((args, kwargs)))
+            begun[path] = Call(*_drawn((args, kwargs), is_frozen=is_frozen))
+
+        return hook
+
+    def behind(path: str) -> Any:
+        def hook(_: nn.Module, args: Any, result: Any) -> None:
+            found.setdefault(path, begun[path])
+            if len(found) == len(parts):
+                raise _AllSeenError
+
+        return hook
+
+    for path, part in parts.items():
+        part.register_forward_pre_hook(before(path), with_kwargs=True)
+        part.register_forward_hook(behind(path))
+
+
+def _drawn(value: Any, *, is_frozen: bool) -> Any:
+    """A structure of arguments with random activations; what is no activation stays."""
+    if isinstance(value, torch.Tensor):
+        # Activations of a model without memory are alike for all tokens; masks and positions are what they are.
+        if value.is_floating_point() and value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH):
+            return torch.randn(value.shape, dtype=torch.float64, requires_grad=value.requires_grad or is_frozen)
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: _drawn(item, is_frozen=is_frozen) for key, item in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_drawn(item, is_frozen=is_frozen) for item in value)
+    if isinstance(value, list):
+        return [_drawn(item, is_frozen=is_frozen) for item in value]
+    return value
+
+
+def _without_memory(model: nn.Module) -> nn.Module | None:
+    """A copy whose parameters are one random row each, expanded; None if it cannot be had, or cannot run on one rank alone."""
+    if any(isinstance(part, DistributedModule) for part in model.modules()):
+        return None
+    memo: dict[int, Any] = {}
+    for part in model.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                memo[id(parameter)] = nn.Parameter(_row(parameter), requires_grad=parameter.requires_grad)
+        for buffer in part._buffers.values():
+            if buffer is not None and buffer.is_meta:
+                memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for name, value in vars(part).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                memo[id(value)] = type(value)()
+    return _copied(model, memo)
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
+    """A copy of a model in evaluation, with what is given for some of its parts by their ``id``."""
+    try:
+        copied = copy.deepcopy(model, memo).eval()
+    except Exception:
+        return None
+    for config in (vars(part).get("config") for part in copied.modules()):
+        # Nobody trains with a cache, and it has what a block computes.
+        if config is not None and getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+    return copied
+
+
+def _row(parameter: torch.Tensor) -> torch.Tensor:
+    last = parameter.shape[-1:] if parameter.dim() else ()
+    row = torch.ones(last, dtype=parameter.dtype, device="cpu")
+    if row.is_floating_point():
+        row = (torch.randn(last, device="cpu") / max(1, row.numel()) ** 0.5).to(parameter.dtype)
+    return row.expand(parameter.shape)
+
+
+def _guesses(model: nn.Module) -> Iterator[Any]:
+    """Arguments that the model may take."""
+    tokens = min((part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)), default=8)
+    ids = torch.randint(max(1, min(tokens, 1000)), (BATCH, LENGTH), device="cpu")
+    names = _names(model)
+    if "input_ids" in names:
+        more = {"use_cache": False} if "use_cache" in names else {}
+        if "decoder_input_ids" in names:
+            yield {"input_ids": ids, "decoder_input_ids": ids, **more}
+        yield {"input_ids": ids, **more}
+    if "pixel_values" in names:
+        config = getattr(model, "config", None)
+        config = getattr(config, "vision_config", config)
+        size, channels = getattr(config, "image_size", 32), getattr(config, "num_channels", 3)
+        yield {"pixel_values": torch.randn(BATCH, channels, size, size, device="cpu")}
+    yield (ids,)
+    for size in _sizes(model):
+        yield (torch.randn(BATCH, LENGTH, size, device="cpu"),)
+        yield (torch.randn(BATCH, size, device="cpu"),)
+    yield (ids, ids)
+
+
+def _guessed_call(block: nn.Module) -> Call | None:
+    """A call of a block by itself with activations alone, if it takes that."""
+    copied = _without_memory(block)
+    if copied is None:
+        return None
+    for size in _sizes(block):
+        for shape in ((BATCH, LENGTH, size), (BATCH, size)):
+            x = torch.randn(shape, dtype=torch.float64, device="cpu", requires_grad=True)
+            try:
+                copied.double()(x)
+            except Exception:
+                continue
+            return Call((x,), {})
+    return None
+
+
+def _sizes(module: nn.Module) -> Sequence[int]:
+    """Channels that the first layers take."""
+    found: dict[int, None] = {}
+    for part in module.modules():
+        if isinstance(part, nn.LayerNorm):
+            found[part.normalized_shape[-1]] = None
+        elif isinstance(part, nn.Linear):
+            found[part.in_features] = None
+    return list(found)[:_SIZES_TRIED]
+
+
+def _names(model: nn.Module) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)

@@ -1,0 +1,446 @@
+"""The proof of a split: all parts of a block in one process, against the whole one, in float64 or float32, on random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_runtime.module_conversion.splitting import Number, Split, number_of, prepare
+from smp_runtime.nn.sharded.linear import is_linear
+from smp_runtime.tensor_parallel.block_entry import SharedInput
+from smp_runtime.tensor_parallel.deferred import Part
+from smp_runtime.tensor_parallel.group import TensorGroup, Throttle
+from smp_runtime.tensors.torch_private import without_modes
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.collectives import Work
+    from smp_runtime.nn.sharded.linear import LinearSplit
+    from smp_runtime.parameters.registry import TensorSlice
+
+#: Relative to the greatest element: what the order of additions changes, also where a block computes a part in float32.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
+#: A part waits for the others so long, in seconds; one that fails sets them free at once.
+_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a block was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def signature(self) -> object:
+        """Equal for calls with tensors of the same shapes in the same places."""
+        return tuple((place, getattr(value, "shape", type(value))) for place, value in self.given().items())
+
+    def given(self) -> dict[int | str, Any]:
+        """Arguments by position and keyword."""
+        return dict([*enumerate(self.args), *self.kwargs.items()])
+
+
+class _Meeting:
+    """Where the parts of a block exchange tensors: threads of this process, all of which come to every exchange."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=_PATIENCE)
+        self._brought: list[Any] = [None] * size
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every part's tensor."""
+        self._brought[rank] = tensor.detach().clone()
+        self._barrier.wait()
+        found = list(self._brought)
+        self._barrier.wait()
+        return found
+
+    def abort(self) -> None:
+        """Set all free, with an error."""
+        self._barrier.abort()
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+class _OfOnePart:
+    """The collectives of one part, done by hand."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> Work:
+        tensor.copy_(torch.stack(self._meeting.exchange(self._rank, tensor)).sum(0))
+        return _Done()
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Any) -> Work:
+        full.copy_(torch.cat(self._meeting.exchange(self._rank, shard)))
+        return _Done()
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: Any) -> Work:
+        total = torch.stack(self._meeting.exchange(self._rank, full)).sum(0)
+        shard.copy_(total.view(-1, shard.numel())[self._rank])
+        return _Done()
+
+
+class _SimulatedGroup(TensorGroup):
+    """One of several ranks that are threads of this process; all of them have one batch."""
+
+    def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
+        self._made, self._throttle, self._group = _OfOnePart(meeting, rank), Throttle(-1), None  # type: ignore[assignment]
+        self.size, self.rank, self.prescaled, self.slices_activations = size, rank, True, False
+        self.device = torch.device("cpu")
+
+    @property
+    def is_tracing(self) -> bool:
+        """They all run."""
+        return False
+
+    @property
+    def _collectives(self) -> Any:
+        return self._made
+
+
+class _SimulatedLinear(nn.Module):
+    """A part of a linear map."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, whole: Any, split: LinearSplit, group: TensorGroup, shared: SharedInput) -> None:
+        super().__init__()
+        self._how, self._group, self._shared = split, group, shared
+        self.where: dict[str, TensorSlice] = {}
+        for name, dim in () if split.runs else (("weight", split.dim), *((("bias", 0),) if split.columns else ())):
+            if getattr(whole, name) is not None:
+                shape = tuple(getattr(whole, name).shape)
+                self.where[name] = split.slice(shape, dim, group.rank, group.size)
+        for name in ("weight", "bias"):
+            value = getattr(whole, name)
+            if value is not None:
+                value = self.where[name].cut(value) if name in self.where else value
+                value = nn.Parameter(value.detach().clone(), requires_grad=True)
+            self.register_parameter(name, value)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self._how.apply(input, self.weight, self.bias, self._group, self._shared)
+
+
+class NotEqualError(Exception):
+    """A split block does not compute what the whole one does; the message says where.
+
+    Attributes:
+        progress: how far it came: -1 if it was not tried, 0 if it did not run, 1 if its results differ, 2 if only gradients do.
+    """
+
+    def __init__(self, message: str, progress: int = 0) -> None:
+        super().__init__(message)
+        self.progress = progress
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a pass forward and backward gave, by name; of each output, also whether gradients flow through it."""
+
+    outputs: list[tuple[torch.Tensor, bool]]
+    inputs: list[torch.Tensor | None]
+    parameters: dict[str, torch.Tensor | None]
+    slices: dict[str, TensorSlice]
+
+
+class Proof:
+    """Compares splits of one block with the whole of it.
+
+    Args:
+        block: of the model; it stays as it is.
+        call: what it is called with.
+        size: into how many parts it is split.
+        dtype: to compute in; float32 for blocks that mix float32 in by themselves.
+
+    Raises:
+        Exception: whatever the block raises when it is called so by itself.
+    """
+
+    def __init__(self, block: nn.Module, call: Call, size: int, dtype: torch.dtype = torch.float64) -> None:
+        self._size, self.dtype = size, dtype
+        with without_modes(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.block = with_values(block).to(dtype).eval()
+            self._call = _in_type(call, dtype)
+            #: Linear maps by path with what each was called with, in the order of the calls.
+            self.seen: list[tuple[str, torch.Tensor]] = []
+            with _noting(self.block, self.seen):
+                self._whole = self._run(self.block)
+
+    def call_of(self, path: str) -> Call:
+        """What a module inside is called with.
+
+        Raises:
+            KeyError: nobody calls it.
+        """
+        found: dict[str, Call] = {}
+
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            found.setdefault(path, _in_type(Call(args, kwargs), self.dtype))
+
+        with _hooked(self.block.get_submodule(path), hook), without_modes(), torch.enable_grad():
+            args, kwargs = _with_tensors((tuple(self._call.args), dict(self._call.kwargs)), lambda tensor: tensor)
+            self.block(*args, **kwargs)
+        return found[path]
+
+    def is_by_rows(self, batch: int) -> bool:
+        """Whether all that gradients flow through carries the batch in its first dim, and of nothing it is doubtful.
+
+        With a batch per rank only that can be gathered, and returned to its owners.
+        """
+        given = [t for t in (*_tensors(self._call.args), *_tensors(self._call.kwargs)) if t.dim()]
+        rows = [t.shape[0] for t in given]
+        plain = all(t.shape[0] == batch for t in given if t.requires_grad)
+        doubtful = any(count > batch and not count % batch for count in rows)
+        returned = all(t.dim() > 1 and (not t.shape[0] % batch or not flows) for t, flows in self._whole.outputs)
+        return plain and returned and batch in rows and not doubtful
+
+    def of(self, split: Split) -> Split:
+        """The split, with the parameters whose gradients must be summed.
+
+        Raises:
+            NotEqualError: it does not compute what the whole does.
+        """
+        with without_modes():
+            return self._proved(split)
+
+    def _proved(self, split: Split) -> Split:
+        split = replace(split, summed=())  # which they are is found out here
+        runs = self._all_parts(split)
+        if results := self._sliced_results(runs):
+            split = replace(split, results=(*split.results, *results))
+            runs = self._all_parts(split)
+        for run in runs:
+            if len(run.outputs) != len(self._whole.outputs):
+                raise NotEqualError("another number of results", 1)
+            for (found, _), (expected, _) in zip(run.outputs, self._whole.outputs, strict=True):
+                if not _equal(found, expected):
+                    raise NotEqualError(f"results differ by {_distance(found, expected)}", 1)
+            for mine, theirs in zip(run.inputs, self._whole.inputs, strict=True):
+                if not _equal(mine, theirs):
+                    raise NotEqualError(f"gradients of the inputs differ by {_distance(mine, theirs)}", 2)
+        return replace(split, summed=tuple(self._summed(runs)))
+
+    def _sliced_results(self, runs: Sequence[_Run]) -> list[Part]:
+        """Results of which every part returned its slice: attention weights of its heads."""
+        found = []
+        for place, (expected, _) in enumerate(self._whole.outputs):
+            mine = [run.outputs[place][0] for run in runs if place < len(run.outputs)]
+            dims = [
+                dim
+                for dim, length in enumerate(expected.shape)
+                if dim and all(part.shape == _cut(expected.shape, dim, length // self._size) for part in mine)
+            ]
+            if expected.dim() > 2 and dims and not expected.shape[dims[0]] % self._size:
+                found.append(Part(place, dims[0], expected.shape[dims[0]]))
+        return found
+
+    def slices_of_arguments(self, numbers: Iterable[Number]) -> tuple[Part, ...]:
+        """Arguments that have a slice for each of the heads that ``numbers`` reduce: a bias of attention scores."""
+        heads = {number_of(self.block, path, name) for path, name, _ in numbers}
+        found = []
+        for place, value in self._call.given().items():
+            if isinstance(value, torch.Tensor) and value.dim() > 2:
+                dims = [dim for dim in (1, 0) if value.shape[dim] in heads]
+                found += [Part(place, dims[0], value.shape[dims[0]])] if dims else []
+        return tuple(found)
+
+    def _summed(self, runs: Sequence[_Run]) -> list[str]:
+        """Names of whole parameters of which each part has a summand of the gradient."""
+        found = []
+        # Some gradients are 0 but for rounding, as that of a bias of keys: what rounds is as great as others are.
+        least = max(
+            1e-3,
+            1e-2 * max((float(g.abs().max()) for g in self._whole.parameters.values() if g is not None), default=0.0),
+        )
+        for name, expected in self._whole.parameters.items():
+            parts = [run.parameters[name] for run in runs]
+            slices = [run.slices.get(name) for run in runs]
+            if slices[0] is not None:
+                cuts = [None if expected is None else where.cut(expected) for where in slices if where is not None]
+                if not all(_equal(mine, expected, least) for mine, expected in zip(parts, cuts, strict=True)):
+                    raise NotEqualError(f"the gradient of {name} differs", 2)
+            elif not all(_equal(mine, expected, least) for mine in parts):
+                present = [mine for mine in parts if mine is not None]
+                total = torch.stack(present).sum(0) if present else None
+                if not _equal(total, expected, least):
+                    raise NotEqualError(f"the gradient of {name} differs, and so does its sum", 2)
+                found.append(name)
+        return found
+
+    def _all_parts(self, split: Split) -> list[_Run]:
+        meeting, errors = _Meeting(self._size), []
+        found: list[_Run | None] = [None] * self._size
+
+        def run(rank: int) -> None:
+            try:
+                group = _SimulatedGroup(meeting, rank, self._size)
+                found[rank] = self._run(_part(self.block, split, group))
+            except BaseException as error:
+                errors.append(error)
+                meeting.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self._size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            first = next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+            raise NotEqualError(f"{type(first).__name__}: {first}") from first
+        return [run for run in found if run is not None]
+
+    def _run(self, block: nn.Module) -> _Run:
+        inputs: list[torch.Tensor] = []
+
+        def fresh(tensor: torch.Tensor) -> torch.Tensor:
+            made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            if made.requires_grad:
+                inputs.append(made)
+            return made
+
+        args, kwargs = _with_tensors((tuple(self._call.args), dict(self._call.kwargs)), fresh)
+        with torch.enable_grad():
+            outputs = _tensors(block(*args, **kwargs))
+            floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
+            # Weights that tell the elements of the results apart.
+            loss = sum((t * torch.linspace(1, 2, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in floating)
+            if not isinstance(loss, torch.Tensor):
+                raise NotEqualError("no result that depends on the inputs")
+            loss.backward()
+        slices = {
+            f"{path}.{name}" if path else name: where
+            for path, part in block.named_modules()
+            for name, where in part.__dict__.get("where", {}).items()
+        }
+        gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
+        return _Run([(t.detach(), t.requires_grad) for t in outputs], [t.grad for t in inputs], gradients, slices)
+
+
+def _cut(shape: torch.Size, dim: int, length: int) -> torch.Size:
+    return torch.Size((*shape[:dim], length, *shape[dim + 1 :]))
+
+
+@contextlib.contextmanager
+def _hooked(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _noting(block: nn.Module, seen: list[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    def hook(path: str) -> Any:
+        return lambda _, args: seen.append((path, args[0])) if args else None
+
+    parts = [(path, part) for path, part in block.named_modules() if is_linear(part)]
+    handles = [part.register_forward_pre_hook(hook(path)) for path, part in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _part(block: nn.Module, split: Split, group: TensorGroup) -> nn.Module:
+    """A copy of a block, as one rank has it."""
+    shared, memo = SharedInput(), {}
+    for path, how in split.leaves.items():
+        whole = block.get_submodule(path)
+        memo[id(whole)] = _SimulatedLinear(whole, how, group, shared)
+    made = copy.deepcopy(block, memo)
+    for path, tables in split.tables.items():
+        part = made.get_submodule(path)
+        part.__dict__["where"] = where = tables.slices(part, group.rank, group.size)
+        for name, slice_ in where.items():
+            part._parameters[name] = nn.Parameter(slice_.cut(part.get_parameter(name).detach()).clone())
+    prepare(made, split, group)
+    return made
+
+
+def with_values(module: nn.Module) -> nn.Module:
+    """A copy of a module with random values, whether it has values yet or not, without hooks."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                memo[id(parameter)] = nn.Parameter(
+                    _random(parameter, name), requires_grad=parameter.is_floating_point()
+                )
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                memo[id(buffer)] = _random(buffer, name)
+        for name, value in vars(part).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                memo[id(value)] = type(value)()
+    return copy.deepcopy(module, memo)
+
+
+def _random(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+    values = torch.randn(tensor.shape, dtype=torch.float64, device="cpu")
+    return values / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else values * 0.3 + (name != "bias")
+
+
+def _in_type(call: Call, dtype: torch.dtype) -> Call:
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+        return made.requires_grad_(tensor.requires_grad)
+
+    args, kwargs = _with_tensors((tuple(call.args), dict(call.kwargs)), made)
+    return Call(args, kwargs)
+
+
+def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_with_tensors(item, change) for item in value)
+    if isinstance(value, list):
+        return [_with_tensors(item, change) for item in value]
+    return copy.deepcopy(value) if value is not None and not isinstance(value, str | int | float | bool) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _equal(found: torch.Tensor | None, expected: torch.Tensor | None, least: float = 1e-3) -> bool:
+    """Whether two tensors are the same but for rounding, of the greatest element or of ``least``."""
+    if found is None or expected is None:
+        return all(t is None or not bool(t.count_nonzero()) for t in (found, expected))
+    if found.shape != expected.shape:
+        return False
+    if not found.is_floating_point():
+        return bool(torch.equal(found, expected))
+    tolerance = _TOLERANCES[expected.dtype] if expected.dtype in _TOLERANCES else _TOLERANCES[torch.float32]
+    scale = max(least, float(expected.abs().max())) if expected.numel() else 1.0
+    return bool(torch.allclose(found, expected, rtol=0.0, atol=tolerance * scale, equal_nan=True))
+
+
+def _distance(found: torch.Tensor | None, expected: torch.Tensor | None) -> str:
+    if found is None or expected is None or found.shape != expected.shape:
+        return " and ".join("none" if t is None else str(list(t.shape)) for t in (found, expected))
+    return f"{float((found.double() - expected.double()).abs().max()):.1g}"

@@ -1,0 +1,213 @@
+"""Mixtures of experts in a block: each expert is split over the ranks, or the experts are shared out, with one sum for all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from smp_runtime.module_conversion.splitting import Split
+from smp_runtime.nn.sharded.linear import LinearSplit, features_of, is_linear, is_transposed
+from smp_runtime.nn.sharded.tables import Tables
+
+if TYPE_CHECKING:
+    import torch
+
+    from smp_runtime.module_conversion.splitting import Number
+
+
+#: More linear maps than that are no feed forward net.
+_MOST_LINEAR = 4
+
+
+def expert_splits(
+    block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], size: int, *, is_spread: bool
+) -> Iterator[tuple[str, list[Split]]]:
+    """By the path of each mixture in a block, how it may be split, the best first.
+
+    Args:
+        seen: the linear maps of a block with what each was called with, in the order of the calls.
+        size: number of ranks.
+        is_spread: the ranks shall have whole experts, where their number can be divided.
+    """
+    if not seen:
+        return
+    width = features_of(block.get_submodule(seen[0][0]))[0]
+    for path in _mixtures(block):
+        mixture = block.get_submodule(path)
+        found: list[Split] = []
+        for spread in (True, False) if is_spread else (False,):
+            found += [_placed(path, split) for split in _of_mixture(mixture, width, size, is_spread=spread)]
+        yield path, found
+
+
+def _mixtures(block: nn.Module) -> list[str]:
+    """Modules around lists of experts, and around modules with parameters of many experts."""
+    found: dict[str, None] = {}
+    for path, part in block.named_modules():
+        if path and (is_list_of_experts(part) or _tables(part)):
+            found[path.rpartition(".")[0]] = None
+    inner = [
+        path for path in found if not any(other != path and other.startswith(f"{path}.".lstrip(".")) for other in found)
+    ]
+    return [path for path in inner if path or len(found) == 1]
+
+
+def is_list_of_experts(part: nn.Module) -> bool:
+    """Whether it is two or more feed forward nets of one kind, each with its linear maps at hand: no blocks with halves."""
+    children = list(part.children())
+    if not isinstance(part, nn.ModuleList | nn.ModuleDict) or len(children) < 2 or len({type(c) for c in children}) > 1:
+        return False
+    return (
+        2 <= sum(map(is_linear, children[0].children())) == sum(map(is_linear, children[0].modules())) <= _MOST_LINEAR
+    )
+
+
+def _tables(part: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of many experts, ``[experts, …, …]``, that a module has itself."""
+    found = {n: p for n, p in part._parameters.items() if p is not None and p.dim() == 3}
+    alone = sum(p.shape[0] == 1 for p in found.values()) == 1  # a row of one, such as a token of a class
+    return {n: p for n, p in found.items() if p.shape[0] > 1 or not alone}
+
+
+def _placed(path: str, split: Split) -> Split:
+    def full(name: str) -> str:
+        return ".".join(filter(None, (path, name)))
+
+    return replace(
+        split,
+        leaves={full(name): how for name, how in split.leaves.items()},
+        numbers=tuple((full(owner), name, value) for owner, name, value in split.numbers),
+        tables={full(name): how for name, how in split.tables.items()},
+        regions=(path,),
+    )
+
+
+def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -> Iterator[Split]:
+    spread = _spread(mixture, size) if is_spread else {}
+    if spread is None:
+        return
+    listed = tuple(
+        f"{path}.".lstrip(".") for path, part in mixture.named_modules() if is_spread and is_list_of_experts(part)
+    )
+    pairs = {path: how for path, how in _pairs(mixture, width).items() if not path.startswith(listed)}
+    for path, how in pairs.items():
+        if any(piece % size for piece in how.pieces or (features_of(mixture.get_submodule(path))[how.columns],)):
+            return
+    leaves = {**spread, **pairs}
+    tables = {path: part for path, part in mixture.named_modules() if _tables(part)}
+    if not tables:
+        if leaves:
+            yield Split(leaves)
+        return
+    for packed in (False,) if is_spread else (True, False):
+        cuts = (_cuts(part, width, size, is_spread=is_spread, is_packed=packed) for part in tables.values())
+        for chosen in itertools.product(*cuts):
+            found = dict(zip(tables, chosen, strict=True))
+            for numbers in _numbers(mixture, found, size):
+                yield Split(leaves, numbers, tables=found)
+
+
+def _spread(mixture: nn.Module, size: int) -> dict[str, LinearSplit] | None:
+    """Linear maps of listed experts, whose owners follow each other; None if the ranks do not divide the experts."""
+    leaves: dict[str, LinearSplit] = {}
+    for path, part in mixture.named_modules():
+        experts = list(part.named_children()) if is_list_of_experts(part) else []
+        if len(experts) % size:
+            return None
+        for number, (name, expert) in enumerate(experts):
+            owner = number // (len(experts) // size)
+            for inner, linear in expert.named_modules():
+                if is_linear(linear):
+                    how = LinearSplit(
+                        True, transposed=is_transposed(linear), pieces=features_of(linear)[1:], owner=owner
+                    )
+                    leaves[".".join(filter(None, (path, name, inner)))] = how
+    return leaves
+
+
+def _pairs(mixture: nn.Module, width: int) -> dict[str, LinearSplit]:
+    """Linear maps from and to the activations that stand in one module, by themselves a feed forward net."""
+    found: dict[str, LinearSplit] = {}
+    for path, part in mixture.named_modules():
+        linears = [(name, child) for name, child in part.named_children() if is_linear(child)]
+        columns = [(name, child) for name, child in linears if features_of(child)[0] == width]
+        rows = [(name, child) for name, child in linears if features_of(child)[1] == width]
+        if len(rows) > 1:  # as wide inside as outside: the last one is back
+            rows = [linears[-1]]
+            columns = linears[:-1]
+        inside = {features_of(child)[0] for _, child in rows}
+        for name, child in (*columns, *rows):
+            features, is_column = features_of(child)[1], (name, child) not in rows
+            pieces = (features // 2,) * 2 if is_column and features not in inside and features / 2 in inside else ()
+            if rows and (features in inside or pieces or not is_column):
+                found[f"{path}.{name}".lstrip(".")] = LinearSplit(
+                    is_column, transposed=is_transposed(child), local=True, pieces=pieces
+                )
+    return found
+
+
+def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed: bool) -> Iterator[Tables]:
+    """How the parameters of a module may be cut; several ways where experts are as wide inside as outside."""
+    tables = _tables(part)
+    experts = {parameter.shape[0] for parameter in tables.values()}
+    given = {n: p for n, p in part._parameters.items() if p is not None and p.dim() > 1 and p.shape[0] in experts}
+    if len(experts) != 1:
+        return
+    (count,) = experts
+    if is_spread:
+        if not count % size:
+            yield Tables(tuple((name, 0, ()) for name in given), experts=count)
+        return
+    inside = min((n for p in tables.values() for n in p.shape[1:] if n != width), default=width)
+    for features in (inside, width) if inside == 2 * width else (inside,):
+        divided = {
+            n
+            for n, p in given.items()
+            if p.dim() == 2 and p.shape[1] == width and (features != width or n in _late(given))
+        }
+        ways = [
+            list(_cuts_of(name, parameter, width, features, size, is_packed=is_packed))
+            for name, parameter in given.items()
+            if name not in divided
+        ]
+        yield from (Tables(cuts, tuple(divided), count) for cuts in itertools.product(*ways))
+
+
+def _late(given: Mapping[str, nn.Parameter]) -> set[str]:
+    """What stands behind the last of the matrices: what is added to the results."""
+    names = list(given)
+    last = max(names.index(name) for name, parameter in given.items() if parameter.dim() == 3)
+    return set(names[last:])
+
+
+def _cuts_of(
+    name: str, parameter: nn.Parameter, width: int, features: int, size: int, *, is_packed: bool
+) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Where one parameter may be cut, the likelier first."""
+    dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in (features, 2 * features)]
+    if features != width:
+        dims = ([dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2] or dims)[:1]
+    for dim in dims:
+        pieces = (features, features) if is_packed and parameter.shape[dim] == 2 * features else ()
+        if not any(piece % size for piece in pieces or (parameter.shape[dim],)):
+            yield name, dim, pieces
+
+
+def _numbers(mixture: nn.Module, tables: dict[str, Tables], size: int) -> Iterator[tuple[Number, ...]]:
+    """Numbers of the modules with tables that may be those of one rank."""
+    yield ()
+    found: list[Number] = []
+    for path, how in tables.items():
+        part = mixture.get_submodule(path)
+        wholes = {how.experts} if how.is_spread else {part.get_parameter(name).shape[dim] for name, dim, _ in how.cuts}
+        wholes |= {piece for _, _, pieces in how.cuts for piece in pieces}
+        for name, value in vars(part).items():
+            is_named = "expert" in name or not how.is_spread
+            if type(value) is int and value in wholes and is_named and not name.startswith("_"):
+                found.append((path, name, value // size))
+    if found:
+        yield tuple(found)

@@ -1,0 +1,178 @@
+"""Candidates for a split that nobody has planned: columns share an input, and what follows them is rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from smp_runtime.nn.sharded.linear import LinearSplit, features_of, is_linear, is_transposed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: Of a block, one part in so many may stay whole where splitting it would cost a collective of its own.
+_WHOLE_SHARE = 12
+#: A map before others is narrow where these have as many times its elements.
+_NARROW = 4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Linear maps that are split together or not at all.
+
+    Attributes:
+        leaves: how each is split, by its path.
+        replicated: maps before these that stay whole, and whose results each rank uses in its own way.
+        views: modules around them that make views by the width of all ranks.
+    """
+
+    leaves: Mapping[str, LinearSplit]
+    replicated: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
+
+
+def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> list[Unit]:
+    """What may be split together, the likelier first; some of it overlaps.
+
+    Args:
+        seen: the linear maps of a block with what each was called with, in the order of the calls.
+    """
+    units: dict[tuple[object, ...], Unit] = {}
+    sources = _sources(block, seen)
+    narrow = set().union(*sources.values())
+    for runs in (_by_parent(seen, narrow), _by_input(seen), _by_parent(seen, set())):
+        index = 0
+        while index + 1 < len(runs):
+            first, second = runs[index], runs[index + 1]
+            before = set().union(*(sources.get(path, set()) for path in first)) - set(first)
+            inside = {features_of(block.get_submodule(path))[0] for path in (*first, *before)}
+            if len(second) == 1 and features_of(block.get_submodule(second[0]))[1] in inside:
+                for renamed in _alike(block, {**dict.fromkeys(first, True), second[0]: False}):
+                    for unit in (Unit(renamed), *_behind_whole(renamed, sources)):
+                        units.setdefault((*unit.leaves, unit.replicated), unit)
+                index += 1
+            index += 1
+    return list(units.values())
+
+
+def _behind_whole(leaves: Mapping[str, LinearSplit], sources: Mapping[str, set[str]]) -> Iterator[Unit]:
+    """The same where some maps before these give a rank more than what it computes with the columns: keys of all heads."""
+    before = sorted(set().union(*(sources.get(path, set()) for path in leaves)) - leaves.keys())
+    for count in range(1, len(before) + 1):
+        for replicated in itertools.combinations(before, count):
+            # Gradients are summed behind those maps, so not at what follows them.
+            local = {path for path in leaves if sources.get(path, set()) & set(replicated)}
+            yield Unit(
+                {path: replace(how, local=True) if path in local else how for path, how in leaves.items()}, replicated
+            )
+
+
+def _by_input(seen: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
+    """Maps that are called one after the other with the same tensor, together."""
+    runs: list[list[str]] = []
+    before = None
+    for path, x in seen:
+        if x is not before:
+            runs.append([])
+        runs[-1].append(path)
+        before = x
+    return runs
+
+
+def _by_parent(seen: Sequence[tuple[str, torch.Tensor]], within: set[str]) -> list[list[str]]:
+    """Maps of one module together, but for the last one: queries, and keys and values of something else.
+
+    Args:
+        within: maps that others of the same module come behind: these stay alone.
+    """
+    runs: list[list[str]] = []
+    for parent, found in itertools.groupby((path for path, _ in seen), lambda path: path.rpartition(".")[0]):
+        *before, last = found
+        alone, before = [path for path in before if path in within], [path for path in before if path not in within]
+        runs += [[path] for path in alone]
+        runs += [before, [last]] if before and parent else [[path] for path in (*before, last)]
+    return runs
+
+
+def _sources(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> dict[str, set[str]]:
+    """By a map, but for the last of its module, the maps of the module that it gets something of, as in latent attention."""
+    weights = {id(block.get_submodule(path).weight): path for path, _ in seen}
+    found: dict[str, set[str]] = {}
+    for parent, calls in itertools.groupby(seen, lambda call: call[0].rpartition(".")[0]):
+        for path, x in [*calls][:-1]:
+            before = {weights[id(leaf)] for leaf in _leaves_before(x) if id(leaf) in weights}
+            found[path] = {source for source in before if source.rpartition(".")[0] == parent}
+    return found
+
+
+def _leaves_before(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What autograd knows that a tensor was computed from."""
+    waiting: list[Any] = [x.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [before for before, _ in node.next_functions]
+
+
+def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, LinearSplit]]:
+    """The unit itself, and those whose names differ in one number: experts that the sample did not call."""
+    modules = dict(block.named_modules())
+    numbers = {match.span() for path in columns for match in re.finditer(r"(?<=\.)\d+(?=\.)", path)}
+    seen: set[tuple[str, ...]] = set()
+    for start, stop in [(0, 0), *numbers]:
+        renamed: list[dict[str, bool]] = [dict(columns)]
+        if stop and len({path[:stop] for path in columns}) == 1:
+            renamed += [
+                {f"{path[:start]}{number}{path[stop:]}": is_column for path, is_column in columns.items()}
+                for number in range(len(modules[next(iter(columns))[: start - 1]]._modules))
+            ]
+        for paths in renamed:
+            if tuple(paths) not in seen and all(path in modules and is_linear(modules[path]) for path in paths):
+                seen.add(tuple(paths))
+                yield {
+                    path: LinearSplit(columns=c, transposed=is_transposed(modules[path])) for path, c in paths.items()
+                }
+
+
+def narrow(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], split: Container[str]) -> set[str]:
+    """Maps that those which are split get something of, and that are small beside them: they had better stay whole."""
+    sources = _sources(block, seen)
+    found: set[str] = set()
+    for _, calls in itertools.groupby((path for path, _ in seen), lambda path: path.rpartition(".")[0]):
+        names = set(calls)
+        inside = sum(_size(block, path) for path in names if path in split)
+        before = set().union(*(sources.get(path, set()) for path in names if path in split))
+        found |= {path for path in before if path not in split and _size(block, path) * _NARROW <= inside}
+    return found
+
+
+def _size(block: nn.Module, path: str) -> int:
+    return math.prod(features_of(block.get_submodule(path)))
+
+
+def single(block: nn.Module, paths: Sequence[str]) -> Iterator[Unit]:
+    """Linear maps that are in no unit, each split by itself with its output gathered: all, those of each module, or each.
+
+    Small ones are not worth it: together at most one part in twelve of the block stays whole.
+    """
+    sizes = {path: _size(block, path) for path in paths}
+    spare = sum(parameter.numel() for parameter in block.parameters()) // _WHOLE_SHARE
+    for path in sorted(paths, key=sizes.__getitem__):
+        spare -= sizes[path]
+        if spare >= 0:
+            del sizes[path]
+    how = {path: LinearSplit(True, joins=True, transposed=is_transposed(block.get_submodule(path))) for path in sizes}
+    yield Unit(how)
+    for _, found in itertools.groupby(sizes, lambda path: path.rpartition(".")[0]):
+        yield Unit({path: how[path] for path in found})
+    yield from (Unit({path: how[path]}) for path in sizes)

@@ -1,0 +1,308 @@
+"""Which blocks of a model are split in place, and how: by the script's plan, the model's own, or what can be inferred."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from smp_runtime.errors import SMPUserError
+from smp_runtime.module_conversion.in_place.blocks import Block, blocks_of, shared_with_others
+from smp_runtime.module_conversion.in_place.capture import BATCH, calls_of
+from smp_runtime.module_conversion.in_place.equivalence_check import Call, NotEqualError, Proof
+from smp_runtime.module_conversion.in_place.experts import expert_splits
+from smp_runtime.module_conversion.in_place.plan_inference import Unit, inferred_units, narrow, single
+from smp_runtime.module_conversion.in_place.split_variants import is_divisible, joint_numbers, variants
+from smp_runtime.module_conversion.in_place.tp_plan_messages import line_of, listed, title, wrong_plan
+from smp_runtime.module_conversion.in_place.uncalled_modules import with_twins
+from smp_runtime.module_conversion.splitting import Number, Split
+
+if TYPE_CHECKING:
+    from smp_runtime.nn.sharded.linear import LinearSplit
+    from smp_runtime.nn.sharded.tables import Tables
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
+logger = logging.getLogger("smp")
+
+#: Seconds after which no more ways of splitting a block's pairs are tried; likewise of its single maps.
+LONGEST = 120.0
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What was decided for blocks that are alike.
+
+    Attributes:
+        paths: of the blocks.
+        line: of the log.
+        is_planned: there was a plan for them.
+        error: why a script's plan cannot be had.
+    """
+
+    paths: tuple[str, ...]
+    split: Split
+    line: str
+    is_planned: bool
+    error: str | None = None
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Block], split: Split, proven: torch.dtype | None, why: Sequence[str], size: int
+    ) -> _Choice:
+        """With the line of the log that says so."""
+        line = line_of(blocks, split, proven, why, size)
+        return cls(tuple(block.path for block in blocks), split, line, blocks[0].leaves is not None)
+
+
+def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module], bool]) -> dict[int, Split]:
+    """By the ``id`` of each block that is split in place, how; all ranks of the group call it.
+
+    Args:
+        is_taken: whether a distributed class stands for a module.
+
+    Raises:
+        SMPUserError: a script's plan makes a block compute something else.
+    """
+    if group.size == 1:
+        return {}
+    shared = shared_with_others(model)
+    blocks: dict[str, Block] = {}
+    for block in blocks_of(model, is_taken):
+        if not shared(block):
+            blocks[block.path] = block
+        elif group.rank == 0 and block.leaves is not None:
+            logger.warning("%s is not split in place: it shares a weight with another module", title([block]))
+    if not blocks:
+        return {}
+    # One rank decides, since whether numbers are equal is not for each to find out by itself.
+    chosen: list[_Choice] = group.agree(_chosen(model, list(blocks.values()), group) if group.rank == 0 else None)
+    found: dict[int, Split] = {}
+    for choice in chosen:
+        if choice.error is not None:
+            raise SMPUserError(choice.error)
+        if choice.split.leaves or choice.split.tables:
+            found |= {id(blocks[path].module): choice.split for path in choice.paths}
+    if group.ranks.rank == 0:
+        _say(chosen, group)
+    return found
+
+
+def _say(chosen: Iterable[_Choice], group: TensorGroup) -> None:
+    is_any = False
+    for choice in chosen:
+        is_split = bool(choice.split.leaves or choice.split.tables)
+        is_any = is_any or is_split
+        logger.log(logging.WARNING if choice.is_planned and not is_split else logging.INFO, "%s", choice.line)
+    if is_any and group.slices_activations:
+        logger.info(
+            "optimize is memory, but blocks that are split in place do not slice activations: each rank keeps those of all rows of "
+            "the batch of %d ranks, as under optimize: speed; activation checkpointing saves memory here too",
+            group.size,
+        )
+
+
+def _chosen(model: nn.Module, blocks: Sequence[Block], group: TensorGroup) -> list[_Choice]:
+    kinds: list[list[Block]] = []
+    try:
+        kinds, calls = _kinds(model, blocks)
+        return [_choice(alike, calls.get(alike[0].path), group) for alike in kinds]
+    except Exception as error:  # the other ranks wait for a decision, and splitting maps one by one is always one
+        why = [f"trying it out failed: {type(error).__name__}: {str(error)[:160]}"]
+        return [
+            _Choice.of(alike, Split({}), None, why, group.size) for alike in kinds or _alike(blocks, lambda b: b.kind)
+        ]
+
+
+def _kinds(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[list[Block]], dict[str, Call]]:
+    """Blocks that are split alike, and what they are called with.
+
+    The first of several is often called otherwise: it makes what the others are given.
+    """
+    kinds = _alike(blocks, lambda block: block.kind)
+    some = {block.path: block.module for alike in kinds for block in alike[:2]}
+    calls = calls_of(model, some)
+
+    def signature(block: Block) -> object:
+        call = calls.get(block.path)
+        return None if call is None else call.signature
+
+    if any(signature(block) != signature(alike[0]) for alike in kinds for block in alike[1:2]):
+        calls = calls_of(model, {block.path: block.module for block in blocks})
+        kinds = _alike(blocks, lambda block: (block.kind, signature(block)))
+    return kinds, calls
+
+
+def _alike(blocks: Iterable[Block], key: Callable[[Block], object]) -> list[list[Block]]:
+    found: dict[object, list[Block]] = {}
+    for block in blocks:
+        found.setdefault(key(block), []).append(block)
+    return list(found.values())
+
+
+def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choice:
+    """How blocks of one kind are split, and the line of the log that says so."""
+    first = blocks[0]
+    proof, why = _proof_of(first, call, group)
+    units = _planned_units(first) if first.leaves is not None else []
+    if proof is not None and not first.is_scripts:  # a plan that gathers may be improved
+        inferred = [u for u in inferred_units(proof.block, proof.seen) if all(map(first.is_marked, u.leaves))]
+        joined = [u for u in units if any(how.joins for how in u.leaves.values())]
+        units = [*(u for u in units if u not in joined), *inferred, *joined]
+    split = Split({})
+    if proof is not None and not first.is_scripts:
+        split = _with_experts(proof, first, group)
+    if proof is not None:
+        split, failed = _grown(proof, first.module, split, units, group.size)
+        if failed and first.is_scripts:
+            return replace(_Choice.of(blocks, split, None, [], group.size), error=wrong_plan(first, failed, group.size))
+        if not first.is_scripts:
+            whole = {*split.leaves, *narrow(proof.block, proof.seen, split.leaves)}
+            left = [path for path in dict(proof.seen) if path not in whole and first.is_marked(path)]
+            split, _ = _grown(proof, first.module, split, list(single(first.module, left)), group.size)
+        if not first.is_scripts:
+            split = with_twins(proof, split, group.size)
+        why += [f"{listed(unit)} {_fate(unit, split)}: {reason}" for unit, reason in failed]
+    elif first.is_scripts and group.prescaled:
+        split = _together(unit for unit in units if is_divisible(first.module, unit, group.size) is None)
+    proven = None if proof is None else proof.dtype
+    return _Choice.of(blocks, split, proven, why, group.size)
+
+
+def _proof_of(block: Block, call: Call | None, group: TensorGroup) -> tuple[Proof | None, list[str]]:
+    """What tries splits of a block out, or None and why there is nothing."""
+    if call is None:
+        return None, ["nothing is known of how it is called"]
+    proof, why = None, ""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            proof = Proof(block.module, call, group.size, dtype)
+            break
+        except Exception as error:  # whatever it raises, it was not called as was thought
+            why = why or f"it does not run by itself ({type(error).__name__}: {str(error)[:120]})"
+    if proof is None:
+        return None, [why]
+    if not group.prescaled and not proof.is_by_rows(BATCH):
+        return None, ["with a batch per rank: what it takes or returns cannot be told apart by its rows"]
+    return proof, []
+
+
+def _with_experts(proof: Proof, block: Block, group: TensorGroup) -> Split:
+    """Of each mixture of experts the first split that is right."""
+    split = Split({})
+    for _, found in expert_splits(block.module, proof.seen, group.size, is_spread=group.spreads_experts):
+        for candidate in found:
+            if not all(map(block.is_marked, (*candidate.leaves, *candidate.tables))):
+                continue
+            together = replace(
+                candidate,
+                leaves={**split.leaves, **candidate.leaves},
+                numbers=(*split.numbers, *candidate.numbers),
+                regions=(*split.regions, *candidate.regions),
+                tables={**split.tables, **candidate.tables},
+            )
+            with contextlib.suppress(NotEqualError):
+                split = proof.of(together)
+                break
+    return split
+
+
+def _grown(
+    proof: Proof, block: nn.Module, split: Split, units: Sequence[Unit], size: int
+) -> tuple[Split, list[tuple[Unit, str]]]:
+    """A split with all units, else with those that are right beside what it has; and why the others are not."""
+    until = time.monotonic() + LONGEST
+    for candidate in _in_time(_joint_candidates(proof, block, units, split, size), until):
+        with contextlib.suppress(NotEqualError):
+            return proof.of(candidate), []
+    failed: list[tuple[Unit, str]] = []
+    for unit in units:
+        if not unit.leaves or unit.leaves.keys() & split.leaves.keys():
+            continue
+        best = NotEqualError(is_divisible(block, unit, size) or "", -1)
+        for candidate in _in_time(_candidates(proof, block, unit, split, size), until):
+            try:
+                split = proof.of(candidate)
+                break
+            except NotEqualError as error:
+                best = max(best, error, key=lambda e: e.progress)
+        else:
+            late = f"; no more was tried after {LONGEST:.0f} s" if time.monotonic() > until else ""
+            failed.append((unit, str(best)[:160] + late))
+    return split, [(unit, why) for unit, why in failed if not unit.leaves.keys() & split.leaves.keys()]
+
+
+def _in_time(candidates: Iterator[Split], until: float) -> Iterator[Split]:
+    """The first, and more in time: wide blocks take seconds to try out, and the other ranks wait meanwhile."""
+    yield from itertools.islice(candidates, 1)
+    yield from itertools.takewhile(lambda _: time.monotonic() < until, candidates)
+
+
+def _joint_candidates(
+    proof: Proof, block: nn.Module, units: Sequence[Unit], beside: Split, size: int
+) -> Iterator[Split]:
+    """All units at once, the likelier of those that overlap."""
+    chosen: list[Unit] = []
+    for unit in units:
+        if (
+            not any(unit.leaves.keys() & other.leaves.keys() for other in chosen)
+            and not unit.leaves.keys() & beside.leaves.keys()
+        ):
+            chosen.append(unit)
+    if any(is_divisible(block, unit, size) is not None for unit in chosen):
+        return
+    for numbers, tables in joint_numbers(block, chosen, size) if len(chosen) > 1 else [((), {})]:
+        yield from _with_arguments(proof, _together(chosen, beside, numbers), numbers, tables)
+
+
+def _candidates(proof: Proof, block: nn.Module, unit: Unit, beside: Split, size: int) -> Iterator[Split]:
+    """What a unit may be beside what is split already, the likelier first."""
+    for variant, numbers, tables in variants(block, unit, size):
+        yield from _with_arguments(proof, _together([variant], beside, numbers), numbers, tables)
+
+
+def _with_arguments(
+    proof: Proof, split: Split, numbers: Sequence[Number], tables: Mapping[str, Tables]
+) -> Iterator[Split]:
+    """A split with tables, and with slices of the arguments that have something for each head."""
+    split = replace(split, tables={**split.tables, **tables})
+    yield split
+    if arguments := proof.slices_of_arguments(numbers):
+        yield replace(split, arguments=tuple(dict.fromkeys((*split.arguments, *arguments))))
+
+
+def _together(units: Iterable[Unit], beside: Split | None = None, numbers: Iterable[Number] = ()) -> Split:
+    before = Split({}) if beside is None else beside
+    leaves, replicated, views = dict(before.leaves), set(before.replicated), set(before.views)
+    for unit in units:
+        leaves |= unit.leaves
+        replicated |= set(unit.replicated)
+        views |= set(unit.views)
+    return replace(
+        before,
+        leaves=leaves,
+        numbers=tuple(sorted({*before.numbers, *numbers})),
+        replicated=tuple(sorted(replicated)),
+        views=tuple(sorted(views)),
+    )
+
+
+def _fate(unit: Unit, split: Split) -> str:
+    left = [path for path in unit.leaves if path not in split.leaves]
+    if len(left) == len(unit.leaves):
+        return "stay whole"
+    return f"are split one by one{', but for ' if left else ''}{', '.join(left)}"
+
+
+def _planned_units(block: Block) -> list[Unit]:
+    """Linear maps of one parent are split together or not at all."""
+    units: dict[str, dict[str, LinearSplit]] = {}
+    for path, how in (block.leaves or {}).items():
+        units.setdefault(path.rpartition(".")[0], {})[path] = how
+    return [Unit(leaves) for leaves in units.values()]

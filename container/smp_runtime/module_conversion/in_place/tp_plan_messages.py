@@ -1,0 +1,88 @@
+"""What the log says of blocks that are split in place, and errors of a script's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from smp_config.errors import kind_of
+from smp_runtime.nn.sharded.linear import is_linear
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from smp_runtime.module_conversion.in_place.blocks import Block
+    from smp_runtime.module_conversion.in_place.plan_inference import Unit
+    from smp_runtime.module_conversion.splitting import Split
+
+
+def line_of(blocks: Sequence[Block], split: Split, proven: torch.dtype | None, why: Sequence[str], size: int) -> str:
+    """How blocks that are alike are split, why not otherwise, and what has been proven."""
+    first = blocks[0]
+    if not split.leaves and not split.tables:
+        said = f"{title(blocks)}: {first.source}, but not split in place; each linear map is split by itself"
+    else:
+        said = f"{title(blocks)}: {first.source}, {len(split.leaves)} of {_linears(first.module)} linear maps"
+        said += f", {_share(first.module, split):.0%} of its parameters are split over {size} ranks"
+        for path in split.regions:
+            said += f"; {path or 'it'} {'has whole experts on each rank' if _is_spread(split) else 'has a part of each expert'}"
+        said += (
+            f"; numbers of a rank: {', '.join('.'.join(number[:2]).lstrip('.') for number in split.numbers)}"
+            if split.numbers
+            else ""
+        )
+        said += f"; equal to the whole in {str(proven).removeprefix('torch.')}" if proven else "; not tried out"
+    return said + (f" ({'; '.join(why)})" if why else "")
+
+
+def wrong_plan(block: Block, failed: list[tuple[Unit, str]], size: int) -> str:
+    """Why a script's plan cannot be had."""
+    reasons = [f"{listed(unit)}: {why}" for unit, why in failed]
+    return (
+        f"the plan of {kind_of(block.module)} ({block.path or 'the model'}) over {size} ranks makes it compute something "
+        f"else than the whole one: {'; '.join(reasons)}. It was tried with all parts in one process, on random numbers in float64: "
+        "colwise maps must be followed by rowwise ones, with only what works on single heads or features between them, and the "
+        "ranks must divide the heads; change the plan, or leave it out"
+    )
+
+
+def _is_spread(split: Split) -> bool:
+    return any(how.owner is not None for how in split.leaves.values()) or any(
+        t.is_spread for t in split.tables.values()
+    )
+
+
+def listed(unit: Unit) -> str:
+    """The linear maps of a unit."""
+    paths = list(unit.leaves)
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
+def title(blocks: Sequence[Block]) -> str:
+    """How many blocks of which class there are, and where."""
+    first = blocks[0]
+    times = f"{len(blocks)} × " if len(blocks) > 1 else ""
+    where = first.path or "the model"
+    where += f" to {blocks[-1].path}" if len(blocks) > 1 else ""
+    return f"{times}{type(first.module).__name__} ({where})"
+
+
+def _linears(module: nn.Module) -> int:
+    return sum(map(is_linear, module.modules()))
+
+
+def _share(block: nn.Module, split: Split) -> float:
+    """Of a block's parameters, those that are not whole on every rank."""
+    total = sum(p.numel() for p in block.parameters())
+    halved = 0
+    for path, how in split.leaves.items():
+        linear: Any = block.get_submodule(path)
+        if how.runs:
+            continue
+        halved += linear.weight.numel()
+        if how.columns and linear.bias is not None:
+            halved += linear.bias.numel()
+    for path, tables in split.tables.items():
+        halved += sum(block.get_submodule(path).get_parameter(name).numel() for name, _, _ in tables.cuts)
+    return halved / max(1, total)

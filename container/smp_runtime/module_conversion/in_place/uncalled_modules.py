@@ -1,0 +1,92 @@
+"""Modules of a block that nobody called when it was tried out, but that are like one that was: a decoder's second attention."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from smp_runtime.module_conversion.in_place.equivalence_check import NotEqualError, Proof
+from smp_runtime.module_conversion.splitting import Split
+from smp_runtime.nn.sharded.linear import is_linear
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def with_twins(proof: Proof, split: Split, size: int) -> Split:
+    """A split with modules that were not called beside it, each split like one of the same class, and tried out like that."""
+    for path, like in _twins(proof):
+        mine = _inside(split, like)
+        if not mine.leaves:
+            continue
+        with contextlib.suppress(Exception):  # whatever a module raises that is called as another was
+            own = Proof(proof.block.get_submodule(path), proof.call_of(like), size, proof.dtype)
+            split = _beside(split, _right(own, mine), path)
+    return split
+
+
+def _right(proof: Proof, split: Split) -> Split:
+    """A split that is right; where the block has slices of a bias already, the module by itself gets the whole."""
+    try:
+        return proof.of(split)
+    except NotEqualError:
+        return proof.of(replace(split, arguments=proof.slices_of_arguments(split.numbers)))
+
+
+def _twins(proof: Proof) -> Iterator[tuple[str, str]]:
+    """Paths of modules whose linear maps were not called, and of one that each is like."""
+    called = {path for path, _ in proof.seen}
+    maps = {path: list(_maps_of(part)) for path, part in proof.block.named_modules() if path}
+    for path, names in maps.items():
+        if not names or called & {f"{path}.{name}" for name in names}:
+            continue
+        alike = [other for other in maps if maps[other] == names and {f"{other}.{name}" for name in names} <= called]
+        kind = _kind(proof.block.get_submodule(path))
+        yield from [(path, other) for other in alike if _kind(proof.block.get_submodule(other)) == kind][:1]
+
+
+def _maps_of(module: nn.Module) -> Iterator[str]:
+    return (name for name, part in module.named_modules() if name and is_linear(part))
+
+
+def _kind(module: nn.Module) -> object:
+    return type(module), [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+
+
+def _inside(split: Split, path: str) -> Split:
+    """What a split says of the modules inside one of them."""
+
+    def has(name: str) -> bool:
+        return name == path or name.startswith(f"{path}.")
+
+    def cut(name: str) -> str:
+        return name[len(path) + 1 :]
+
+    return Split(
+        {cut(name): how for name, how in split.leaves.items() if has(name)},
+        tuple((cut(owner), name, value) for owner, name, value in split.numbers if has(owner)),
+        tables={cut(name): how for name, how in split.tables.items() if has(name)},
+        replicated=tuple(cut(name) for name in split.replicated if has(name)),
+        views=tuple(cut(name) for name in split.views if has(name)),
+    )
+
+
+def _beside(split: Split, other: Split, path: str) -> Split:
+    """A split with another one of a module inside."""
+
+    def full(name: str) -> str:
+        return f"{path}.{name}".rstrip(".")
+
+    return replace(
+        split,
+        leaves={**split.leaves, **{full(name): how for name, how in other.leaves.items()}},
+        numbers=tuple(sorted({*split.numbers, *((full(owner), name, n) for owner, name, n in other.numbers)})),
+        tables={**split.tables, **{full(name): how for name, how in other.tables.items()}},
+        summed=tuple(sorted({*split.summed, *map(full, other.summed)})),
+        replicated=tuple(sorted({*split.replicated, *map(full, other.replicated)})),
+        views=tuple(sorted({*split.views, *map(full, other.views)})),
+        arguments=(*split.arguments, *(replace(part, module=full(part.module)) for part in other.arguments)),
+        results=(*split.results, *(replace(part, module=full(part.module)) for part in other.results)),
+    )

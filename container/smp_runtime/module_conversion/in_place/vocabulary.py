@@ -1,0 +1,95 @@
+"""Which embeddings and heads of a model with blocks that are split in place are split over the vocabulary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from smp_runtime.module_conversion.candidates import is_patched
+from smp_runtime.module_conversion.in_place.blocks import parameter_uses
+from smp_runtime.module_conversion.in_place.capture import BATCH, calls_by_themselves
+from smp_runtime.module_conversion.registration import registration_of
+from smp_runtime.module_conversion.scopes import mark_of
+from smp_runtime.nn.embedding import DistributedEmbedding
+from smp_runtime.nn.linear import DistributedLinear
+from smp_runtime.nn.sharded.vocabulary import Tie, is_vocabulary
+
+if TYPE_CHECKING:
+    from smp_runtime.module_conversion.splitting import Split
+    from smp_runtime.tensor_parallel.group import TensorGroup
+
+logger = logging.getLogger("smp")
+
+
+def vocabulary_ties(model: nn.Module, blocks: Mapping[int, Split], group: TensorGroup) -> dict[int, Tie]:
+    """By the ``id`` of each embedding and head to split over the vocabulary its tie; all ranks of the group call it.
+
+    Args:
+        blocks: by ``id`` those that are split in place; without any, a model keeps its embeddings.
+    """
+    if not blocks or is_patched(model):
+        return {}
+    mine = _chosen(model, blocks, group) if group.rank == 0 else None
+    found: dict[int, Tie] = {}
+    for paths in group.agree(mine):
+        tie = Tie()
+        found |= {id(model.get_submodule(path)): tie for path in paths}
+        if group.ranks.rank == 0:
+            logger.info("%s: split over %d ranks by rows of the vocabulary", " = ".join(paths), group.size)
+    return found
+
+
+def _chosen(model: nn.Module, blocks: Mapping[int, Split], group: TensorGroup) -> list[list[str]]:
+    groups = list(_groups(model, blocks))
+    if not groups:
+        return []
+    try:
+        calls = calls_by_themselves(model, [path for paths in groups for path in paths])
+    except Exception:  # the other ranks wait for a decision; whole embeddings are right
+        return []
+    needed = None if group.prescaled else BATCH
+
+    def is_right(path: str) -> bool:
+        return all(shape and needed in (None, shape[0]) for shape in calls[path])
+
+    return [paths for paths in groups if all(path in calls and is_right(path) for path in paths)]
+
+
+def _groups(model: nn.Module, blocks: Mapping[int, Split]) -> Iterator[list[str]]:
+    """Paths of embeddings and heads of one weight each, which nothing else has."""
+    inside = {id(part) for block in model.modules() if id(block) in blocks for part in block.modules()}
+    parts: dict[str, Any] = {
+        path: part for path, part in model.named_modules() if id(part) not in inside and _is_wanted(part)
+    }
+    embedded = {part.num_embeddings for part in parts.values() if isinstance(part, nn.Embedding)}
+    returned = {part.out_features for part in parts.values() if isinstance(part, nn.Linear)}
+    inputs = {id(found) for part in model.modules() if (found := _input_embeddings(part)) is not None}
+    uses = parameter_uses(model)
+    by_weight: dict[int, list[str]] = {}
+    for path, part in parts.items():
+        rows = part.num_embeddings if isinstance(part, nn.Embedding) else part.out_features
+        if id(part) in inputs or rows in embedded & returned:
+            by_weight.setdefault(id(part.weight), []).append(path)
+    for weight, paths in by_weight.items():
+        same = {id(parts[path]) for path in paths}
+        named = sum(id(part) in same for _, part in model.named_modules(remove_duplicate=False))
+        if uses[weight] == named:
+            yield paths
+
+
+def _is_wanted(module: nn.Module) -> bool:
+    mark, how = mark_of(module), registration_of(module)
+    wanted = mark.enabled and mark.plan is None and mark.overrides.get("distribute_embedding", True)
+    known = how is None or how.dist_module in (DistributedLinear, DistributedEmbedding)
+    return bool(wanted) and known and is_vocabulary(module)
+
+
+def _input_embeddings(module: nn.Module) -> nn.Module | None:
+    """What a model of Transformers embeds its tokens with."""
+    with contextlib.suppress(Exception):
+        return module.get_input_embeddings()  # type: ignore[operator]
+    return None

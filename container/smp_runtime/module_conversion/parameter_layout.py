@@ -1,0 +1,121 @@
+"""Distributed modules tell the registry where their parameters' elements are; state goes out whole and comes in sliced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from smp_config import Group
+from smp_runtime.job import session as sessions
+from smp_runtime.module_conversion.prescaled_batch_check import SameBatch
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.tensor_parallel.block_entry import entry_of
+from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
+
+if TYPE_CHECKING:
+    from smp_runtime.parameters.registry import ParameterRegistry, TensorSlice
+
+
+def place(module: nn.Module, registry: ParameterRegistry) -> None:
+    """Note axis, slice and whole shape of split parameters, and over which group each one's gradient is averaged."""
+    _close_fast_paths(module)
+    watch_batches(module)
+    for part in module.modules():
+        entry = entry_of(part)
+        if entry is not None and not entry.prescaled:  # ordinary layers in it see the batch of the whole group
+            for seen in part.parameters():
+                registry.record_of(seen).reduction = Group.RDP
+    for part in distributed_modules(module):
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            record = registry.record_of(parameter)
+            # One that a subclass made by itself sees what a whole parameter does.
+            record.reduction = part.reductions.get(name, Group.RDP)
+            where = part.tensor_slices.get(name)
+            if where is not None:
+                record.shape = where.shape
+                record.placement = replace(
+                    record.placement, tensor_axis=where.dim, tensor_slice=where.bounds, tensor_longest=where.size
+                )
+
+
+def watch_batches(module: nn.Module) -> None:
+    """With a common batch, find out in the first forward passes whether the ranks of a group have it."""
+    hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - PyTorch has no public list of them
+    if any(isinstance(hook, SameBatch) for hook in hooks):
+        return
+    first = next(distributed_modules(module), None)
+    if first is not None and first.tensor_group.size > 1 and first.tensor_group.prescaled:
+        SameBatch(first.tensor_group).watch(module)
+
+
+def _close_fast_paths(module: nn.Module) -> None:
+    """PyTorch's encoder layers read their children's weights in evaluation, which distributed ones have a part of."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer) and any(
+            isinstance(child, DistributedModule) for child in part.modules()
+        ):
+            part.activation_relu_or_gelu = 0
+
+
+def distributed_modules(module: nn.Module) -> Iterator[DistributedModule]:
+    """The distributed modules in ``module``, those inside others too."""
+    return (part for part in module.modules() if isinstance(part, DistributedModule))
+
+
+def slices_by_name(module: nn.Module) -> dict[str, TensorSlice]:
+    """Every split parameter's slice, under all of its names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: where
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, DistributedModule)
+        for name, where in part.tensor_slices.items()
+    }
+
+
+@torch.no_grad()
+def whole_state(
+    module: nn.Module, state: dict[str, Any], group: TensorGroup, *, to_first: bool = False
+) -> dict[str, Any]:
+    """``state`` with split parameters whole; all ranks of the group call it.
+
+    Args:
+        to_first: only on the first rank of the group, and these on the CPU; the others get nothing.
+    """
+    slices = slices_by_name(module)
+    if group.size == 1 or not slices:
+        return state
+    whole = type(state)()
+    for name, value in state.items():
+        where = slices.get(name)
+        found = value if where is None else gather_whole(value, where, group)
+        if not to_first:
+            whole[name] = found
+        elif group.rank == 0:
+            whole[name] = found if where is None else found.cpu()
+    return whole
+
+
+def get_distribution_axis(param: torch.Tensor) -> int | None:
+    """Along which dim tensor parallel ranks have parts of a parameter of a wrapped model.
+
+    Args:
+        param: one of ``model.parameters()``.
+
+    Returns:
+        The dim, from 0; None if each rank has the parameter whole.
+
+    Example:
+        >>> smp.utils.get_distribution_axis(next(model.parameters())) is None  # without tensor parallelism
+        True
+    """
+    for model in sessions.current().models:
+        for record in model.registry:
+            if record.parameter is param:
+                return record.placement.tensor_axis
+    return None

@@ -1,0 +1,144 @@
+"""Which modules are to be distributed: marked while they are created inside a scope, or afterwards by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from smp_config.errors import kind_of, suggest
+from smp_runtime.errors import SMPUserError
+from smp_runtime.microbatch_state.construction_marks import marking
+from smp_runtime.module_conversion.builtin import known_arguments
+from smp_runtime.module_conversion.transformers_tp_plan import checked_plan
+from smp_runtime.nn.settings import tell_without_effect
+
+_MARK = "_smp_tensor_parallelism"
+
+#: Keywords that switch something on or off.
+SWITCHES = frozenset(
+    """attention_in_fp32 query_key_layer_scaling fused_softmax fused_dropout fused_bias_gelu distribute_embedding use_alibi
+    fp32_residual_addition flash_attention zero_init""".split()
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a script asked for a module.
+
+    Attributes:
+        enabled: whether it is to be distributed.
+        overrides: arguments of the distributed module, by name.
+        keeps_weights: whether its weights go into the distributed module.
+        plan: how the linear maps in the outermost module with this mark are split; None leaves it to the library.
+    """
+
+    enabled: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    keeps_weights: bool = True
+    plan: Mapping[str, str] | None = None
+
+
+_NO_MARK = Mark()
+
+
+@contextlib.contextmanager
+def tensor_parallelism(
+    enabled: bool = True, *, keep_weights: bool = True, plan: Mapping[str, str] | None = None, **overrides: Any
+) -> Iterator[None]:
+    """Distribute the supported modules created inside, when ``smp.DistributedModel`` wraps the model.
+
+    Of modules inside each other the outermost is distributed. Of scopes inside each other the innermost counts. A
+    module that shares weights with another, or whose sizes the tensor parallel degree does not divide, is left as it
+    is, with a warning.
+
+    Args:
+        enabled: False leaves the modules created inside as they are.
+        keep_weights: False lets the distributed modules draw new weights, in place of those that a module has when it is
+            wrapped: saves the time of handing them over where they do not matter.
+        plan: how linear maps in the outermost module created inside are split, where no distributed class stands for it: from
+            names, with ``*`` for any part of one, to the styles of Transformers. Default: the model's own plan, if it has one;
+            an empty one splits each linear map by itself.
+        overrides: arguments of the distributed modules, in place of those that the original's would give.
+
+    Raises:
+        SMPUserError: an unknown keyword or style, or a switch that is not true or false.
+
+    Example:
+        >>> with smp.tensor_parallelism():
+        ...     model = LlamaForCausalLM.from_pretrained("a-folder")  # doctest: +SKIP
+    """
+    with marking(_MARK, _mark(enabled, keep_weights, plan, overrides)):
+        yield
+
+
+def set_tensor_parallelism(
+    module: nn.Module,
+    enabled: bool = True,
+    *,
+    keep_weights: bool = True,
+    plan: Mapping[str, str] | None = None,
+    **overrides: Any,
+) -> None:
+    """Distribute the outermost supported modules in ``module``, itself included, or leave all of them as they are.
+
+    For models whose creation a script cannot put a scope around; call it before ``smp.DistributedModel``. A later
+    call for a part of the module counts for that part.
+
+    Args:
+        module: the model, or a part of it.
+        enabled: False takes the whole subtree out.
+        keep_weights: as in :func:`tensor_parallelism`.
+        plan: likewise, for names in ``module``.
+        overrides: as in :func:`tensor_parallelism`.
+
+    Raises:
+        SMPUserError: no module, or an unknown argument.
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> smp.set_tensor_parallelism(mlp, True)  # before smp.DistributedModel
+    """
+    if not isinstance(module, nn.Module):
+        raise SMPUserError(f"set_tensor_parallelism got {kind_of(module)}; pass a module of the model")
+    mark = _mark(enabled, keep_weights, plan, overrides)
+    for part in module.modules():
+        part.__dict__[_MARK] = mark
+
+
+def mark_of(module: nn.Module) -> Mark:
+    """What a script asked for ``module``."""
+    return module.__dict__.get(_MARK, _NO_MARK)
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Whether a script has said of any part of ``module`` whether it is to be distributed."""
+    return any(_MARK in part.__dict__ for part in module.modules())
+
+
+def _mark(enabled: bool, keep_weights: bool, plan: object, overrides: Mapping[str, Any]) -> Mark:
+    checked = None if plan is None else checked_plan(plan)
+    mark = Mark(_truth("enabled", enabled), _checked(overrides), _truth("keep_weights", keep_weights), checked)
+    if enabled:
+        tell_without_effect(overrides)
+    return mark
+
+
+def _checked(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in overrides.items():
+        if name in SWITCHES:
+            _truth(name, value)
+        elif name not in (known := known_arguments() | SWITCHES):
+            raise SMPUserError(
+                f"no distributed module has an argument {name!r}{suggest(name, known)}; it would have no effect: remove it"
+            )
+    return dict(overrides)
+
+
+def _truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise SMPUserError(f"{name} is {value!r}, {kind_of(value)}; it is a switch: use True or False")
+    return value

@@ -1,0 +1,104 @@
+"""Tensor parallel plans as Transformers writes them: a style for each name of a submodule, with ``*`` for a part of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from smp_config.errors import kind_of, suggest
+from smp_runtime.errors import SMPUserError
+from smp_runtime.nn.sharded.linear import LinearSplit, is_linear, is_transposed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_COLUMNS, _ROWS = LinearSplit(columns=True), LinearSplit(columns=False)
+_COLUMNS_JOINED, _ROWS_OF_WHOLE = LinearSplit(columns=True, joins=True), LinearSplit(columns=False, joins=True)
+#: Styles of linear maps. Those called local are the same here: what is split is a plain parameter anyhow.
+_LINEAR = {
+    "colwise": _COLUMNS,
+    "local_colwise": _COLUMNS,
+    "rowwise": _ROWS,
+    "local_rowwise": _ROWS,
+    "colwise_rep": _COLUMNS_JOINED,
+    "colwise_gather_output": _COLUMNS_JOINED,
+    "rowwise_rep": _ROWS_OF_WHOLE,
+    "rowwise_split_input": _ROWS_OF_WHOLE,
+}
+#: Nothing is to be done: what is behind them follows from the maps inside.
+_WHOLE = frozenset({"replicate", "local", "gather", "all_reduce", "replicated_with_grad_allreduce"})
+#: Of models' own plans, and not known here yet: what they name stays whole, with all that is beside it.
+_LATER = frozenset(
+    """sequence_parallel packed_colwise packed_rowwise local_packed_colwise local_packed_rowwise embedding_rowwise
+    embedding_colwise moe_tp_experts moe_identity_expert mla_kv_a_proj local_params grouped_gemm ep_router""".split()
+)
+
+#: By the path of a linear map within a module, how it is split.
+Leaves = Mapping[str, LinearSplit]
+
+
+def checked_plan(plan: object) -> dict[str, str]:
+    """A script's plan.
+
+    Raises:
+        SMPUserError: it is not one, or has a style that cannot be had.
+    """
+    if not isinstance(plan, Mapping) or not all(isinstance(s, str) for pair in plan.items() for s in pair):
+        raise SMPUserError(
+            f"plan is {plan!r}; pass a dictionary from names of submodules, with * for any part of a name, to styles: "
+            f"{', '.join(_LINEAR)}, replicate"
+        )
+    known = [*_LINEAR, *_WHOLE]
+    for pattern, style in plan.items():
+        if style not in known:
+            raise SMPUserError(
+                f"the plan has the style {style!r} for {pattern!r}{suggest(style, known)}; the styles are {', '.join(known)}"
+            )
+    return dict(plan)
+
+
+def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bool) -> dict[str, LinearSplit]:
+    """How a plan splits the linear maps in a module, by their paths.
+
+    Args:
+        is_scripts: a script wrote it, so that every name in it must mean something; in a model's own one some may be those of
+            variants that this one is not.
+
+    Raises:
+        SMPUserError: in a script's plan a name is that of nothing in the module, or of what is no linear map.
+    """
+    found: dict[str, LinearSplit] = {}
+    left: set[str] = set()
+    modules = dict(module.named_modules())
+    for pattern, style in plan.items():
+        paths = [path for path in modules if re.fullmatch(pattern.replace(".", r"\.").replace("*", "[^.]+"), path)]
+        if is_scripts and not paths:
+            names = ", ".join(path for path, part in modules.items() if is_linear(part)) or "none"
+            raise SMPUserError(
+                f"the plan has a style for {pattern!r}, but the {type(module).__name__} has no submodule of that name; its linear "
+                f"maps are {names}"
+            )
+        if style in _LATER or (style in _LINEAR and not paths and _names_parameter(module, pattern)):
+            left |= {parent for path in paths or [pattern] for parent in _parents(path, modules)}
+        elif style in _LINEAR:
+            for path in paths:
+                if is_linear(modules[path]):
+                    found[path] = replace(_LINEAR[style], transposed=is_transposed(modules[path]))
+                elif is_scripts:
+                    raise SMPUserError(
+                        f"the plan has the style {style!r} for {path!r}, {kind_of(modules[path])}; it is for linear maps "
+                        "(nn.Linear, Conv1D)"
+                    )
+    return {path: split for path, split in found.items() if path.rpartition(".")[0] not in left}
+
+
+def _names_parameter(module: nn.Module, pattern: str) -> bool:
+    expression = re.compile(pattern.replace(".", r"\.").replace("*", "[^.]+"))
+    return any(expression.fullmatch(name) for name, _ in module.named_parameters())
+
+
+def _parents(path: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    expression = re.compile(path.rpartition(".")[0].replace(".", r"\.").replace("*", "[^.]+"))
+    return (name for name in modules if expression.fullmatch(name))

@@ -1,0 +1,162 @@
+"""Parameters whose new values are under way: whoever reads one waits for it, and nobody else does.
+
+After an update of sharded state each rank has new values of its own part and gets the others' from other ranks. Waiting for
+all of them there would leave the processor idle until the last has come, while the next forward pass needs the first layer's.
+
+Until its values are there a parameter is of the class :class:`Arriving`, whose elements every function of PyTorch asks for.
+Modules ask before they are called besides, since a kernel of somebody else's may take a parameter past PyTorch's functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from smp_runtime.tensors.lazy_tensor import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
+from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, tree_leaves
+
+#: Where such a parameter has what it waits for.
+_GATHER = "_smp_gather"
+
+_NEEDS_NO_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when the tensors can be used."""
+
+
+class Arriving(nn.Parameter):
+    """A parameter whose values are under way; a plain one again from the first time that somebody asks for them."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEEDS_NO_ELEMENTS:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Arriving):
+                wait_for(leaf)
+        return func(*args, **kwargs)
+
+    # What Python itself does with an object, in which its class takes part.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        wait_for(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        wait_for(self)
+        return self.__reduce_ex__(protocol)
+
+
+class _Gather:
+    """Parameters that come together."""
+
+    def __init__(
+        self, work: Work, parameters: Iterable[nn.Parameter], kept: torch.Tensor, end: Callable[[_Gather], None]
+    ) -> None:
+        self._work: Work | None = work
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._kept: torch.Tensor | None = kept  # into which others write, whether or not anybody has the model any more
+        self._end = end
+        self._lock = threading.Lock()
+        self._stream = _stream_of(kept.device)
+        for parameter in parameters:
+            vars(parameter)[_GATHER] = self
+            parameter.__class__ = Arriving
+
+    def wait(self) -> None:
+        """The values are there when this returns, on any thread."""
+        with self._lock:
+            if self._work is None:
+                return
+            self._work.wait()
+            if self._stream is not None and self._stream != torch.cuda.current_stream():
+                with torch.cuda.stream(self._stream):  # what the script puts after its update there comes after it too
+                    self._work.wait()
+            for refer in self._parameters:
+                if (parameter := refer()) is not None:
+                    _make_plain(parameter)
+            self._work = self._kept = None
+        self._end(self)
+
+
+class Arrivals:
+    """What is under way to this rank; one for each job, which nobody may leave before all is there."""
+
+    def __init__(self) -> None:
+        self._under_way: list[_Gather] = []
+
+    def expect(self, work: Work, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+        """New values come into ``flat``, of which the parameters are views.
+
+        Parameters of classes of their own would lose these for a while: of such the values are waited for at once.
+        """
+        if any(type(parameter) is not nn.Parameter for parameter in parameters):
+            work.wait()
+        else:
+            self._under_way.append(_Gather(work, parameters, flat, self._under_way.remove))
+
+    def settle(self) -> None:
+        """Wait for all that is under way."""
+        for gather in list(self._under_way):
+            gather.wait()
+
+
+def wait_for(parameter: nn.Parameter) -> None:
+    """The parameter has its values, and is a plain one, when this returns."""
+    gather = vars(parameter).get(_GATHER)
+    if gather is not None:
+        gather.wait()
+    _make_plain(parameter)  # also a copy, for which nothing is under way
+
+
+def _make_plain(parameter: nn.Parameter) -> None:
+    if type(parameter) is Arriving:
+        object.__setattr__(parameter, "__class__", nn.Parameter)
+    vars(parameter).pop(_GATHER, None)
+
+
+def _stream_of(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def wait_before_calls(
+    module: nn.Module, parameters: Collection[nn.Parameter], is_one: Callable[[nn.Module], bool]
+) -> None:
+    """Have modules wait for those of the parameters that they hold themselves before they are called.
+
+    Args:
+        is_one: whether a module is one thing with all in it, whose call must not be interrupted: a compiled one.
+    """
+    whole = is_one(module)
+    held = [parameter for parameter in module.parameters(recurse=whole) if parameter in parameters]
+    if held:
+        module.register_forward_pre_hook(_Waiting(held))
+    for child in () if whole else module.children():
+        wait_before_calls(child, parameters, is_one)
+
+
+class _Waiting:
+    """A hook that waits for parameters; what a script copies or saves of the module gets one that waits for none."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
+        self._parameters = parameters
+
+    def __call__(self, *_: Any) -> None:
+        for parameter in self._parameters:
+            if type(parameter) is Arriving:
+                wait_for(parameter)
+
+    def __reduce__(self) -> tuple[type[_Waiting], tuple[()]]:
+        return _Waiting, ()

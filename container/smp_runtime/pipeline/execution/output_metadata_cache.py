@@ -1,0 +1,187 @@
+"""What calls of a module give, learned from calls before: shapes, types and which tensors are really used.
+
+A call whose result is known in advance returns at once, with handles. A result is known when calls with the same
+arguments (structure, shapes, types, modes) have given the same structure at least twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from smp_runtime.pipeline.execution.value_store import child_of
+from smp_runtime.pipeline.transport.messages import Reply, Slot
+from smp_runtime.pipeline.transport.packing import unpack
+
+if TYPE_CHECKING:
+    from smp_runtime.tensors.remote_tensor import Meta, Name, Path
+
+#: Equal results before calls return without waiting.
+SIGHTINGS = 2
+#: Kinds of calls that are remembered; scripts with ever new shapes would fill the memory.
+MOST_KINDS = 4096
+#: Characters of a result that a message shows.
+_SHOWN = 160
+
+
+class Template(NamedTuple):
+    """Where a tensor of a result comes from, independent of microbatch and caller."""
+
+    argument: int | None  # number of the argument that it is; None if the call made it
+    kind: str  # of its name
+    suffix: Path  # call numbers below the call, for a value that a call inside made
+    number: int  # index in its name
+    owner: int  # stage
+    meta: Meta  # shape and type
+
+    def slot(self, microbatch: int, path: Path, arguments: Sequence[tuple[Name, int]]) -> Slot:
+        """The tensor of one call's result."""
+        if self.argument is not None:
+            name, owner = arguments[self.argument]
+            return Slot(name, owner, self.meta, False)
+        return Slot((self.kind, microbatch, path + self.suffix, self.number), self.owner, self.meta, False)
+
+
+def template_of(slot: Slot, path: Path, arguments: Sequence[Name]) -> Template | None:
+    """The template of a tensor, or None if it comes from somewhere that cannot be named in advance."""
+    if slot.name in arguments:
+        return Template(arguments.index(slot.name), "", (), 0, 0, slot.meta)
+    suffix = child_of(slot.name[2], path)
+    return None if suffix is None else Template(None, slot.name[0], suffix, slot.name[3], slot.owner, slot.meta)
+
+
+class Outcome(NamedTuple):
+    """A result: structure and tensors; None stands for a gradient that does not exist."""
+
+    head: bytes
+    templates: tuple[Template | None, ...]
+    is_nameable: bool
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal outcomes, on every rank."""
+        return hashlib.blake2b(self.head + repr(self.templates).encode(), digest_size=16).digest()
+
+
+def outcome_of(head: bytes, slots: Sequence[Slot | None], path: Path, arguments: Sequence[Name]) -> Outcome:
+    """What a call has given, in terms that hold for the next call too."""
+    templates = tuple(None if slot is None else template_of(slot, path, arguments) for slot in slots)
+    nameable = all(t is not None for t, slot in zip(templates, slots, strict=True) if slot is not None)
+    return Outcome(head, templates, nameable)
+
+
+def difference(before: Outcome, slots: Sequence[Slot | None], head: bytes) -> str:
+    """What a call has given instead of what was expected, for messages."""
+    then = [None if template is None else template.meta for template in before.templates]
+    now = [None if slot is None else slot.meta for slot in slots]
+    if then != now:
+        return f"{described(now)} and not {described(then)}"
+    if before.head == head:
+        return f"{described(now)}, but from other places (an argument as it was, or a result of its own)"
+    old, new = (_shown(each, now) for each in (before.head, head))
+    start = next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
+    start = 0 if start < _SHOWN // 2 else start - _SHOWN // 4
+    return f"{new[start : start + _SHOWN]} and not {old[start : start + _SHOWN]}"
+
+
+def described(metas: Sequence[Meta | None]) -> str:
+    """Types, shapes and which require gradients."""
+    return ", ".join("none" if meta is None else _text(meta) for meta in metas) or "no tensors"
+
+
+def _text(meta: Meta) -> str:
+    kind = f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
+    return f"{kind} with requires_grad" if meta.requires_grad else kind
+
+
+def _shown(head: bytes, metas: Sequence[Meta | None]) -> str:
+    """A result as text, with the values that are no tensors."""
+    try:
+        texts = [_Text("none" if meta is None else _text(meta)) for meta in metas]
+        result, changed = unpack(head, texts, module_of=cast("Any", _Text))
+        return repr(result) if changed is None else f"{result!r} with the arguments {changed!r}"
+    except Exception as error:  # an error in someone's __repr__ must not hide the message
+        return f"(something that cannot be shown: {type(error).__name__})"
+
+
+class _Text(str):
+    """Stands in for a tensor or module in a text."""
+
+    __repr__ = str.__str__
+
+
+class Learned:
+    """What is known of one kind of result.
+
+    Attributes:
+        outcome: of the last call.
+        digest: of that outcome, once it is relied on.
+        goes: tensors of it, and stages that needed their elements, the caller's own among them.
+    """
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self._sightings = 0
+        self._varies = False
+        self.digest: bytes | None = None
+        self.goes: set[tuple[int, int]] = set()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the next call's result can be predicted."""
+        return self._sightings >= SIGHTINGS
+
+    def is_needed(self, index: int, stage: int) -> None:
+        """A stage needs the elements of a tensor of the result, and will next time: it is sent there unasked then."""
+        self.goes.add((index, stage))
+
+    def observe(self, outcome: Outcome) -> bool:
+        """Take note of a result; returns whether something was learned, so that the next call may go differently."""
+        if self._varies:
+            return False
+        if (self.outcome is not None and outcome != self.outcome) or not outcome.is_nameable:
+            self._varies = True
+            self._sightings = 0
+            return True
+        self.outcome = outcome
+        self._sightings += 1
+        self.digest = outcome.digest
+        return self._sightings <= SIGHTINGS
+
+
+class Prediction:
+    """Everything known of one kind of call.
+
+    Attributes:
+        forward: its result, by which arguments came as elements and not by name: a module that has the elements can
+            hand them on as a value of its own.
+        backward: which gradients its backward pass gives, by that and by which outputs had a gradient, and how it came.
+        touched: which arguments the module used itself; None before the first call.
+    """
+
+    def __init__(self) -> None:
+        self.forward: dict[tuple[bool, ...], Learned] = {}
+        self.backward: dict[Hashable, Learned] = {}
+        self.touched: tuple[bool, ...] | None = None
+
+    def learn_touched(self, reply: Reply) -> None:
+        """Arguments once used stay marked: sending one in vain is cheaper than waiting for it."""
+        before = self.touched or (False,) * len(reply.touched)
+        self.touched = tuple(a or b for a, b in zip(before, reply.touched, strict=True))
+
+
+class Predictions:
+    """All kinds of calls that this rank makes."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, Prediction] = {}
+
+    def of(self, kind: Hashable) -> Prediction:
+        """What is known of a kind of call."""
+        found = self._kinds.get(kind)
+        if found is None:
+            if len(self._kinds) >= MOST_KINDS:
+                self._kinds.clear()
+            found = self._kinds[kind] = Prediction()
+        return found

@@ -1,0 +1,451 @@
+"""Tasks and the baton: a rank has many tasks under way, one worker thread each, and computes in one of them at a time.
+
+A task is a microbatch's step function, or a module call that another stage asked for, or its backward pass. It runs
+until it needs a value that another task or stage makes; then it gives the baton back, which ends one *segment* of it.
+Who gets the baton next follows a planned order where there is one, else the schedule's policy.
+
+One lock guards all state of a rank's pipeline, the conductor's too. It is re-entrant, since what the conductor calls with
+the lock held may come back to it (an ended task sends a message that opens another). Nobody waits for another rank, for a
+task or for a socket while holding it: a task that waits gives the lock back first and then blocks on its own ``turn``, and
+sending only queues bytes. So whoever holds the lock gets on, and no circle of waits can go through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_records.rank_record import here
+from smp_runtime.comm.control import timeout_seconds
+from smp_runtime.errors import DeadlineError
+from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
+from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
+from smp_runtime.tensors import computing_time
+from smp_runtime.tensors.determinism import explaining
+from smp_runtime.tensors.split_operations import SplitOperations
+from smp_runtime.tensors.weight_gradients import splitting
+
+if TYPE_CHECKING:
+    from smp_runtime.microbatch_state.attributes import Attributes
+    from smp_runtime.pipeline.schedule.policies import Policy
+
+#: Seconds that worker threads get to end.
+CLOSE_SECONDS = 10.0
+
+
+class Conductor:
+    """Hands the baton of one rank from task to task.
+
+    All state is guarded by ``lock``, which the server shares; methods say whether the caller holds it.
+
+    Args:
+        lock: of the rank's pipeline.
+        policy: who goes first where no order is planned.
+        attributes: of this stage's modules; they change with the microbatch that runs.
+    """
+
+    _is_admitted: Callable[[Task], bool]
+    _diverged: Callable[[str], None]
+    _failed: Callable[[BaseException, str], None]
+    _finished: Callable[[Task], Callable[[], None] | None]
+    _idle: Callable[[], None]
+    _leaves_weights: Callable[[Task], None]
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        stage: int,
+        policy: Policy,
+        device: torch.device,
+        attributes: Attributes | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._lock = lock
+        self._stage = stage
+        self._policy = policy
+        self._device = device
+        self._attributes = attributes
+        self._watch = watch
+        self._waiting: dict[tuple[TaskKind, int, tuple[int, ...]], Task] = {}
+        self._by_event: dict[Event, list[Task]] = {}
+        self._running: Task | None = None
+        self._idle_threads: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._spare = 0
+        self._live = 0
+        self._all_ended = threading.Condition(lock)
+        self._local = threading.local()
+        self.is_aborted = False
+        self.order: Order | None = None
+        #: The place in the planned order where the rank halts, until it is told what runs next; None: it does not halt.
+        self.limit: int | None = None
+        self._granted: tuple[TaskKind, int, tuple[int, ...]] | None = None
+        self.records = True
+        self.record: list[Segment] = []
+        #: When the last segment ended.
+        self.last_progress = time.perf_counter()
+
+    def report_to(
+        self,
+        *,
+        is_admitted: Callable[[Task], bool],
+        diverged: Callable[[str], None],
+        failed: Callable[[BaseException, str], None],
+        finished: Callable[[Task], Callable[[], None] | None],
+        idle: Callable[[], None],
+        leaves_weights: Callable[[Task], None],
+    ) -> None:
+        """Whom to ask and tell, before the first task; all are called with the lock held.
+
+        Args:
+            is_admitted: whether a new step function task may begin (microbatches in flight).
+            diverged: the planned order cannot be followed.
+            failed: a task has raised, with its label.
+            finished: a task's code has ended; returns what to do without the lock as soon as the next task has the baton.
+            idle: no task can run.
+            leaves_weights: a segment ends that has left gradients of weights for later.
+        """
+        self._is_admitted = is_admitted
+        self._diverged = diverged
+        self._failed = failed
+        self._finished = finished
+        self._idle = idle
+        self._leaves_weights = leaves_weights
+
+    # -- what a worker thread calls --------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Task | None:
+        """The task that runs on the calling thread."""
+        return getattr(self._local, "task", None)
+
+    def wait(
+        self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool], *, goes_on: bool = False
+    ) -> None:
+        """End the running segment of ``task``; returns when ``events`` have come and it has the baton again.
+
+        Args:
+            goes_on: its segment goes on afterwards, as if it had not waited: planned steps do not wait here.
+
+        Raises:
+            Abandoned: the step has failed meanwhile.
+            DeadlineError: nothing came in time.
+        """
+        self._settle()
+        with self._lock:
+            if self.is_aborted:
+                raise Abandoned
+            if task.weight_gradients and not goes_on:
+                self._leaves_weights(task)
+            if goes_on:
+                self._pause_segment(task)
+            else:
+                self._end_segment(task)
+            if task.random is not None:
+                task.random.capture()
+            needs = task.needs
+            self._enqueue(task, events, is_there)
+            if goes_on:
+                task.needs = needs
+            else:
+                task.part += 1
+            if (order := self.order) is not None and task.part >= order.parts.get(task.key, 0):
+                self._diverged(f"{task} waits once more than it did")
+            self._running = None
+            self._hand_over()
+        # Without the lock: whoever hands this task the baton needs it. A turn that was given before this line is not lost.
+        arrived = task.turn.acquire(timeout=timeout_seconds())
+        if self.is_aborted:
+            raise Abandoned
+        if not arrived:
+            raise DeadlineError(
+                f"{task} waited {timeout_seconds():.0f} s for {sorted(task.missing, key=str)[:3]} from other stages; check "
+                "that every rank runs the step, or raise SMP_TIMEOUT_SECONDS"
+            )
+        if task.random is not None:
+            task.random.restore()
+
+    # -- what the server calls, with the lock held -----------------------------------------------------------------
+
+    def add(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
+        """A new task, which can begin once ``events`` have come."""
+        self._enqueue(task, events, is_there)
+        if (order := self.order) is not None and task.key not in order.parts:
+            self._diverged(f"{task} was not asked for in the recorded step")
+
+    def arrived(self, event: Event) -> None:
+        """Something that tasks may wait for is there."""
+        for task in self._by_event.pop(event, ()):
+            task.missing.discard(event)
+
+    def poke(self) -> None:
+        """Hand the baton to a task that can run, if nobody has it."""
+        if self._running is None and not self.is_aborted:
+            self._hand_over()
+
+    def give(self, task: Task, event: Event) -> None:
+        """Note that the running segment has made ``event`` available."""
+        if self.records:
+            task.gives.append((event, task.spent + computing_time.now() - task.began))
+
+    def reset(self, order: Sequence[Action] | None, *, records: bool = True) -> None:
+        """Begin a step, in a planned order if there is one."""
+        self.order = None if order is None else Order(order)
+        self.limit = self._granted = None
+        self.records = records
+        self.record = []
+        self.is_aborted = False
+        self.last_progress = time.perf_counter()
+
+    # While pipelines that run their work in one order leave a planned one, no rank decides by itself what runs next.
+
+    @property
+    def position(self) -> int:
+        """The place in the planned order, or where the order was left."""
+        return self.order.position if self.order is not None else self.limit or 0
+
+    def halt(self) -> None:
+        """Begin nothing more: the running segment is the last one until :meth:`go_on_to` or :meth:`grant`."""
+        if self.limit is None:
+            self.limit = self.position
+
+    def go_on_to(self, limit: int) -> None:
+        """Follow the planned order up to a place, and halt there."""
+        self.limit = limit
+        self.poke()
+
+    def grant(self, key: tuple[TaskKind, int, tuple[int, ...]]) -> None:
+        """Run one segment of a waiting task, and halt again; there is no order any more."""
+        self.order = None
+        self._granted = key
+        self.poke()
+
+    def most_urgent(self) -> tuple[tuple[Any, ...], tuple[TaskKind, int, tuple[int, ...]]] | None:
+        """The urgency and the name of the task that would run next without an order; None if no task can run."""
+        task = self._choose_freely()
+        return None if task is None else (self._urgency(task), task.key)
+
+    def abort(self) -> None:
+        """Wake every task of the step, so that it ends."""
+        self.is_aborted = True
+        self.order = None
+        waiting, self._waiting = self._waiting, {}
+        self._by_event.clear()
+        for task in waiting.values():
+            task.turn.release()
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait until no task of an aborted step runs any more; returns whether that came true in time."""
+        with self._lock:
+            return self._all_ended.wait_for(lambda: self._live == 0, seconds)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a task has the baton."""
+        return self._running is not None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether tasks could run but the planned order holds them back."""
+        return self._running is None and any(not task.missing for task in self._waiting.values())
+
+    def waiting_tasks(self) -> list[Task]:
+        """The tasks that wait for the baton or for values."""
+        return list(self._waiting.values())
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
+        task.needs = tuple(events)
+        task.missing = {event for event in task.needs if not is_there(event)}
+        for event in task.missing:
+            self._by_event.setdefault(event, []).append(task)
+        self._waiting[task.key] = task
+
+    def _settle(self) -> None:
+        """A recorded segment lasts until the GPU has done its work; plans from the time of launching would not fit."""
+        if self.records and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _end_segment(self, task: Task) -> None:
+        now = computing_time.now()
+        here().pace.add_task(now - task.began)
+        self.last_progress = time.perf_counter()
+        if self.records:
+            self.record.append(
+                Segment(
+                    task.action,
+                    self._stage,
+                    task.spent + now - task.began,
+                    task.phase,
+                    task.needs,
+                    tuple(task.gives),
+                    task.label,
+                )
+            )
+            task.gives = []
+        task.spent = 0.0
+        if self._watch is not None:
+            self._watch.segment_ended(task, task.began, now)
+        if self._attributes is not None:
+            self._attributes.segment_ended()
+
+    def _pause_segment(self, task: Task) -> None:
+        self.last_progress, now = time.perf_counter(), computing_time.now()
+        task.spent += now - task.began
+        here().pace.add_task(now - task.began)
+        if self._watch is not None:
+            self._watch.segment_ended(task, task.began, now)
+
+    def _choose(self) -> Task | None:
+        if self.limit is not None and (self.order is None or self.order.position >= self.limit):
+            granted, self._granted = self._granted, None
+            return None if granted is None else self._waiting[granted]
+        if self.order is not None:
+            following = self.order.next
+            if following is not None:
+                task = self._waiting.get((following.kind, following.microbatch, following.path))
+                if task is None or task.missing or task.part != following.part or not self._may_begin(task):
+                    return None
+                self.order.position += 1
+                return task
+            if not self._waiting:
+                return None
+            self._diverged("there is more to do than in the recorded step")
+            if self.limit is not None:
+                return None
+        return self._choose_freely()
+
+    def _choose_freely(self) -> Task | None:
+        return min(
+            (task for task in self._waiting.values() if not task.missing and self._may_begin(task)),
+            key=self._urgency,
+            default=None,
+        )
+
+    def _urgency(self, task: Task) -> tuple[Any, ...]:
+        first, *others = self._policy.urgency(task.phase, task.microbatch)
+        # Between the passes: later it would keep more microbatches in flight, earlier it would keep others waiting.
+        return first, task.kind is TaskKind.WEIGHTS, *others, task.kind is not TaskKind.STEP, task.path
+
+    def _may_begin(self, task: Task) -> bool:
+        return task.kind is not TaskKind.STEP or task.has_thread or self._is_admitted(task)
+
+    def _hand_over(self) -> None:
+        """Choose who runs next and wake it; on return ``_running`` is that task or None."""
+        task = self._choose()
+        if task is None:
+            self._idle()
+            return
+        del self._waiting[task.key]
+        self._running = task
+        if self._attributes is not None:
+            self._attributes.switch(task.microbatch, is_forward=task.phase is not TaskKind.BACKWARD)
+        task.began = computing_time.now()
+        if task.has_thread:
+            task.turn.release()
+        else:
+            task.has_thread = True
+            self._live += 1
+            if getattr(self._local, "is_ending", False):
+                # This thread goes on with it; nobody else can take it meanwhile, since it has the baton already.
+                self._local.next = task
+            elif self._spare == 0:
+                thread = threading.Thread(target=self._work, args=(task,), name="smp-pipeline-worker", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            else:
+                self._spare -= 1
+                self._idle_threads.put(task)
+
+    def _work(self, first: Task) -> None:
+        """A worker thread: runs tasks, one after the other, until it is told to end."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        task: Task | None = first
+        while task is not None:
+            self._local.task = task
+            try:
+                task = self._run(task)
+            finally:
+                self._local.task = None
+            if task is None:
+                with self._lock:
+                    self._spare += 1
+                task = self._idle_threads.get()
+
+    def _run(self, task: Task) -> Task | None:
+        """Run a task to its end; returns one that can begin now, for the same thread."""
+        error = self._raised_by(task)
+        if error is None:
+            self._settle()
+        with self._lock:
+            post = self._ended(task, error)
+            # Whoever comes next should run on this thread, which is awake: a switch of threads costs more than a small task.
+            self._local.is_ending = True
+            self.poke()
+            self._local.is_ending = False
+            following: Task | None = self._local.__dict__.pop("next", None)
+        if post is not None:
+            try:
+                post()
+            except Exception as failure:
+                with self._lock:
+                    self._failed(failure, task.label)
+        return following
+
+    def _raised_by(self, task: Task) -> BaseException | None:
+        """Do the work of a task; returns what it has raised, unless its step was abandoned."""
+        try:
+            if task.random is not None:
+                task.random.restore()
+            with explaining(), torch.autograd.set_multithreading_enabled(False), self._splitting(task):
+                if task.context is not None:
+                    task.context.run(task.work, task)
+                else:
+                    task.work(task)
+        except Abandoned:
+            pass
+        except BaseException as error:
+            return error
+        return None
+
+    def _splitting(self, task: Task) -> contextlib.AbstractContextManager[None]:
+        if not self._policy.splits_backward or task.kind is TaskKind.WEIGHTS:
+            return contextlib.nullcontext()
+        return splitting(task.weight_gradients, SplitOperations())
+
+    def _ended(self, task: Task, error: BaseException | None) -> Callable[[], None] | None:
+        """With the lock held: the work of a task has ended; returns what to do without the lock."""
+        post = None
+        self._live -= 1
+        is_current = self._running is task
+        if is_current:
+            if task.weight_gradients and error is None:
+                self._leaves_weights(task)
+            self._end_segment(task)
+            self._running = None
+        if error is not None:
+            self._failed(error, task.label)
+        elif not self.is_aborted and is_current:
+            if (order := self.order) is not None and task.part + 1 < order.parts.get(task.key, 0):
+                self._diverged(f"{task} waited less often than it did")
+            task.code_done = True
+            post = self._finished(task)
+        if self._live == 0:
+            self._all_ended.notify_all()
+        return post
+
+    def close(self) -> None:
+        """End the worker threads; one that still runs native code when the interpreter ends would abort the process."""
+        for _ in self._threads:
+            self._idle_threads.put(None)
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))

@@ -1,0 +1,1 @@
+"""Tools that watch a training or stand in for one, above the engine: rehearsal, numerics, tracking."""

@@ -1,0 +1,216 @@
+"""Watches the first steps of a layout: NaN in a loss or gradient, though the batch and the model are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_runtime.checkpoint.live_state import updated
+from smp_runtime.errors import NumericsError, SMPUserError
+from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.nested import tensors_in
+from smp_runtime.tensors.parameter_attributes import get_data, get_gradient
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+    from smp_runtime.job.trained import TrainedModel, TrainedOptimizer
+    from smp_runtime.model.local_part import LocalPart, Placed
+
+#: Training passes that are watched: the first order of a pipeline comes from the first steps, and is reviewed five steps later.
+WATCHED_PASSES = 10
+#: Numbers beyond it are a training that diverges, or a batch that overflows. What comes of them says nothing of the library.
+_ORDINARY = 1e8
+
+
+class FirstSteps:
+    """Looks for NaN that appears between finite inputs and the update.
+
+    It decides from what each rank knows of itself and of the ranks whose numbers reach it. If any of them has a batch, parameters
+    or buffers that are not finite, or did not look, there is nothing to say.
+
+    Attributes:
+        left: training passes that are still to be watched.
+        is_waiting: whether the next update is to be looked at.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._ranks = session.ranks
+        self.left = 0
+        self.is_waiting = False
+        self._has_begun = False  # a training pass that is not counted yet
+        self._is_finite = True  # this rank's batch, parameters and buffers, in this pass
+        self._is_certain = True  # the same for all ranks whose numbers meet
+        self._since_update: bool | None = None  # the same for all passes since the last update; None before the first
+        self._losses: list[tuple[int | None, torch.Tensor]] = []
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether this rank's batch and model are, as far as it has looked."""
+        return self._has_begun and self._is_finite
+
+    def begin_again(self) -> None:
+        """Count the next passes as first ones."""
+        self.left = WATCHED_PASSES
+        if self._look_at_arguments not in self._session.arguments:
+            self._session.arguments.append(self._look_at_arguments)
+
+    def _look_at_arguments(self, values: list[Any], axes: list[int | None]) -> list[Any]:
+        self._look_at(values)
+        return values
+
+    def _look_at(self, inputs: Any) -> None:
+        tensors = tensors_in(inputs)  # without any, the batch comes another way, and nobody has seen it
+        self._is_finite = self._is_finite and bool(tensors) and _are_ordinary(tensors, allows_masks=True)
+
+    @torch.no_grad()
+    def begin_pass(self, part: LocalPart, placed: Placed, inputs: Any) -> None:
+        """Begin a training pass.
+
+        Args:
+            inputs: of the model; None inside a step, whose arguments were seen.
+        """
+        if inputs is not None:
+            self._look_at(inputs)
+        self._is_finite = (
+            self._is_finite
+            and _are_ordinary(_values(part, placed), allows_masks=False)
+            and _are_ordinary(list(part.buffers()), allows_masks=True)
+        )
+        self._has_begun = self.is_waiting = True
+        self._is_certain = self._is_certain and self._is_finite
+
+    def hear(self, *, everyone: bool) -> None:
+        """Learn whether the batches and parameters of all data parallel ranks are finite."""
+        if self._has_begun:
+            self._is_certain = self._is_certain and everyone
+
+    def end_step(self) -> None:
+        """End a step; the stages of a pipeline agree on whether their parameters are finite."""
+        if self._has_begun:
+            if self._ranks.size(Group.PP) > 1:
+                said = self._ranks.control.allgather(self._is_certain, self._ranks.members(Group.PP))
+                self._is_certain = all(said)
+            self._count()
+        self._is_finite = True
+
+    def _count(self) -> None:
+        """Count a training pass that has ended."""
+        self._since_update = self._is_certain and self._since_update is not False
+        self._has_begun, self._is_finite, self._is_certain = False, True, True
+        self.left -= 1
+        if not self.left and self._look_at_arguments in self._session.arguments:
+            self._session.arguments.remove(self._look_at_arguments)
+
+    def note_losses(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Remember whether losses are NaN, on their device."""
+        microbatch = self._ranks.step.microbatch
+        for output in outputs:
+            if output.is_floating_point() and not isinstance(output, LaterTensor):
+                self._losses.append((microbatch, output.detach().isnan().any()))
+
+    @torch.no_grad()
+    def before_update(self, optimizer: TrainedOptimizer) -> None:
+        """Look for NaN in the losses and gradients since the last update.
+
+        Raises:
+            NumericsError: there is one, and all that it was computed from is finite.
+        """
+        if self._has_begun:  # a training without steps
+            self._count()
+        is_certain, self._since_update, self.is_waiting = self._since_update, None, False
+        losses, self._losses = self._losses, []
+        if not is_certain:
+            return
+        named = [
+            (f"the loss{'' if microbatch is None else f' of microbatch {microbatch}'}", flag)
+            for microbatch, flag in losses
+        ]
+        if not self._ranks.cfg.fp16:  # there overflows are expected, and the loss scale falls
+            gradients = gradients_of(self._session.models, optimizer)
+            named += [
+                (f"the gradient of {name}", gradient.isnan().any())
+                for name, gradient in reversed(gradients)  # backward goes from the loss to the input
+                if gradient.is_floating_point() or gradient.is_complex()
+            ]
+        bad = _true_ones(named)
+        if bad:
+            raise NumericsError(self._message(bad))
+
+    def _message(self, bad: Sequence[str]) -> str:
+        more = f", and {len(bad) - 1} more losses or gradients are NaN" if len(bad) > 1 else ""
+        return (
+            f"{bad[0]} is NaN on rank {self._ranks.rank}{more}, in one of the first {WATCHED_PASSES} training passes of this "
+            "layout, though the batches, parameters and buffers of all ranks are finite. The update was not made. Possible "
+            "causes: the script's own computation, such as a mean over no tokens in one microbatch, a row of attention with every "
+            "position masked, or a square root of 0; else a fault of this library. Run the step in one process with the same "
+            "batch: if the loss is finite there, report it. SMP_NUMERICS_GUARDS=finite names the module; "
+            '"check_invariants": False goes on without this check'
+        )
+
+
+def gradients_of(models: Sequence[TrainedModel], optimizer: TrainedOptimizer) -> list[tuple[str, torch.Tensor]]:
+    """Return the gradients that an optimizer will use on this rank, by parameter, in the order of the model."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for model in models:
+        try:
+            entries = updated(model, optimizer)  # type: ignore[arg-type]  # the one class of each
+        except SMPUserError:  # another model's
+            continue
+        for entry in entries:
+            gradient = None if entry.updated is None else get_gradient(entry.updated)
+            if gradient is not None:
+                found.append((entry.name, gradient.coalesce().values() if gradient.is_sparse else gradient))
+    return found
+
+
+def _values(part: LocalPart, placed: Placed) -> list[torch.Tensor]:
+    """Return this rank's parameters, sharded ones by the part that is here."""
+    if placed.sharded_state is not None:
+        placed.sharded_state.settle()
+    shards = placed.shards.parameters if placed.shards is not None else set()
+    return [p.ds_tensor if p in shards else get_data(p) for p in part.parameters()]  # type: ignore[attr-defined]
+
+
+def _are_ordinary(tensors: Sequence[torch.Tensor], *, allows_masks: bool) -> bool:
+    """Return whether there is no NaN, and nothing huge.
+
+    Args:
+        allows_masks: whether numbers may be as small as they like: -inf, or the least number, in an attention mask.
+    """
+    found = [greatest for tensor in tensors if (greatest := _greatest(tensor, allows_masks)) is not None]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in found:
+        by_device.setdefault(each.device, []).append(each)
+    return all(bool(torch.stack(each).le(_ORDINARY).all()) for each in by_device.values())
+
+
+def _greatest(tensor: torch.Tensor, allows_masks: bool) -> torch.Tensor | None:
+    """Return the greatest number in a tensor of a type that can be compared, NaN if there is any; else None."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not isinstance(tensor, LaterTensor)
+    if (
+        not is_plain
+        or not tensor.is_floating_point()
+        or tensor.element_size() < 2
+        or not tensor.numel()
+        or tensor.is_meta
+    ):
+        return None
+    low, high = tensor.detach().aminmax()
+    return (high if allows_masks else torch.maximum(-low, high)).double()
+
+
+def _true_ones(named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names whose flag is set, with one wait for each device."""
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, flag in named:
+        by_device.setdefault(flag.device, []).append((name, flag))
+    return [
+        name
+        for group in by_device.values()
+        for (name, _), is_set in zip(group, torch.stack([flag for _, flag in group]).tolist(), strict=True)
+        if is_set
+    ]

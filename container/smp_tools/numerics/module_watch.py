@@ -1,0 +1,197 @@
+"""Hooks on the modules of a wrapped model: what their calls give, and the gradients of that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_config import Group
+from smp_records.numerics import INPUT, NUMBERS_OF_CALL, OUTPUT, OUTPUT_GRADIENT
+from smp_runtime.nn.distributed_module import DistributedModule
+from smp_runtime.tensor_parallel.block_entry import entry_of
+from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.nested import argument_tensors
+from smp_runtime.tensors.torch_private import backward_pass
+from smp_tools.numerics.journal import Place
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from smp_runtime.job.ranks import Ranks
+
+#: Takes a tensor, and what to multiply it with.
+Take = Callable[[Place, torch.Tensor, float], None]
+
+#: Tensors of one result that are looked at.
+_MOST_TENSORS = 4
+
+
+class ModuleWatch:
+    """Hears of every call of a model's modules while it is asked to.
+
+    Inside a block that tensor parallelism has split, results are parts of which nobody says where they belong: there the
+    block's own results are taken, and those of the modules in it are not.
+
+    Args:
+        prefix: of the modules' names, for a job of several models.
+        is_wanted: whether somebody listens now.
+        take: gets the tensors.
+        factor: what gradients of results are multiplied with to be those of the whole batch's mean loss.
+        failed: gets an error of the watch itself, which must not reach the script's model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        prefix: str,
+        ranks: Ranks,
+        is_wanted: Callable[[], bool],
+        take: Take,
+        factor: Callable[[], float],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._ranks, self._is_wanted, self._take, self._factor = ranks, is_wanted, take, factor
+        self._failed = failed
+        self._module, self._topology = weakref.ref(module), ranks.topology
+        self._calls: dict[tuple[str, int | None, bool], int] = {}
+        inside = _inside_split_blocks(module) if ranks.size(Group.TP) > 1 else frozenset()
+        self._handles: list[RemovableHandle] = [
+            part.register_forward_hook(_hook(self, f"{prefix}{path}"))
+            for path, part in module.named_modules()
+            if path not in inside
+        ]
+        self._handles.append(module.register_forward_pre_hook(_entering_hook(self, prefix), with_kwargs=True))
+
+    def watches(self, module: nn.Module) -> bool:
+        """Whether it is the model that is watched, as it is laid out now: at other degrees it has lost its hooks."""
+        return self._module() is module and self._topology is self._ranks.topology
+
+    def begin(self) -> None:
+        """A step begins: calls are counted anew."""
+        self._calls.clear()
+
+    def remove(self) -> None:
+        """Hear of nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def owner(self) -> int:
+        """Whose batch this rank computes with."""
+        return owner_of(self._ranks)
+
+    def entered(self, name: str, given: Any) -> None:
+        """The model was called."""
+        if not self._listens() or backward_pass() != -1:
+            return
+        microbatch = self._ranks.step.microbatch
+        for index, tensor in enumerate(argument_tensors(given)):
+            # A single number is no part of a batch: each microbatch has it, and a count of tokens depends on how many there are.
+            if not isinstance(tensor, LaterTensor) and tensor.dim():
+                place = Place(INPUT, name, index, microbatch, self.owner)
+                self._take(place, tensor, 1.0)
+
+    def called(self, name: str, result: Any) -> None:
+        """A module has given a result."""
+        if not self._listens():
+            return
+        microbatch = self._ranks.step.microbatch
+        # What is checkpointed runs again in backward: then its gradients come, but its results are known.
+        again = backward_pass() != -1
+        key = name, microbatch, again
+        nth = self._calls[key] = self._calls.get(key, -1) + 1
+        owner = self.owner
+        for index, tensor in enumerate(argument_tensors(result)[:_MOST_TENSORS]):
+            # A single number is no batch; of a loss, the one that the step returns counts, however the script has scaled this one.
+            is_counted = tensor.is_floating_point() or tensor.is_complex()
+            if isinstance(tensor, LaterTensor) or not is_counted or not tensor.dim():
+                continue
+            number = nth * NUMBERS_OF_CALL + index
+            if not again:
+                self._take(Place(OUTPUT, name, number, microbatch, owner), tensor, 1.0)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(_gradient_hook(self, Place(OUTPUT_GRADIENT, name, number, microbatch, owner)))
+
+    def came(self, place: Place, gradient: torch.Tensor) -> None:
+        """The gradient of a result is there."""
+        if self._listens():
+            self._take(place, gradient, self._factor())
+
+    def hear(self, handle: Callable[..., None], *what: Any) -> None:
+        """Call one of the methods above, and report what it raises."""
+        try:
+            handle(*what)
+        except Exception as error:
+            self._failed(error)
+
+    def _listens(self) -> bool:
+        return self._is_wanted() and not self._ranks.step.is_tracing
+
+
+def owner_of(ranks: Ranks) -> int:
+    """Whose batch this rank reads, counted among the ranks that read different ones."""
+    return ranks.rank_in(_readers(ranks))
+
+
+def owners_of(ranks: Ranks) -> int:
+    """How many batches the ranks read together."""
+    return ranks.size(_readers(ranks))
+
+
+def _readers(ranks: Ranks) -> Group:
+    return Group.RDP if ranks.cfg.prescaled_batch else Group.DP
+
+
+def _inside_split_blocks(module: nn.Module) -> frozenset[str]:
+    """Paths of the modules in blocks of which every rank of a tensor parallel group has a part."""
+    paths = [path for path, _ in module.named_modules()]
+    blocks = [
+        path
+        for path, part in module.named_modules()
+        if isinstance(part, DistributedModule) or entry_of(part) is not None
+    ]
+    if "" in blocks:  # the model is such a block itself
+        return frozenset(path for path in paths if path)
+    starts = tuple(f"{path}." for path in blocks)
+    return frozenset(path for path in paths if starts and path.startswith(starts))
+
+
+# Hooks are plain functions that hold their watch weakly: a model is copied with its hooks, and Python does not see the way
+# from a tensor to them.
+
+
+def _hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
+    weak = weakref.ref(watch)
+
+    def called(module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():  # inside a compiled block, whose own results count
+            return
+        if (found := weak()) is not None:
+            found.hear(found.called, name, result)
+
+    return called
+
+
+def _entering_hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
+    weak = weakref.ref(watch)
+
+    def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if (found := weak()) is not None:
+            found.hear(found.entered, name, (args, kwargs))
+
+    return entered
+
+
+def _gradient_hook(watch: ModuleWatch, place: Place) -> Callable[[torch.Tensor], None]:
+    weak = weakref.ref(watch)
+
+    def came(gradient: torch.Tensor) -> None:
+        if (found := weak()) is not None:
+            found.hear(found.came, place, gradient)
+
+    return came

@@ -1,0 +1,103 @@
+"""When numbers are recorded and guarded: from ``smp.init()`` on where the environment says so, or by ``smp.record_numerics``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_records.numerics import (
+    DEFAULT_EVERY,
+    GUARDS_VARIABLE,
+    MOST_EVERY,
+    VARIABLE,
+    Guards,
+    Trial,
+    every_steps,
+)
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job.invariants import Invariants
+from smp_runtime.job.session import at_init
+from smp_runtime.model.distributed_model import when_wrapped
+from smp_tools.numerics.guard import UpdateGuard
+from smp_tools.numerics.invariants import JobInvariants
+from smp_tools.numerics.recorder import Recorder
+from smp_tools.numerics.trial import TrialRun
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from smp_runtime.job.session import Session
+    from smp_runtime.model.distributed_model import DistributedModel
+
+#: In the job's output data, where ``SMP_RECORD_NUMERICS`` is 1.
+_FOLDER = "numerics"
+
+
+def record_numerics(session: Session, folder: str | os.PathLike[str] = "", every: int = DEFAULT_EVERY) -> None:
+    """Record numbers that tell this training apart from another: norms, greatest values and projections of what a step computes.
+
+    Every rank calls it once, before the first step; ranks write a file each and send nothing. ``smp-estimator diff`` compares two
+    folders, of any degrees. It does nothing where ``SMP_RECORD_NUMERICS`` has begun it already.
+
+    Args:
+        folder: all ranks may have the same one; by default ``numerics`` in the job's output data, else in the working folder.
+        every: updates from one recorded step to the next, 1 or more.
+
+    Raises:
+        SMPUserError: (a ``ValueError``) another number, or a folder that nothing can be written into.
+
+    Example:
+        >>> smp.record_numerics("numerics", every=10)  # then: smp-estimator diff numerics OTHER
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or not 1 <= every <= MOST_EVERY:
+        raise SMPUserError(
+            f"smp.record_numerics got every={every!r}; it is the number of updates from one recorded step to the next: give a "
+            f"whole number from 1 to {MOST_EVERY:,}"
+        )
+    place = Path(folder) if os.fspath(folder) else default_folder(os.environ)
+    if session.ranks.kept(Recorder) is None:
+        _follow_models(session, session.ranks.keep(Recorder, lambda: Recorder(session, place, every, os.environ)))
+
+
+def default_folder(environ: Mapping[str, str]) -> Path:
+    """Where ranks record when nobody names a folder."""
+    return Path(environ.get("SM_OUTPUT_DATA_DIR", ".")) / _FOLDER
+
+
+def folder_of(environ: Mapping[str, str]) -> Path | None:
+    """Where the environment wants numbers to be recorded; None where it does not."""
+    text = environ.get(VARIABLE, "")
+    if text in ("", "0"):
+        return None
+    return default_folder(environ) if text == "1" else Path(text)
+
+
+def _begin(session: Session) -> None:
+    environ = os.environ
+    if (folder := folder_of(environ)) is not None:
+        record_numerics(session, folder, every_steps(environ))
+    elif VARIABLE not in environ and (every := session.ranks.cfg.record_numerics):
+        record_numerics(session, every=every)
+    guards = Guards.of(environ.get(GUARDS_VARIABLE, ""))
+    if guards != Guards():
+        place = folder or default_folder(environ)
+        _follow_models(session, session.ranks.keep(UpdateGuard, lambda: UpdateGuard(session, guards, place)))
+    if (trial := Trial.from_environment(environ)) is not None:
+        TrialRun(session, trial)
+    # After the guards, which say more. Ranks that stand for absent ones have no values to compare.
+    if session.ranks.cfg.check_invariants and not session.ranks.control.speaks_for_all:
+        session.ranks.keep(Invariants, lambda: JobInvariants(session))
+
+
+def _follow_models(session: Session, watching: Recorder | UpdateGuard) -> None:
+    """Models that are wrapped from now on are watched from their first call on, also in a training without steps."""
+
+    def follow(_: DistributedModel) -> None:
+        watching.watch_models()
+
+    when_wrapped.append(follow)
+    session.at_close.append(lambda: when_wrapped.remove(follow))
+
+
+at_init.append(_begin)

@@ -1,0 +1,211 @@
+"""Which collectives a rank has called, in which order and on which line, and where two ranks differ in it.
+
+Ranks that share a group wait for each other in each of its collectives: they must make the same calls in the same order. What a
+script does in an ``if`` on the rank breaks that, and a job hangs. Every rank that is rehearsed writes its calls to a file as it
+makes them; the process that has started the ranks compares the files while they run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smp_records.script_lines import script_line
+from smp_runtime.comm.waiting import script_s_call
+
+#: ``calls-1023.jsonl`` in the request's folder.
+_PREFIX, _SUFFIX = "calls-", ".jsonl"
+
+#: Of PyTorch's own collectives of objects, the bytes differ by rank.
+_OF_OBJECTS = "object"
+
+#: What may be called by some ranks of a group only: another rank is named.
+_POINT_TO_POINT = {"send", "recv"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a script in which ranks wait for each other.
+
+    Attributes:
+        what: was called: ``"smp.barrier"``, ``"all_reduce of 4 bytes"``.
+        line: of the script, file and number.
+        step: from 0; -1 before the first.
+        ranks: rehearsed ranks of its groups, this one too.
+    """
+
+    what: str
+    line: str
+    step: int
+    ranks: frozenset[int]
+
+
+class CallLog:
+    """Writes down the calls of this rank.
+
+    Args:
+        rehearsed: all ranks that are rehearsed.
+        file: that is written.
+
+    Attributes:
+        step: the step that runs; -1 before the first.
+        public_call: the public call that the script is in; empty outside.
+    """
+
+    def __init__(self, rehearsed: Sequence[int], file: Path) -> None:
+        self._rehearsed = rehearsed
+        self._file = file.open("w", encoding="utf-8")
+        self._members: dict[tuple[int, ...], list[int]] = {}
+        self._number = -1
+        self._open: tuple[str, str] | None = None  # of what has been called last: what, and where
+        self._heard: set[int] = set()  # ranks of its groups
+        self.step = -1
+        self.public_call: Callable[[], str] = str
+
+    def another(self) -> None:
+        """A public call begins: what is heard next belongs to it."""
+        self._open = None
+
+    def of_library(self, ranks: Sequence[int]) -> None:
+        """This library communicates with ranks; what belongs to one call of the script is written down once."""
+        self._add(ranks, None)
+
+    def of_script(self, kind: str, nbytes: int, ranks: Sequence[int]) -> None:
+        """The script asks PyTorch itself for a collective; the library's own, which go that way too, belong to their call."""
+        if kind in _POINT_TO_POINT or self.public_call():
+            return
+        self._open = None
+        self._add(ranks, kind if _is_of_objects() else f"{kind} of {nbytes:,} bytes")
+
+    def _add(self, ranks: Sequence[int], what: str | None) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # it belongs to a call of the main thread, and other threads come in any order
+        file, number = script_line()
+        members = self._rehearsed_of(ranks)
+        if not file or len(members) < 2:
+            return
+        call = (what or self.public_call() or script_s_call(), f"{file}:{number}")
+        if self._open != call:
+            self._number, self._open, self._heard = self._number + 1, call, set()
+        if not self._heard.issuperset(members):
+            self._heard.update(members)
+            record = {"number": self._number, "what": call[0], "line": call[1], "step": self.step, "ranks": members}
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+
+    def _rehearsed_of(self, ranks: Sequence[int]) -> list[int]:
+        key = tuple(ranks)
+        if key not in self._members:
+            there = set(key)
+            self._members[key] = [rank for rank in self._rehearsed if rank in there]
+        return self._members[key]
+
+
+def file_of_calls(folder: str, rank: int) -> Path:
+    """Where a rank's calls are."""
+    return Path(folder, f"{_PREFIX}{rank}{_SUFFIX}")
+
+
+def _is_of_objects() -> bool:
+    """Whether the script has asked for a collective of Python objects, which is made of several of tensors."""
+    frame = sys._getframe(2)  # noqa: SLF001 - inspect.currentframe() and its f_back take several times as long
+    while frame.f_back is not None:
+        if (
+            _OF_OBJECTS in frame.f_code.co_name
+            and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@dataclass
+class _Written:
+    """What has been read of a rank's file."""
+
+    position: int = 0
+    calls: list[Call] = field(default_factory=list)
+
+
+class Agreement:
+    """Compares the calls of all ranks whose files are in a folder, again and again.
+
+    Args:
+        steps: of later ones nothing is compared, as not all ranks run them.
+    """
+
+    def __init__(self, folder: str, steps: int) -> None:
+        self._folder = Path(folder)
+        self._steps = steps
+        self._written: dict[int, _Written] = {}
+
+    def difference(self, *, is_over: bool) -> Difference | None:
+        """The first call in which two ranks differ; None as long as there is none.
+
+        Args:
+            is_over: no rank will make another call, so that it must not have made fewer than another one.
+        """
+        self._read()
+        ranks = sorted(self._written)
+        for place, one in enumerate(ranks):
+            for other in ranks[place + 1 :]:
+                if (found := self._between(one, other, is_over=is_over)) is not None:
+                    return found
+        return None
+
+    def _between(self, one: int, other: int, *, is_over: bool) -> Difference | None:
+        mine = [call for call in self._written[one].calls if other in call.ranks and call.step < self._steps]
+        theirs = [call for call in self._written[other].calls if one in call.ranks and call.step < self._steps]
+        for first, second in zip(mine, theirs, strict=False):
+            if first.what != second.what:
+                return Difference(one, first, other, second)
+        if is_over and len(mine) != len(theirs):
+            longer, other_one, calls, count = (
+                (one, other, mine, len(theirs)) if len(mine) > len(theirs) else (other, one, theirs, len(mine))
+            )
+            return Difference(longer, calls[count], other_one, None)
+        return None
+
+    def _read(self) -> None:
+        for path in self._folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+            written = self._written.setdefault(int(path.name[len(_PREFIX) : -len(_SUFFIX)]), _Written())
+            with path.open("rb") as file:
+                file.seek(written.position)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            written.position += len(whole) + len(newline)
+            for line in whole.splitlines():
+                self._add(written.calls, json.loads(line))
+
+    @staticmethod
+    def _add(calls: list[Call], record: dict[str, object]) -> None:
+        number, ranks = int(str(record["number"])), frozenset(record["ranks"])  # type: ignore[call-overload]  # a list of numbers
+        if number < len(calls):  # the same call reaches further ranks
+            ranks |= calls.pop().ranks
+        calls.append(Call(str(record["what"]), str(record["line"]), int(str(record["step"])), ranks))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two ranks that wait for each other do not make the same call."""
+
+    rank: int
+    call: Call
+    other: int
+    other_call: Call | None  # None: it makes none any more
+
+    def __str__(self) -> str:
+        instead = "makes no such call" if self.other_call is None else f"calls {_at(self.other_call)}"
+        return (
+            f"rank {self.rank} calls {_at(self.call)} while rank {self.other} {instead}; ranks wait for each other in such calls, "
+            "so the job would hang there: make the call on every rank, outside of an `if` on the rank, and as often"
+        )
+
+
+def _at(call: Call) -> str:
+    file, _, number = call.line.rpartition(":")
+    return f"{call.what} ({os.path.basename(file)}:{number})"

@@ -1,0 +1,217 @@
+"""The control plane of a rehearsal: processes that stand for kinds of ranks, and answer for all ranks of their kind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from smp_config import Coordinates, Group, Topology
+from smp_runtime.comm.control import RUNTIME_CHANNEL, USER_CHANNEL, Arrival, ControlPlane
+from smp_runtime.errors import SMPUserError
+from smp_tools.rehearsal.message_log import Said
+
+if TYPE_CHECKING:
+    from smp_runtime.comm.authentication import Seal
+    from smp_runtime.comm.waiting import Carrier, Place
+    from smp_tools.rehearsal.calls import CallLog
+
+
+#: What the call of a step function is called.
+_STEP = "the step "
+
+
+class Kinds:
+    """Which rank stands for which: the first replica's first tensor parallel rank of each pipeline stage.
+
+    Args:
+        ranks_per_host: neighbouring ranks are on one host.
+        last: the last replica's last tensor parallel rank instead.
+
+    Attributes:
+        representatives: one rank of each stage, which stands for all of it.
+        others: those that are rehearsed at another time: the last ranks, or the first.
+    """
+
+    def __init__(self, topology: Topology, ranks_per_host: int, *, last: bool = False) -> None:
+        self._topology = topology
+        self._ranks_per_host = ranks_per_host
+        tensor, replica = topology.size(Group.TP) - 1, topology.size(Group.RDP) - 1
+        stages = range(topology.pipeline)
+        first_ranks = [topology.rank_at(Coordinates(stage, 0, 0)) for stage in stages]
+        last_ranks = [topology.rank_at(Coordinates(stage, tensor, replica)) for stage in stages]
+        self.representatives, self.others = (last_ranks, first_ranks) if last else (first_ranks, last_ranks)
+
+    def kind_of(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return self._topology.coordinates(rank).pp
+
+    def host_of(self, rank: int) -> int:
+        """The number of its host."""
+        return rank // self._ranks_per_host
+
+    def hosts_of(self, ranks: Sequence[int]) -> int:
+        """How many hosts ranks are on."""
+        return len({self.host_of(rank) for rank in ranks})
+
+    def stands_for(self, kind: int) -> int:
+        """How many ranks are of a kind."""
+        return self._topology.size(Group.DP)
+
+    def host_name(self, rank: int) -> str:
+        """What the launcher would announce there."""
+        return f"algo-{self.host_of(rank) + 1}"
+
+
+class KindsCarrier:
+    """Carries messages between ranks of a job that is not there, by the processes that stand for their kinds.
+
+    What a rank sends to one of its own kind comes back to it: that one sends the same. See
+    :class:`~smp_runtime.comm.waiting.Carrier`.
+
+    Args:
+        inner: connects the processes; its ranks are kinds.
+        said: by ranks that were rehearsed before.
+        heard: notes what this rank says to those that are rehearsed after it.
+    """
+
+    def __init__(
+        self, inner: Carrier, kinds: Kinds, size: int, said: Said | None = None, heard: Said | None = None
+    ) -> None:
+        self._inner = inner
+        self._kinds = kinds
+        self._said = said or Said()
+        self._heard = heard
+        self.rank = kinds.representatives[inner.rank]
+        self.size = size
+        self._own: dict[int, deque[Any]] = defaultdict(deque)
+
+    @property
+    def call(self) -> str:
+        """See :class:`Carrier`."""
+        return self._inner.call
+
+    @call.setter
+    def call(self, name: str) -> None:
+        self._inner.call = name
+
+    @property
+    def seal(self) -> Seal | None:
+        """See :class:`Carrier`."""
+        return self._inner.seal
+
+    def send(self, payload: Any, dest: int, channel: int) -> None:
+        """See :class:`Carrier`."""
+        kind = self._kinds.kind_of(dest)
+        if dest in self._kinds.others and channel == USER_CHANNEL:
+            if self._heard is not None:
+                self._heard.note(self.rank, "", channel, [dest], payload)
+            if dest in self._said.speakers:
+                return  # which is through, and has heard what it heard
+        if kind == self._inner.rank:
+            self._own[channel].append(payload)
+        elif self.call != "smp.broadcast" or dest in self._kinds.representatives:  # who receives for its stage, once
+            self._inner.send(payload, kind, channel)
+
+    def receive(self, source: int, channel: int) -> Any:
+        """See :class:`Carrier`."""
+        is_known, saying = self._said.next(source, "", channel, [self.rank])
+        if is_known:
+            return saying
+        kind = self._kinds.kind_of(source)
+        if kind != self._inner.rank:
+            return self._inner.receive(kind, channel)
+        if not self._own[channel]:
+            raise SMPUserError(
+                f"rank {self.rank} receives from rank {source}, which runs the same script at the same stage, but rank {self.rank} "
+                "has not sent anything that rank could have sent: in a rehearsal one process stands for all ranks of a stage, so "
+                "what only some of them send cannot be rehearsed; use smp.broadcast or smp.allgather"
+            )
+        return self._own[channel].popleft()
+
+    def look(self, other: int, *, asks: bool) -> Place | None:
+        """See :class:`Carrier`."""
+        kind = self._kinds.kind_of(other)
+        return None if kind == self._inner.rank else self._inner.look(kind, asks=asks)
+
+    def went_on(self) -> None:
+        """See :class:`Carrier`."""
+        self._inner.went_on()
+
+    def close(self, left: str) -> None:
+        """See :class:`Carrier`."""
+        self._inner.close(left)
+
+
+class RehearsedControl(ControlPlane):
+    """Collectives ask only those processes that are there; the other ranks say what their kind's process says.
+
+    Args:
+        inner: connects the processes; its ranks are kinds.
+        calls: writes down what the script calls.
+        said: by ranks that were rehearsed before.
+        heard: notes what this rank says, for those that are rehearsed after it.
+    """
+
+    speaks_for_all = True
+
+    def __init__(
+        self,
+        inner: Carrier,
+        kinds: Kinds,
+        size: int,
+        *,
+        calls: CallLog | None = None,
+        said: Said | None = None,
+        heard: Said | None = None,
+    ) -> None:
+        super().__init__(KindsCarrier(inner, kinds, size, said, heard))
+        self._kinds = kinds
+        self._mine = inner.rank
+        self._there = set(kinds.representatives)
+        self._calls = calls
+        self._said = said or Said()
+        self._heard = heard
+
+    @contextlib.contextmanager
+    def doing(self, call: str) -> Iterator[None]:
+        """See :class:`ControlPlane`."""
+        is_outermost = not self._carrier.call
+        with super().doing(call):
+            if self._calls is not None and is_outermost:
+                self._calls.another()
+                if call.startswith(_STEP):  # whose ranks wait for each other's tensors, where they agree on nothing
+                    self._calls.of_library(self._kinds.representatives)
+            yield
+
+    def allgather(self, payload: Any, ranks: Sequence[int], channel: int = RUNTIME_CHANNEL) -> list[Any]:
+        """See :class:`ControlPlane`."""
+        call = self._carrier.call
+        if self._calls is not None:
+            self._calls.of_library(ranks)
+        if self._heard is not None and any(rank in ranks for rank in self._kinds.others):
+            self._heard.note(self.rank, call, channel, ranks, payload)
+        there = [rank for rank in ranks if rank in self._there]
+        said = super().allgather(payload, there, channel) if len(there) > 1 else [payload]
+        by_kind = {self._kinds.kind_of(rank): one for rank, one in zip(there, said, strict=True)}
+        # Of a kind that no process of the group stands for, this one: groups of one stage have only its ranks.
+        everyone = [by_kind.get(self._kinds.kind_of(rank), payload) for rank in ranks]
+        for place, rank in enumerate(ranks):
+            if rank in self._said.speakers:
+                is_known, saying = self._said.next(rank, call, channel, ranks)
+                everyone[place] = saying if is_known else everyone[place]
+        return everyone
+
+    def gather(self, payload: Any, ranks: Sequence[int]) -> list[Any] | None:
+        """See :class:`ControlPlane`."""
+        everyone = self.allgather(payload, ranks)
+        return everyone if self.rank == ranks[0] else None
+
+    def arrivals(self, mine: Arrival) -> list[Arrival]:
+        """See :class:`ControlPlane`; every rank is on its own host."""
+        said = super().arrivals(mine)
+        return [one._replace(host=self._kinds.host_name(rank)) for rank, one in enumerate(said)]
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self._kinds.representatives if rank != self.rank]

@@ -1,0 +1,95 @@
+"""What a rank is at: the phase of a step, and the module whose forward pass, or whose part of backward, runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from smp_runtime.tensors.module_boundaries import GraphOwners
+from smp_runtime.tensors.torch_private import backward_pass, running_node
+from smp_tools.rehearsal.memory import Where
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class _Thread(threading.local):
+    """Of one thread."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []  # whose forward runs, the innermost last
+        self.backward = (-1, "")  # the backward pass that came to a module last, and the module
+
+
+class Phases:
+    """Follows all threads of a rank by PyTorch's global hooks, until :meth:`close`.
+
+    Attributes:
+        in_steps: whether the first step has begun.
+        called: paths of the modules whose forward has run.
+        in_microbatch: whether the calling thread runs a microbatch.
+    """
+
+    def __init__(self) -> None:
+        self._here = _Thread()
+        self._names: dict[int, str] = {}
+        self.called: set[str] = set()
+        self._updating = False
+        self.in_steps = False
+        self.in_microbatch: Callable[[], bool] = lambda: False
+        self._owners = GraphOwners("rehearsal", self._reached)
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_pre_hook(lambda *_: self._update(True)),
+            register_optimizer_step_post_hook(lambda *_: self._update(False)),
+        ]
+
+    def close(self) -> None:
+        """Hear no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def name(self, model: nn.Module) -> None:
+        """From now on its modules are called by their paths."""
+        for path, module in model.named_modules():
+            self._names[id(module)] = path
+
+    def where(self) -> Where:
+        """What the calling thread is at."""
+        node = running_node()
+        modules = self._here.modules
+        if node is not None:
+            number, owner = self._here.backward
+            return Where("backward", modules[-1] if modules else owner if number == backward_pass() else "")
+        if modules or self.in_microbatch():
+            return Where("forward", modules[-1] if modules else "")
+        if self._updating:
+            return Where("update", "")
+        return Where("outside" if self.in_steps else "start", "")
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self.called.add(name)
+        modules = self._here.modules
+        if backward_pass() == -1:
+            self._owners.note(args, modules[-1] if modules else "")
+        modules.append((modules[-1] if modules else type(module).__name__) if name is None else name)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        modules = self._here.modules
+        if modules:
+            name = modules.pop()
+            if backward_pass() == -1:
+                self._owners.note(output, name)
+
+    def _reached(self, owner: str) -> None:
+        self._here.backward = backward_pass(), owner
+
+    def _update(self, begins: bool) -> None:
+        self._updating = begins

@@ -1,0 +1,351 @@
+"""Operations that are not performed: large results get memory that nobody touches, small ones their real values.
+
+An operation of PyTorch on large tensors costs memory and time because its elements are written. Here such an operation only
+allocates what it returns: the system gives pages when they are written to, so a tensor of 10 GB that nobody writes costs nothing.
+What is small (losses, flags, indices, a batch of tokens) is computed as ever, so that a script's ``if`` and the runtime's own
+agreements see values. Shapes, types and strides of results come from PyTorch's own kernels for the meta device.
+
+All tensors stay ordinary tensors of the CPU: autograd, hooks, views, pickling and storages work as in a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from smp_records.script_lines import script_line
+from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.torch_private import (
+    ITEM,
+    SHARING,
+    TorchDispatchMode,
+    packet_of,
+    schema_of,
+    tree_map,
+    without_modes,
+)
+
+#: Operations whose tensors, arguments and results together, have at most so many bytes are performed.
+PERFORMED_BYTES = 256 * 1024
+
+#: Results up to so many bytes get values even if nothing is computed: larger memory is fresh from the system, and so all zeros.
+_FILLED_BYTES = 256 * 1024
+
+#: Of the C library: what ``malloc`` is told, so that freed memory is never handed out again with old values in it.
+_M_MMAP_THRESHOLD, _M_MMAP_MAX = -3, -4
+
+_META = torch.device("meta")
+
+
+def use_fresh_memory() -> None:
+    """Have every large allocation of this process come from the system, as zeros that take no memory until they are written.
+
+    Without a C library that can be told so, large memory that was freed may come back with what stood in it.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _FILLED_BYTES // 2)
+    mallopt(_M_MMAP_MAX, 2**30)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a result is like."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
+
+
+class _Plan:
+    """What an operation does with its arguments, read from its schema once.
+
+    Attributes:
+        is_free: it touches no elements: a view, or a change of a tensor's shape.
+        written: by return value, the position or name of the argument that it is; None for a new tensor.
+        mutates: whether it writes into an argument.
+        is_dynamic: the shape of its result depends on values.
+    """
+
+    def __init__(self, function: Any) -> None:
+        schema = schema_of(function)
+        tags = function.tags
+        returns = [value.alias_info for value in schema.returns]
+        views = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+        self.is_free = (
+            views
+            or torch.Tag.inplace_view in tags
+            or function in SHARING
+            or function.__name__.startswith(("set_.", "resize_"))
+        )
+        self.mutates = schema.is_mutable
+        self.is_dynamic = torch.Tag.dynamic_output_shape in tags or function in _DYNAMIC
+        places: dict[str, int | str] = {}
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for name in argument.alias_info.before_set:
+                    places[name] = argument.name if argument.kwarg_only else position
+        self.written: list[int | str | None] = []
+        for alias in returns:
+            name = next(iter(alias.before_set), None) if alias is not None and alias.is_write else None
+            self.written.append(None if name is None else places.get(name))
+        self.names = [argument.name for argument in schema.arguments]
+
+    def argument(self, place: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The argument at a position, however it was given."""
+        if isinstance(place, int):
+            return args[place] if place < len(args) else kwargs.get(self.names[place])
+        return kwargs.get(place)
+
+
+#: Operations without the tag whose result depends on values all the same.
+_DYNAMIC = {torch.ops.aten.equal.default, ITEM}
+
+
+class Operation(NamedTuple):
+    """One that has been done, or has only allocated."""
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    given: list[torch.Tensor]  # tensors among the arguments
+    result: Any
+    made: list[torch.Tensor]  # tensors of the result
+
+
+class Watcher(Protocol):
+    """Hears of every operation that touches elements, after it; not of views."""
+
+    def performed(self, operation: Operation) -> None:
+        """An operation is over."""
+
+
+class Unperformed(TorchDispatchMode):
+    """Performs small operations on the calling thread, and only allocates the results of large ones.
+
+    Args:
+        watchers: hear of every operation.
+        collective: what does operations of ``torch.distributed``; None: they are done as ever.
+        performed_bytes: largest operations that are performed; None performs all, as a job does.
+    """
+
+    def __init__(
+        self,
+        watchers: Sequence[Watcher] = (),
+        collective: Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None = None,
+        performed_bytes: int | None = PERFORMED_BYTES,
+    ) -> None:
+        super().__init__()
+        self._watchers = list(watchers)
+        self._collective = collective
+        self._limit = performed_bytes
+        self._plans: dict[Any, _Plan] = {}
+        self._shapes: dict[Any, Any] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._collective is not None and function.namespace in ("c10d", "_c10d_functional"):
+            return self._collective(function, args, kwargs)
+        plan = self._plans.get(function)
+        if plan is None:
+            plan = self._plans[function] = _Plan(function)
+        if plan.is_free:
+            return function(*args, **kwargs)
+        given = tensors_of((args, kwargs) if kwargs else args)
+        result = function(*args, **kwargs) if self._limit is None else self._result(plan, function, args, kwargs, given)
+        done = Operation(function, args, kwargs, given, result, tensors_of(result))
+        for watcher in self._watchers:
+            watcher.performed(done)
+        return result
+
+    def _result(
+        self, plan: _Plan, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        given = 0
+        for tensor in tensors:
+            if not tensor.is_cpu or tensor.layout is not torch.strided:
+                return function(*args, **kwargs)  # stand-ins of other stages, and sparse gradients, which are small
+            given += tensor.nbytes
+        limit = self._limit or 0
+        if plan.is_dynamic and not _picks_by_number(function, args):
+            return function(*args, **kwargs) if given <= limit else self._unknown(function, args)
+        if _device_of(kwargs) not in (None, "cpu"):
+            return function(*args, **kwargs)
+        if plan.mutates and given > limit and not any(place is None for place in plan.written):
+            return self._written(plan, args, kwargs)
+        shapes = self._known_shapes(function, args, kwargs)
+        if shapes is _UNKNOWN or given + _bytes(shapes) <= limit:
+            return function(*args, **kwargs)
+        return self._allocated(plan, function, shapes, args, kwargs)
+
+    def _written(self, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation in place returns; nothing is written."""
+        results = tuple(plan.argument(place, args, kwargs) for place in plan.written if place is not None)
+        return None if not results else results[0] if len(results) == 1 else results
+
+    def _known_shapes(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The structure of the result with a :class:`_Shape` in place of every tensor; ``_UNKNOWN`` without a meta kernel."""
+        try:
+            key = (function, _key(args), _key(tuple(sorted(kwargs.items()))))
+            known = self._shapes.get(key)
+        except TypeError:  # an argument that cannot be a key
+            key, known = None, None
+        if known is None:
+            known = self._asked(function, args, kwargs)
+            if key is not None:
+                self._shapes[key] = known
+        return known
+
+    def _asked(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, from PyTorch's kernel for the meta device."""
+        on_meta = {
+            name: _META if isinstance(value, torch.device) else None if isinstance(value, torch.Generator) else value
+            for name, value in kwargs.items()
+        }
+        if "device" in self._names(function) and "device" not in on_meta and not tensors_of(args):
+            on_meta["device"] = _META
+        try:
+            result = function(*_meta(args), **_meta(on_meta))
+        except (
+            RuntimeError
+        ):  # there is no such kernel; or the operation itself is wrong, and says so better when it is tried
+            return _UNKNOWN
+        return _shape(result) if isinstance(result, torch.Tensor) else tree_map(_shape, result)
+
+    def _names(self, function: Any) -> list[str]:
+        return self._plans[function].names
+
+    def _allocated(self, plan: _Plan, function: Any, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Results with memory, the arguments themselves where the operation writes into them."""
+
+        def one(shape: Any, place: int | str | None) -> Any:
+            if place is not None:
+                return plan.argument(place, args, kwargs)
+            if isinstance(shape, _Shape):
+                return _memory(shape, function)
+            return tree_map(lambda leaf: _memory(leaf, function) if isinstance(leaf, _Shape) else leaf, shape)
+
+        if len(plan.written) > 1:
+            return tuple(one(shape, place) for shape, place in zip(shapes, plan.written, strict=True))
+        return one(shapes, plan.written[0] if plan.written else None)
+
+    def _unknown(self, function: Any, args: tuple[Any, ...]) -> Any:
+        """The result of an operation whose shape or value depends on elements that nobody has computed."""
+        if function is torch.ops.aten.equal.default:
+            return True
+        file, line = script_line()
+        at = f" at {file}:{line}" if file else ""
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(args))
+        raise SMPUserError(
+            f"{function.__name__.partition('.')[0]}{at} asks for the values of a large tensor ({shapes}), whose elements a "
+            "rehearsal does not compute, and the shape of its result depends on them; leave the call out where SMP_REHEARSAL is "
+            "set, or take a form of fixed shape (torch.where, a mask that multiplies)"
+        )
+
+
+_UNKNOWN = object()
+
+
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Operations of the calling thread are performed inside, and nobody hears of them."""
+    found: contextlib.AbstractContextManager[Any] = without_modes()
+    return found
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors among arguments, in lists too."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for one in value for tensor in tensors_of(one)]
+    if isinstance(value, dict):
+        return [tensor for one in value.values() for tensor in tensors_of(one)]
+    return []
+
+
+def _key(value: Any) -> Any:
+    """What of an argument decides about the shape of a result; equal for equal ones, with numbers told apart by their types."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple([_key(one) for one in value])
+    if isinstance(value, torch.Generator):
+        return "generator"
+    return type(value), value
+
+
+def _meta(value: Any) -> Any:
+    """Arguments with tensors of the meta device in place of tensors with memory."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    if isinstance(value, tuple | list):
+        return [_meta(one) for one in value] if isinstance(value, list) else tuple(_meta(one) for one in value)
+    if isinstance(value, dict):
+        return {name: _meta(one) for name, one in value.items()}
+    return value
+
+
+def _shape(leaf: Any) -> Any:
+    return _Shape(tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _bytes(shapes: Any) -> int:
+    if isinstance(shapes, _Shape):
+        return shapes.nbytes
+    return sum(_bytes(one) for one in shapes) if isinstance(shapes, tuple | list) else 0
+
+
+def _memory(shape: _Shape, function: Any) -> torch.Tensor:
+    """Memory for a result. Where it is small it holds 1 for a number, 0 for an index, False for an answer."""
+    made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
+    if shape.nbytes <= _FILLED_BYTES:
+        # So a loss is finite, and "are all gradients finite?" is answered with yes.
+        is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
+        made.fill_(1 if is_number or packet_of(function) is torch.ops.aten.all else 0)
+    return made
+
+
+def as_fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``F.scaled_dot_product_attention`` with the memory of a GPU's kernel, which drops scores without keeping any.
+
+    On a CPU there is such a kernel only without dropout; with it all scores are kept, ``[batch, heads, seq, seq]``.
+    """
+
+    @functools.wraps(attention)
+    def fused(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    return fused
+
+
+def _picks_by_number(function: Any, args: Sequence[Any]) -> bool:
+    """Whether an indexing gives as many elements as it has indices, since none of them is a mask."""
+    if function is not torch.ops.aten.index.Tensor:
+        return False
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _device_of(kwargs: dict[str, Any]) -> str | None:
+    device = kwargs.get("device")
+    return None if device is None else torch.device(device).type

@@ -1,0 +1,49 @@
+"""Weights & Biases: offline in the folder, unless ``WANDB_MODE`` says otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smp_tools.tracking.points import Point
+    from smp_tools.tracking.run import Run
+
+
+class WandbLogger:
+    """Writes into a run whose identifier comes from the job's name, so that the ranks of a restart go on in it.
+
+    ``wandb sync`` brings an offline run to a server. ``WANDB_PROJECT``, ``WANDB_MODE`` and others mean what they mean for wandb.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True)
+        same = {"id": hashlib.sha256(run.name.encode()).hexdigest()[:16], "resume": "allow"} if run.name else {}
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or run.project,
+            name=run.name or None,
+            dir=str(run.folder),
+            mode=os.environ.get("WANDB_MODE") or "offline",
+            config=dict(run.settings),
+            settings=settings,
+            **same,
+        )
+
+    def write(self, points: Sequence[Point]) -> None:
+        """See :class:`~smp_tools.tracking.writer.Logger`."""
+        for point in points:
+            self._run.log(dict(point.values), step=point.step)
+
+    def flush(self) -> None:
+        """See :class:`~smp_tools.tracking.writer.Logger`; wandb's own process writes by itself."""
+
+    def close(self, *, failed: bool) -> None:
+        """See :class:`~smp_tools.tracking.writer.Logger`."""
+        self._run.finish(exit_code=int(failed))

@@ -1,0 +1,61 @@
+"""What trackers are told of a job before its first point: its name, its settings, and where they may write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_config import Group
+from smp_config.formats.secrets import shown_value
+from smp_records.tracking import FOLDER_VARIABLE
+
+if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
+
+_NAME_VARIABLE = "TRAINING_JOB_NAME"
+_PROJECT = "smp"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job, as trackers see it.
+
+    Attributes:
+        folder: for files of trackers that have no server of their own; may not exist yet.
+        name: empty where the job has none.
+        project: what runs are listed under.
+        settings: hyperparameters and degrees, as text, without secrets.
+    """
+
+    folder: Path
+    name: str
+    project: str
+    settings: Mapping[str, str]
+
+    @classmethod
+    def of(cls, ranks: Ranks, environ: Mapping[str, str]) -> Run:
+        """This job."""
+        folder = environ.get(FOLDER_VARIABLE) or Path(environ.get("SM_OUTPUT_DATA_DIR", "."), "tracking")
+        degrees = {
+            "processes": ranks.size(Group.WORLD),
+            "pipeline": ranks.size(Group.PP),
+            "tensor": ranks.size(Group.TP),
+            "replicas": ranks.size(Group.RDP),
+            "sharded": ranks.size(Group.SHARD),
+            "microbatches": ranks.cfg.microbatches,
+        }
+        settings = {**_hyperparameters(environ), **{f"smp.{name}": str(size) for name, size in degrees.items()}}
+        return cls(Path(folder), environ.get(_NAME_VARIABLE, ""), _PROJECT, settings)
+
+
+def _hyperparameters(environ: Mapping[str, str]) -> dict[str, str]:
+    try:
+        found = json.loads(environ.get("SM_HPS", "{}"))
+    except json.JSONDecodeError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): shown_value(str(name), value) for name, value in found.items() if name != "mp_parameters"}

@@ -1,0 +1,71 @@
+"""When the numbers of a training are tracked: from ``smp.init()`` on, where the environment says so, and by ``smp.log``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from smp_records import tracking
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session as sessions
+from smp_runtime.job.session import at_init
+from smp_tools.tracking.loggers.making import make_loggers
+from smp_tools.tracking.points import checked
+from smp_tools.tracking.profile import begin_profile
+from smp_tools.tracking.rank_times import HostValues, RankTimes
+from smp_tools.tracking.run import Run
+from smp_tools.tracking.tracker import Tracker
+from smp_tools.tracking.writer import Writer
+
+if TYPE_CHECKING:
+    from smp_runtime.job.session import Session
+
+
+def log(step: int | None = None, **values: object) -> None:
+    """Give numbers of the script's own to the trackers of the job, and to its log.
+
+    ``smp.log(accuracy=0.93)``. Loss, learning rate, throughput and the like are there without it. The first rank writes; on others
+    it does nothing, so that it may be called on all or only there. Tensors are read when the device has computed them, and
+    nothing waits for that.
+
+    Args:
+        step: updates before it; by default those until now.
+        values: by name, numbers or tensors of one element.
+
+    Raises:
+        SMPUserError: a value that is no number, or a step that is none.
+        NotInitializedError: before ``smp.init()``.
+
+    Example:
+        >>> smp.log(accuracy=0.93)
+    """
+    session = sessions.current()
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53):
+        raise SMPUserError(
+            f"smp.log got step={step!r}; it counts updates: give a whole number from 0, or leave it out for those until now"
+        )
+    numbers = checked(values)
+    tracker = session.ranks.kept(Tracker)
+    if tracker is not None and numbers:
+        tracker.log(numbers, session.progress.step if step is None else step)
+
+
+def _begin(session: Session) -> None:
+    environ = os.environ
+    names = tracking.loggers_of(environ)
+    every, peak = tracking.log_every(environ), tracking.peak_tflops(environ)
+    seconds = tracking.seconds_between_records(environ)
+    tracking.require_packages(names)  # on every rank: all say it, and none waits for another
+    begin_profile(session, environ)
+    session.ranks.keep(RankTimes, lambda: RankTimes(session, seconds))
+    if session.ranks.rank:
+        return
+    writer = None
+    if names:
+        made = make_loggers(names, Run.of(session.ranks, environ))
+        writer = Writer(made, HostValues(environ, session.ranks.rank))
+    if writer is not None or session.progress.enabled:
+        session.ranks.keep(Tracker, lambda: Tracker(session, writer, every, peak))
+
+
+at_init.append(_begin)

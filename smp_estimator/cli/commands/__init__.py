@@ -1,0 +1,1 @@
+"""The commands of `smp-estimator`: one module for each group of them."""

@@ -1,0 +1,390 @@
+"""``smp-estimator checkpoint``: look at checkpoints, prove them whole, turn them into plain weights. No job is needed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.table import Table
+
+from smp_config import ConfigError
+from smp_estimator.cli.console import console, shown
+
+if TYPE_CHECKING:  # the commands import the runtime when they run, so that this package stays light
+    from smp_runtime.checkpoint.files.manifest import FoundCheckpoint, Manifest
+
+#: Folders below PATH in which checkpoints are looked for.
+_DEPTH = 6
+
+
+class _Commands(click.Group):
+    """Says what to install when the runtime's packages are missing."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ImportError as error:
+            raise ConfigError(
+                f"this command reads tensors, but the package {error.name} is not installed here; install it with "
+                'pip install "smp-estimator[runtime]"'
+            ) from None
+
+
+@click.group(cls=_Commands)
+def checkpoint() -> None:
+    """Look at the checkpoints of a job, verify them, convert them. Works without the job and without MPI."""
+
+
+def _with_path(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument and the option that the commands share."""
+    command = click.option("--tag", help="Which checkpoint; a tag or a folder's name. Default: the newest whole one.")(
+        command
+    )
+    return click.argument("path", metavar="PATH")(command)
+
+
+# -- inspect -----------------------------------------------------------------------------------------------------------
+
+
+@checkpoint.command()
+@_with_path
+@click.option("--tensors", is_flag=True, help="List parameters and buffers too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
+    """Show the checkpoints in PATH: which is the newest, whether all of their files are there, what they hold.
+
+    The files' sizes are compared with those that were saved; what is in them is not read: verify does that.
+
+    PATH is a folder of checkpoints, one of them (TAG_partial), or a folder above, such as a job's output.
+    """
+    from smp_runtime.checkpoint.files.manifest import newest_name
+
+    parent, found = _find(path)
+    chosen = _choose(parent, found, tag, may_be_broken=True)
+    newest = newest_name(parent)
+    if as_json:
+        about = {
+            "path": str(parent),
+            "newest": newest,
+            "resumes": next((c.name for c in found if c.is_whole), None),
+            "checkpoints": [_as_json(c, tensors=tensors and c is chosen) for c in found],
+        }
+        click.echo(json.dumps(about, indent=2))
+        return
+    out = console()
+    out.print(_list_of(parent, found, newest))
+    out.print(
+        f"complete: all files are there in their size. What is in them was not read: "
+        f"smp-estimator checkpoint verify {shown(path)}",
+        soft_wrap=True,
+    )
+    for each in found:
+        for problem in each.problems:
+            out.print(f"[yellow]not complete[/yellow] {shown(each.name)}: {shown(problem)}", soft_wrap=True)
+    if newest is not None and newest not in {c.name for c in found if c.is_whole}:
+        out.print(f"[yellow]warning[/yellow] the file newest names {shown(newest)}, which is not complete or not here")
+    if chosen is None or chosen.manifest is None:
+        return
+    out.print(_about(chosen.name, chosen.manifest))
+    out.print(_files_table(chosen.manifest))
+    if tensors:
+        out.print(_tensors_table(chosen.manifest))
+
+
+def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> Table:
+    table = Table(title=f"checkpoints in {parent}", title_justify="left")
+    for column in ("name", "saved", "complete", "topology", "precision"):
+        table.add_column(column, overflow="fold")
+    table.add_column("parameters", justify="right")
+    table.add_column("size", justify="right")
+    for each in found:
+        manifest = each.manifest
+        name = f"[bold]{shown(each.name)}[/bold] (newest)" if each.name == newest else shown(each.name)
+        complete = "[green]yes[/green]" if each.is_whole else "[red]no[/red]"
+        if manifest is None:
+            table.add_row(name, "", complete, "", "", "", "")
+            continue
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved)) if manifest.saved else ""
+        table.add_row(
+            name,
+            saved,
+            complete,
+            shown(_topology(manifest)),
+            shown(manifest.precision),
+            f"{_elements(manifest):,}",
+            _size(_bytes(manifest)),
+        )
+    return table
+
+
+def _about(name: str, manifest: Manifest) -> str:
+    lines = [
+        f"[bold]{shown(name)}[/bold]: tag {shown(manifest.tag)}, written by smp-estimator {shown(manifest.library or '?')}"
+    ]
+    optimizer = manifest.optimizer
+    if optimizer is None:
+        lines.append("no optimizer")
+    else:
+        trained = sum(len(group.get("params", ())) for group in optimizer.groups)
+        lines.append(
+            f"optimizer {shown(optimizer.type)} of {trained} parameters in {len(optimizer.groups)} groups; states: "
+            f"{shown(', '.join(optimizer.states)) or 'none'}"
+        )
+    if manifest.translations:
+        lines.append(f"distributed models of Transformers: {shown(', '.join(manifest.translations))}")
+    return "\n".join(lines)
+
+
+def _files_table(manifest: Manifest) -> Table:
+    table = Table(title=f"{len(manifest.files)} files, {_size(_bytes(manifest))}", title_justify="left")
+    table.add_column("file", overflow="fold")
+    table.add_column("size", justify="right")
+    table.add_column("tensors it has parts of", overflow="fold")
+    for name, record in sorted(manifest.files.items()):
+        held = manifest.pieces.get(name, {})
+        table.add_row(
+            shown(name), _size(record.bytes), shown(", ".join(f"{key} {len(names)}" for key, names in held.items()))
+        )
+    return table
+
+
+def _tensors_table(manifest: Manifest) -> Table:
+    table = Table(title=f"{len(manifest.parameters)} parameters, {len(manifest.buffers)} buffers", title_justify="left")
+    for column in ("name", "shape", "type", "stage", "split along", "files"):
+        table.add_column(column, overflow="fold")
+    for records in (manifest.parameters, manifest.buffers):
+        for name, record in records.items():
+            aliases = "".join(f"\n= {alias}" for alias in record.aliases)
+            files = {file for file, keys in manifest.pieces.items() if any(name in found for found in keys.values())}
+            table.add_row(
+                shown(name + aliases),
+                " × ".join(map(str, record.shape)) or "scalar",
+                shown(record.dtype),
+                str(record.stage),
+                "" if record.tensor_axis is None else f"dim {record.tensor_axis}",
+                str(len(files)),
+            )
+    return table
+
+
+def _as_json(found: FoundCheckpoint, *, tensors: bool) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "name": found.name,
+        "folder": str(found.folder),
+        "complete": found.is_whole,
+        "problems": list(found.problems),
+    }
+    manifest = found.manifest
+    if manifest is None:
+        return about
+    optimizer = manifest.optimizer
+    about |= {
+        "tag": manifest.tag,
+        "saved": manifest.saved,
+        "library": manifest.library,
+        "topology": manifest.topology,
+        "precision": manifest.precision,
+        "parameters": _elements(manifest),
+        "bytes": _bytes(manifest),
+        "translations": manifest.translations,
+        "optimizer": None if optimizer is None else {"type": optimizer.type, "states": optimizer.states},
+        "files": {
+            name: {"bytes": record.bytes, "sha256": record.sha256, "of_headers": record.of_headers}
+            for name, record in manifest.files.items()
+        },
+    }
+    if tensors:
+        about["tensors"] = {
+            name: {
+                "shape": list(record.shape),
+                "dtype": record.dtype,
+                "aliases": list(record.aliases),
+                "stage": record.stage,
+                "tensor_axis": record.tensor_axis,
+                "buffer": name in manifest.buffers,
+            }
+            for records in (manifest.parameters, manifest.buffers)
+            for name, record in records.items()
+        }
+    return about
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+@checkpoint.command()
+@_with_path
+def verify(path: str, tag: str | None) -> None:
+    """Read the checkpoints in PATH to their end and say what is wrong. Exit code 1 when anything is.
+
+    Checked are: all files are there with the lengths and checksums that were saved; their pieces make up every weight
+    and every state of the optimizer exactly once; the tensors in them have the sizes that the manifest says. With --tag
+    one checkpoint, else all. PATH: as for inspect.
+    """
+    from smp_runtime.checkpoint.files.manifest import newest_name
+    from smp_runtime.checkpoint.files.verification import problems_of
+
+    parent, found = _find(path)
+    chosen = _choose(parent, found, tag, may_be_broken=True) if tag is not None else None
+    out = console()
+    broken = []
+    for each in found if chosen is None else [chosen]:
+        problems = problems_of(each)
+        if problems:
+            broken.append(each.name)
+        size = "" if each.manifest is None else f" ({len(each.manifest.files)} files, {_size(_bytes(each.manifest))})"
+        out.print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {shown(each.name)}{size}")
+        for problem in problems:
+            out.print(f"  {shown(problem)}", soft_wrap=True)
+    newest = newest_name(parent)
+    if tag is None and newest is not None and newest not in {c.name for c in found}:
+        broken.append(newest)
+        out.print(f"[red]broken[/red] the file newest names {shown(newest)}, which is not in {shown(str(parent))}")
+    whole = [c.name for c in found if c.name not in broken]
+    if broken:
+        if chosen is None:
+            out.print(f"resuming takes {shown(whole[0])}" if whole else "there is nothing to resume from")
+        raise click.exceptions.Exit(1)
+
+
+# -- convert -----------------------------------------------------------------------------------------------------------
+
+
+@checkpoint.command()
+@_with_path
+@click.argument("out", metavar="OUT", type=click.Path())
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(["transformers", "safetensors", "full"]),
+    required=True,
+    help="A folder for from_pretrained; one file of safetensors; one file of torch.save.",
+)
+@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="config.json of the model.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: as they were trained.")
+@click.option("--largest-file", default="5GB", show_default=True, help="Weights of Transformers beyond it are cut.")
+def convert(
+    path: str, tag: str | None, out: str, form: str, config: str | None, dtype: str | None, largest_file: str
+) -> None:
+    """Assemble whole weights from the checkpoint in PATH, whatever its topology, and write them to OUT.
+
+    transformers: a folder with model.safetensors and config.json, which AutoModel…from_pretrained(OUT) loads. full: a
+    state under the module's names, for load_state_dict or resume_from_checkpoint(partial=False). PATH may also be full
+    weights: a file of torch.save or safetensors, or a folder of Transformers. One tensor at a time is in memory, but
+    with --to full all are.
+    """
+    from smp_runtime.checkpoint.files.transformers_format import bytes_in
+    from smp_runtime.checkpoint.full import conversion
+
+    target = Path(out)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"OUT is {out}, which exists: nothing is overwritten; give a new name or remove it first")
+    try:
+        size = bytes_in(largest_file)
+        source = conversion.full_weights(Path(path), config) if tag is None else None
+        if source is None:
+            parent, found = _find(path)
+            chosen = _choose(parent, found, tag, may_be_broken=False)
+            if chosen is None or chosen.manifest is None:
+                raise AssertionError("a whole checkpoint has a manifest")
+            source = conversion.assembled(chosen.folder, chosen.manifest, config, dtype)
+            click.echo(f"from {chosen.folder}")
+        files, count = conversion.write(source, target, form, dtype=dtype, largest_file=size)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or out} cannot be written or read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    written = sum(file.stat().st_size for file in files)
+    click.echo(f"{count} tensors, {_size(written)}: {', '.join(str(file) for file in files)}")
+
+
+# -- PATH --------------------------------------------------------------------------------------------------------------
+
+
+def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
+    """The folder of checkpoints that PATH means, and what is in it, the newest first; raises ConfigError without just one."""
+    from smp_runtime.checkpoint.files.manifest import MANIFEST, PARTIAL, checkpoints_in, inspect_folder
+
+    if path.startswith("s3://"):
+        raise ConfigError(
+            f"PATH is {path}, but checkpoints are read from this machine: copy them first, for example with "
+            f"aws s3 cp --recursive {path} ./checkpoints"
+        )
+    folder = Path(path.removeprefix("file://"))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"PATH is {path}, and there is no such folder ({folder.absolute()}): give a folder with checkpoints"
+        )
+    if (folder / MANIFEST).is_file() or folder.name.endswith(PARTIAL):
+        return folder.parent, [inspect_folder(folder)]
+    if found := checkpoints_in(folder):
+        return folder, found
+    partial = (p for p in folder.rglob(f"*{PARTIAL}") if p.is_dir() and len(p.relative_to(folder).parts) <= _DEPTH)
+    below = sorted({p.parent for p in partial})
+    if len(below) > 1:
+        raise ConfigError(
+            f"PATH is {path}, below which {len(below)} folders have checkpoints: give one of them, such as "
+            f"{', '.join(map(str, below[:4]))}"
+        )
+    if not below:
+        raise ConfigError(
+            f"PATH is {path}, and neither it nor a folder below has a partial checkpoint (a folder TAG{PARTIAL}): give the "
+            "path that the script hands to smp.save_checkpoint, or the estimator's checkpoint_s3_uri"
+        )
+    return below[0], checkpoints_in(below[0])
+
+
+def _choose(
+    parent: Path, found: list[FoundCheckpoint], tag: str | None, *, may_be_broken: bool
+) -> FoundCheckpoint | None:
+    """The checkpoint of a tag, or the newest whole one; with ``may_be_broken`` any newest one if none is whole."""
+    names = ", ".join(c.name for c in found)
+    if tag is not None:
+        chosen = next((c for c in found if tag in (c.name, c.name.removesuffix("_partial"))), None)
+        if chosen is None:
+            raise ConfigError(f"--tag is {tag}, but {parent} has {names}: use one of these")
+    else:
+        chosen = next((c for c in found if c.is_whole), None)
+    if may_be_broken:
+        return chosen or found[0]
+    if chosen is None or not chosen.is_whole:
+        reasons = "; ".join(f"{c.name}: {c.problems[0]}" for c in ([chosen] if chosen else found) if c.problems)
+        whole = ", ".join(c.name for c in found if c.is_whole) or "none"
+        raise ConfigError(f"there is no whole checkpoint to convert ({reasons}); whole ones in {parent}: {whole}")
+    return chosen
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _elements(manifest: Manifest) -> int:
+    return sum(record.elements for record in manifest.parameters.values())
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(record.bytes for record in manifest.files.values())
+
+
+def _topology(manifest: Manifest) -> str:
+    about = manifest.topology
+    degrees = [f"{short} {about[key]}" for key, short in _DEGREES.items() if about.get(key, 1) > 1]
+    if about.get("shard_optimizer_state"):
+        degrees.append("state sharded")
+    ranks = about.get("world_size", "?")
+    return f"{ranks} rank{'' if ranks == 1 else 's'}" + (f": {', '.join(degrees)}" if degrees else "")
+
+
+_DEGREES = {"pipeline": "pp", "tensor": "tp", "sharded": "sharded"}
+
+
+def _size(count: int) -> str:
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"

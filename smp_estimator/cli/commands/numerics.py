@@ -1,0 +1,183 @@
+"""``smp-estimator diff`` and ``verify``: where two trainings part, and whether a script trains the same at other degrees."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.markup import escape
+
+from smp_config import ConfigError
+from smp_config.formats.values import dictionary
+from smp_estimator.cli.console import console
+from smp_estimator.numerics.comparison import Comparison, compare
+from smp_estimator.numerics.recorded_run import RecordedRun
+from smp_estimator.numerics.verification import Verification, loss_of
+
+if TYPE_CHECKING:  # the command imports NumPy when it runs: what is installed without extras has none
+    from smp_estimator.numerics.bisection import Saved
+
+
+def add_commands(main: click.Group) -> None:
+    """Add both to ``smp-estimator``."""
+    main.add_command(diff)
+    main.add_command(verify)
+
+
+@click.command()
+@click.argument("one", type=click.Path(file_okay=False))
+@click.argument("other", type=click.Path(file_okay=False))
+@click.option("--picture", type=click.Path(dir_okay=False), help="Draw how the error grows; .svg, .png or .pdf.")
+@click.option("--dark", is_flag=True, help="Draw it for a dark background.")
+@click.option(
+    "--bisect", is_flag=True, help="Repeat both up to there, and look at the module's tensors element by element."
+)
+@click.option("--command-one", default="", help="With --bisect: what starts ONE again; default: as it was started.")
+@click.option("--command-other", default="", help="With --bisect: what starts OTHER again; default: as it was started.")
+@click.option("--folder", type=click.Path(file_okay=False), help="With --bisect: keep numbers, tensors and logs there.")
+def diff(
+    one: str,
+    other: str,
+    picture: str | None,
+    dark: bool,
+    bisect: bool,
+    command_one: str,
+    command_other: str,
+    folder: str | None,
+) -> None:
+    """Say where two recorded trainings differ first.
+
+    ONE and OTHER are folders that jobs with SMP_RECORD_NUMERICS have written, of any degrees. Exit code 1 when rounding does not
+    explain a difference.
+
+    --bisect runs both scripts again on this machine, from the newest checkpoint before the step in which they part, else from their
+    start, and says which elements of the first tensor differ, and whose share they are.
+    """
+    if not bisect and (command_one or command_other or folder):
+        raise ConfigError("--command-one, --command-other and --folder say how to repeat the runs: give --bisect too")
+    found = compare(RecordedRun.read(one), RecordedRun.read(other))
+    if bisect:
+        with tempfile.TemporaryDirectory(prefix="smp-bisect-") as alone:
+            _bisect(found, (command_one, command_other), _empty(folder, alone))
+    _show(found, picture, dark=dark)
+
+
+def _bisect(found: Comparison, commands: tuple[str, str], folder: Path) -> None:
+    from smp_estimator.numerics.bisection import Bisection
+
+    planned = Bisection.plan(found, commands, folder, _checkpoints_in)
+    if planned is None:
+        return
+    out = console()
+    begin = f"from the checkpoint of step {planned.begin}" if planned.checkpoints else "from the start"
+    name = planned.suspect.module or "the model"
+    out.print(
+        f"both run again {begin} up to step {planned.suspect.step}, with the tensors of {escape(name)} whole",
+        soft_wrap=True,
+    )
+    _, said = planned.run()
+    for sentence in said:
+        out.print(escape(sentence), soft_wrap=True, highlight=False)
+
+
+def _checkpoints_in(folder: Path) -> list[Saved]:
+    try:
+        from smp_runtime.checkpoint.files.manifest import whole_checkpoints
+    except ImportError:  # without PyTorch no checkpoint was written here
+        return []
+    from smp_estimator.numerics.bisection import Saved
+
+    return [
+        Saved(found.manifest.steps, found.folder) for found in whole_checkpoints(folder) if found.manifest is not None
+    ]
+
+
+def _empty(folder: str | None, otherwise: str) -> Path:
+    """Where runs write: a folder of the user's that is empty, or another.
+
+    Raises:
+        ConfigError: it has files.
+    """
+    place = Path(folder) if folder else Path(otherwise)
+    if place.is_dir() and any(place.iterdir()):
+        raise ConfigError(f"--folder {folder} is not empty; the runs would read each other's files: name a new folder")
+    return place
+
+
+@click.command(context_settings={"allow_interspersed_args": True})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.option("--parameters", required=True, metavar="JSON|FILE", help="mp_parameters: the degrees to be verified.")
+@click.option("--processes", type=click.IntRange(1), help="Default: as few as the degrees need, two replicas with ddp.")
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Updates after which the runs end.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the generators after smp.init().")
+@click.option(
+    "--folder", type=click.Path(file_okay=False), help="Keep both runs' numbers and logs there; default: removed."
+)
+@click.option("--picture", type=click.Path(dir_okay=False), help="Draw how the error grows; .svg, .png or .pdf.")
+@click.option("--dark", is_flag=True, help="Draw it for a dark background.")
+def verify(
+    script: str,
+    words: tuple[str, ...],
+    parameters: str,
+    processes: int | None,
+    steps: int,
+    seed: int,
+    folder: str | None,
+    picture: str | None,
+    dark: bool,
+) -> None:
+    """Run SCRIPT at the wanted degrees and in one process, and compare.
+
+    Both run on this machine's CPU for a few updates; the one process trains on the batches that the ranks have read, as one
+    batch each. WORDS, behind --, are the script's own. Exit code 1 when rounding does not explain a difference.
+    """
+    given = dictionary(parameters, "--parameters")
+    with tempfile.TemporaryDirectory(prefix="smp-verify-") as alone:
+        place = _empty(folder, alone)
+        planned = Verification.plan(script, words, given, processes, steps, seed, place)
+        out = console()
+        out.print(
+            f"{escape(script)}: {planned.wanted.processes} process(es) at the wanted degrees, then one, {steps} updates each"
+        )
+        found = planned.run()
+        for run in (found.other, found.one):
+            losses = ", ".join(f"{loss:.7g}" for loss in loss_of(run))
+            out.print(f"losses of {escape(run.name)}: {losses}", soft_wrap=True)
+        _show(found, picture, dark=dark)
+
+
+def _show(found: Comparison, picture: str | None, *, dark: bool) -> None:
+    # rich is imported with them
+    from smp_estimator.figures.error_growth import save_picture
+    from smp_estimator.figures.matplotlib_figure import DARK, LIGHT
+    from smp_estimator.numerics.report import phase_table, verdict
+
+    out = console()
+    for run in (found.one, found.other):
+        out.print(f"{escape(run.name)}: {run.title}", soft_wrap=True, highlight=False)
+    out.print(phase_table(found))
+    for note in found.notes:
+        out.print(f"[yellow]note[/yellow] {escape(note)}", soft_wrap=True, highlight=False)
+    if found.alone:
+        names = sorted({f"{key.phase} of {key.name or 'the model'}" for key in found.alone})
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        out.print(
+            f"not compared, since only one run has them whole: {escape('; '.join(names[:5]))}{more}", soft_wrap=True
+        )
+    if picture:
+        try:
+            out.print(f"picture: {escape(str(save_picture(found, picture, DARK if dark else LIGHT)))}", soft_wrap=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{picture} cannot be written: {error.strerror}; name a file in a folder that exists"
+            ) from None
+    first, *more_said = verdict(found)
+    colour = "green" if found.is_equal and found.compared else "red"
+    out.print(f"[{colour}]{escape(first)}[/{colour}]", soft_wrap=True, highlight=False)
+    for sentence in more_said:
+        out.print(escape(sentence), soft_wrap=True, highlight=False)
+    if not (found.is_equal and found.compared):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,225 @@
+"""``smp-estimator run``: a script as a training job of processes on this machine, without writing Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from smp_config import ConfigError
+from smp_config.error_codes import marked
+from smp_config.errors import suggest
+from smp_config.formats.values import dictionary
+from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
+from smp_estimator.cli.console import printable
+from smp_estimator.local.bootstrap import is_foreign
+from smp_estimator.local.files.uris import address_of
+from smp_estimator.sdk.installed import installed_major
+
+#: What sets an argument, as an expression → the option; the longer ones stand first.
+_OPTIONS = {
+    r'"mpi": \{"enabled": True, "processes_per_host": (\d+)\}': r"--processes \1",
+    r"(?<![\w.])(?:mpi\.)?processes_per_host(?!\w)": "--processes",
+    r"(?<![\w.])(?:compute\.)?instance_count(?!\w)": "--hosts",
+    r"(?<![\w.])(?:distribution smdistributed\.modelparallel|ModelParallel)\.parameters": "--parameters",
+    r"(?<![\w.])(?:source_code\.)?entry_(?:point|script)(?!\w)": "SCRIPT",
+    r"(?<![\w.])(?:source_code\.)?source_dir(?!\w)": "--source-dir",
+}
+
+_CHECKPOINTS_VARIABLE = "SMP_CHECKPOINT_DIR"
+
+
+def pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
+    """Names and values of an option that may be repeated, ``name=value``; raises ConfigError for anything else."""
+    for value in values:
+        name, sign, text = value.partition("=")
+        if not sign or not name:
+            raise ConfigError(f"{option} is {value!r}; it has a name and a value: write {option} name=value")
+        yield name, text
+
+
+def _value(text: str) -> Any:
+    """A hyperparameter's value: JSON where it is JSON (300, 0.1, true), else text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+class _Run(click.Command):
+    """Says where the words for the script belong."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            near = suggest(error.option_name, [option for each in self.params for option in each.opts])
+            raise click.UsageError(
+                f"run has no option {error.option_name}{near or ';'} if it is meant for the script, write it behind --: "
+                f"run SCRIPT -- {error.option_name} …",
+                ctx,
+            ) from None
+
+
+@click.command(cls=_Run)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each host.")
+@click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="Simulated hosts.")
+@click.option("--hyperparameter", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
+@click.option("--env", multiple=True, metavar="NAME=VALUE", help="Of every rank's environment; may be repeated.")
+@click.option("--channel", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
+@click.option(
+    "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
+)
+@click.option("--source-dir", type=click.Path(exists=True, file_okay=False), help="Shipped whole; SCRIPT lies in it.")
+@click.option("--output", type=click.Path(file_okay=False), help="Where model.tar.gz goes.")
+@click.option(
+    "--checkpoints", type=click.Path(file_okay=False), help="SMP_CHECKPOINT_DIR of every host; outlives the job."
+)
+def run(
+    script: str,
+    arguments: tuple[str, ...],
+    source_dir: str | None,
+    output: str | None,
+    checkpoints: str | None,
+    **given: Any,
+) -> None:
+    """Run SCRIPT as a training job of processes on this machine. Exit code 1 when it fails.
+
+    ARGUMENTS, behind --, are the script's own, behind its hyperparameters: run train.py --processes 2 -- --lr 0.1
+
+    The ranks have this shell's environment, without what the launcher itself sets.
+    """
+    path = Path(script).absolute()
+    if source_dir and Path(source_dir).absolute() not in path.parents:
+        raise ConfigError(f"SCRIPT {path} does not lie in --source-dir {source_dir}; give the folder that holds it")
+    environment = dict(_environment(given["env"]))
+    settings: dict[str, Any] = {
+        "entry_point": str(path.relative_to(Path(source_dir).absolute())) if source_dir else str(path),
+        "instance_type": "local",
+        "instance_count": given["hosts"],
+        "hyperparameters": {name: _value(text) for name, text in pairs(given["hyperparameter"], "--hyperparameter")},
+        "distribution": {
+            "smdistributed": {
+                "modelparallel": {"enabled": True, "parameters": dictionary(given["parameters"], "--parameters")}
+            },
+            "mpi": {"enabled": True, "processes_per_host": given["processes"]},
+        },
+    }
+    if source_dir:
+        settings["source_dir"] = str(Path(source_dir).absolute())
+    if output:
+        settings["output_path"] = address_of(output)
+    if checkpoints:
+        settings["checkpoint_s3_uri"] = address_of(checkpoints)
+    _tell_of_shell(has_checkpoints=bool(checkpoints))
+    if arguments:
+        environment[SCRIPT_ARGUMENTS_VARIABLE] = json.dumps(arguments)
+    if environment:
+        settings["environment"] = environment
+    channels = dict(_channels(given["channel"]))
+
+    try:
+        _train(settings, channels)
+    except ConfigError as error:
+        raise click.ClickException(printable(marked(_in_words_of_options(str(error)), error))) from None
+
+
+def _in_words_of_options(sentence: str) -> str:
+    """A sentence about arguments of an estimator or a trainer, with the options of ``run`` that set them."""
+    for argument, option in _OPTIONS.items():
+        sentence = re.sub(argument, option, sentence)
+    return sentence
+
+
+def _train(settings: dict[str, Any], channels: dict[str, str]) -> None:
+    """Run the job with the SDK that is installed; the last line of its log has the address of the model."""
+    if installed_major() == 3:
+        _train_with_sdk_3(settings, channels)
+        return
+    from smp_estimator import SMPEstimator
+
+    estimator = SMPEstimator(**settings)
+    try:
+        estimator.fit(channels or None)
+    except ValueError as error:  # the job failed; the message holds the rank and its exception
+        raise click.ClickException(_without_traceback(str(error))) from None
+
+
+def _without_traceback(message: str) -> str:
+    """Remove the traceback from the message of a failed job: the log has just shown it."""
+    return re.sub(
+        r"\n+Traceback \(most recent call last\):\n.*(?=\nThe whole log is in )", "", message, flags=re.DOTALL
+    )
+
+
+def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> None:
+    from smp_estimator.model_trainer import ModelParallel, ModelTrainer
+    from smp_estimator.sdk_v3.sdk import (
+        CheckpointConfig,
+        Compute,
+        FailedStatusError,
+        OutputDataConfig,
+        SourceCode,
+    )
+
+    with tempfile.TemporaryDirectory() as alone:
+        folder, script = settings.get("source_dir"), settings["entry_point"]
+        if folder is None:  # the script travels by itself; the SDK knows folders only
+            folder, script = alone, Path(shutil.copy2(script, alone)).name
+        records: dict[str, Any] = {
+            "source_code": SourceCode(source_dir=folder, entry_script=script),
+            "compute": Compute(instance_type="local", instance_count=settings["instance_count"]),
+            "distributed": ModelParallel.from_distribution(settings["distribution"]),
+            "hyperparameters": settings["hyperparameters"],
+            "environment": settings.get("environment") or {},
+        }
+        if output := settings.get("output_path"):
+            records["output_data_config"] = OutputDataConfig(s3_output_path=output)
+        if checkpoints := settings.get("checkpoint_s3_uri"):
+            records["checkpoint_config"] = CheckpointConfig(s3_uri=checkpoints)
+        trainer = ModelTrainer(**records)
+        try:
+            trainer.train(channels or None)
+        except FailedStatusError as error:
+            raise click.ClickException(_without_traceback(str(error))) from None
+
+
+def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for name, folder in pairs(values, "--channel"):
+        if not Path(folder).is_dir():
+            raise ConfigError(
+                f"--channel {name} is {folder!r}, which is no directory ({Path(folder).absolute()}): correct it"
+            )
+        yield name, address_of(folder)
+
+
+def _environment(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for name, text in pairs(values, "--env"):
+        if name.startswith("SMP_") and is_foreign(name) and not name.startswith("SMP_LAUNCH_"):
+            raise ConfigError(
+                f"--env {name} is {text!r}, and the launcher sets {name} in every rank itself: leave it out"
+                + (", and give --checkpoints DIR" if name == _CHECKPOINTS_VARIABLE else "")
+            )
+        yield name, text
+
+
+def _tell_of_shell(*, has_checkpoints: bool) -> None:
+    """Say which SMP_* variables of the shell the job does not get; all others are handed on."""
+    left_out = [name for name in sorted(os.environ) if name.startswith("SMP_") and is_foreign(name)]
+    if has_checkpoints and _CHECKPOINTS_VARIABLE in left_out:
+        left_out.remove(_CHECKPOINTS_VARIABLE)
+    if left_out:
+        folder = "; --checkpoints DIR names the folder" if _CHECKPOINTS_VARIABLE in left_out else ""
+        click.echo(
+            f"not taken from this shell, since the launcher sets {'them' if len(left_out) > 1 else 'it'}: "
+            f"{', '.join(left_out)}{folder}"
+        )

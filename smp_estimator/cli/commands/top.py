@@ -1,0 +1,147 @@
+"""``smp-estimator top``: what each rank of a running job spends its time on, and who holds the others up."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from smp_config import ConfigError
+from smp_estimator.cli.console import console
+from smp_estimator.watching.rank_table import json_of, rows_of, table_of
+from smp_estimator.watching.stragglers import Stragglers
+from smp_launch.watch.pace import between, look
+from smp_launch.watch.running import RunningJob, named
+from smp_records.records import PaceRecord, parse_pace
+from smp_records.tracking import RECORDS_VARIABLE
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+#: Seconds for which ranks that begin are waited for.
+_START_SECONDS = 10.0
+
+#: A view of a job: what its ranks did since the one before.
+Views = Iterator[list[PaceRecord]]
+
+
+@click.command()
+@click.argument("job", default="")
+@click.option("--once", is_flag=True, help="Show one table and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each table.")
+@click.option("--seconds", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Between two tables.")
+@click.option(
+    "--log", type=click.File("r", encoding="utf-8", errors="replace"), help="Read a job's log; - is the input."
+)
+@click.option("--cloud", is_flag=True, help="Read the log of a job in the cloud.")
+def top(job: str, once: bool, as_json: bool, seconds: float, log: IO[str] | None, cloud: bool) -> None:
+    """Show what each rank spends its time on. JOB is the job's name, or the beginning of it.
+
+    Without --log and --cloud: of a job that runs as processes of this machine, which goes on undisturbed. The others
+    need lines of the ranks, which environment={"SMP_RANK_RECORDS": "10"} makes them print every 10 seconds.
+    """
+    name, views = _views(job, seconds, log, cloud)
+    stragglers, newest, shown = Stragglers(), {}, 0
+    out = console()
+    with _screen(out, live=not (once or as_json) and out.is_terminal) as show:
+        for records in views:
+            newest.update({record.rank: record for record in records})
+            stragglers.add(records)
+            if once and log is not None:
+                continue  # the state at the log's end
+            show(_view(name, newest, stragglers, as_json=as_json))
+            shown += 1
+            if once:
+                return
+        if not shown and newest:
+            show(_view(name, newest, stragglers, as_json=as_json))
+    if not newest:
+        raise ConfigError(
+            f"nothing is known of the ranks of {name}; its log has no lines of them: give the job "
+            f'environment={{"{RECORDS_VARIABLE}": "10"}}, or wait for its first steps'
+        )
+
+
+def _views(job: str, seconds: float, log: IO[str] | None, cloud: bool) -> tuple[str, Views]:
+    if log is not None:
+        return job or str(getattr(log, "name", "the log")), _of_lines(log)
+    if cloud:
+        return job, _of_cloud(job, seconds)
+    found = named(job)
+    return found.name or "a job without a name", _of_machine(found, seconds)
+
+
+def _of_machine(job: RunningJob, seconds: float) -> Views:
+    began = time.monotonic()
+    before = look(job.folder)
+    while before or time.monotonic() - began < _START_SECONDS:
+        time.sleep(seconds)
+        after = look(job.folder)
+        if records := between(before, after):
+            yield records
+        before = after
+
+
+def _of_lines(lines: Iterable[str]) -> Views:
+    for line in lines:
+        if (record := parse_pace(line)) is not None:
+            yield [record]
+
+
+def _of_cloud(job: str, seconds: float) -> Views:
+    if not job:
+        raise ConfigError("JOB is missing; name a training job of the cloud: smp-estimator top JOB --cloud")
+    import boto3
+
+    from smp_estimator.cloud.log import ENDED, CloudLog
+
+    session = boto3.Session()
+    log, client = CloudLog(_Session(session), job), session.client("sagemaker")
+    while True:
+        has_ended = client.describe_training_job(TrainingJobName=job)["TrainingJobStatus"] in ENDED
+        if records := [record for line in log.new_lines() if (record := parse_pace(line)) is not None]:
+            yield records
+        if has_ended:
+            return
+        time.sleep(max(seconds, 5.0))
+
+
+class _Session:
+    """What a reader of logs asks of a session of the SDK."""
+
+    def __init__(self, boto_session: Any) -> None:
+        self.boto_session = boto_session
+
+
+def _view(name: str, newest: dict[int, PaceRecord], stragglers: Stragglers, *, as_json: bool) -> RenderableType:
+    rows, found = rows_of(newest.values()), stragglers.found()
+    if as_json:
+        return json.dumps(json_of(name, rows, found))
+    from rich.console import Group
+    from rich.text import Text
+
+    step = max((row.step for row in rows), default=0)
+    return Group(table_of(rows, f"{name}, step {step}"), *(Text(str(straggler), style="yellow") for straggler in found))
+
+
+class _screen:  # noqa: N801 - used like a function
+    """Shows one view after the other: in its place in a terminal, else below the one before."""
+
+    def __init__(self, out: Any, *, live: bool) -> None:
+        from rich.live import Live
+
+        self._out = out
+        self._live = Live(console=out, auto_refresh=False) if live else None
+
+    def __enter__(self) -> Any:
+        if self._live is None:
+            return lambda view: self._out.print(view, soft_wrap=isinstance(view, str), markup=False, highlight=False)
+        self._live.start()
+        return lambda view: self._live.update(view, refresh=True) if self._live is not None else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()

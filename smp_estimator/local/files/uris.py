@@ -1,0 +1,93 @@
+"""``file://`` and ``s3://`` addresses, as the SDK reads them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+from smp_config import ConfigError
+from smp_config.errors import shown
+from smp_config.formats import strict_json
+
+#: Bytes of a path, and of one name in it.
+_LONGEST_PATH = 4095
+_LONGEST_NAME = 255
+
+
+def is_file_uri(uri: object) -> bool:
+    """Whether this is text that begins with ``file://``."""
+    return isinstance(uri, str) and uri.startswith("file://")
+
+
+def is_s3_uri(uri: object) -> bool:
+    """Whether this is text that begins with ``s3://``."""
+    return isinstance(uri, str) and uri.startswith("s3://")
+
+
+def path_of(uri: str) -> Path:
+    """The absolute path of a ``file://`` address; ``file://data`` is relative to the working directory.
+
+    A percent-encoded path is decoded, as ``Path.as_uri()`` writes it, unless it (or an encoded folder in it) exists as it
+    is written, since the SDK takes it literally.
+    """
+    written = uri.removeprefix("file://")
+    path = Path(written).expanduser().absolute()
+    if path.exists() or "%" not in written or re.search(r"%(?![0-9A-Fa-f]{2})", written):
+        return path
+    try:
+        decoded = Path(unquote(written, errors="strict")).expanduser().absolute()
+    except UnicodeDecodeError:
+        return path
+    literally = any("%" in folder.name and folder.exists() for folder in path.parents)
+    return path if literally and not decoded.exists() else decoded
+
+
+def address_of(path: str | os.PathLike[str]) -> str:
+    """The ``file://`` address of a path, plain where :func:`path_of` reads it as it is written."""
+    path = Path(path).absolute()
+    return f"file://{path}" if path_of(f"file://{path}") == path else path.as_uri()
+
+
+def bucket_and_key(uri: str) -> tuple[str, str]:
+    """``s3://bucket/some/key`` → ``("bucket", "some/key")``."""
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    return bucket, key.strip("/")
+
+
+def require_nameable(path: str, what: str) -> None:
+    """Raise ConfigError for a text that is no path that any file system has, which could not even be looked for."""
+    if why := strict_json.why_unusable(path):
+        raise ConfigError(
+            f"{what} {why}; it begins with {path[:60]!r}, and no file can have such a name: correct the path"
+        )
+    longest = max(len(part.encode()) for part in path.split("/"))
+    if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
+        raise ConfigError(
+            f"{what} is {shown(path)}, a path of {len(path.encode()):,} bytes with a name of {longest:,}; file systems have at "
+            f"most {_LONGEST_PATH:,} and {_LONGEST_NAME:,}: give a shorter path"
+        )
+    try:
+        Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{what} is {shown(path)}, and there is no such home folder ({error}): write the path out"
+        ) from None
+
+
+def require_address(value: object, what: str) -> str:
+    """``value``, a ``file://`` or ``s3://`` address; raises ConfigError, with the address a plain path would need, otherwise."""
+    if isinstance(value, str):
+        require_nameable(value.removeprefix("file://"), what)
+    if is_file_uri(value) or is_s3_uri(value):
+        return str(value)
+    if isinstance(value, str) and "://" not in value:
+        raise ConfigError(
+            f"{what} is {value!r}, which is neither a file:// nor an s3:// address; plain paths are not read as "
+            f"addresses: write 'file://{Path(value).expanduser().absolute()}'"
+        )
+    raise ConfigError(
+        f"{what} is {shown(value)} ({type(value).__name__}), which is neither a file:// nor an s3:// address; a job on this "
+        "machine reads and writes only these two: write 'file:///absolute/path' or 's3://bucket/prefix'"
+    )

@@ -1,0 +1,363 @@
+"""Two whole tensors, element by element: which of them differ, by how much, and whose share of the tensor they are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from smp_config import ConfigError
+from smp_estimator.numerics.recorded_run import Key
+from smp_records.numerics import (
+    CLOSEUP_PREFIX,
+    INPUT,
+    LOSS,
+    NUMBERS_OF_CALL,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    ROUNDING,
+    Head,
+    KeptTensor,
+)
+
+Numbers = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+#: Roundings of an element that are no difference.
+_ROUNDINGS = 16.0
+#: Runs of indices that a sentence lists.
+_MOST_RUNS = 6
+#: Ratios that are so near to each other are one.
+_SAME_RATIO = 1e-3
+
+
+@dataclass
+class Whole:
+    """A tensor of one run.
+
+    Attributes:
+        values: float64, in the whole tensor's shape; of a batch, samples of all replicas and microbatches one after the other.
+        shares: by rank, which elements of the flattened tensor it has, where no rank has all.
+        pieces: of a batch, replica, microbatch and number of samples.
+        heads: of attention, 0 where nobody says.
+    """
+
+    values: Numbers
+    dtype: str
+    shares: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
+    heads: int = 0
+
+
+class CloseupFiles:
+    """What the ranks of a repeated run have kept whole.
+
+    Raises:
+        ConfigError: a file of the folder is none of theirs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kept = [kept for file in sorted(folder.glob(f"{CLOSEUP_PREFIX}*.jsonl")) for kept in _read_index(file)]
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of all tensors."""
+        return list(dict.fromkeys(Key(kept.phase, kept.name, kept.nth) for kept in self._kept))
+
+    def whole(self, key: Key, rank: int | None = None, call: int = 0) -> Whole | None:
+        """A tensor, put together; None where nobody has kept it.
+
+        Args:
+            rank: the only one whose copy or part counts; None for all.
+            call: of a step since the last update, for what has a batch.
+        """
+        found = [
+            kept
+            for kept in self._kept
+            if (kept.phase, kept.name) == key[:2] and _same_call(kept, key) and rank in (None, kept.rank)
+        ]
+        if not found:
+            return None
+        if key.phase not in (INPUT, OUTPUT, OUTPUT_GRADIENT, LOSS):
+            return self._of_parts(found)
+        of_call = [kept for kept in found if kept.call == call]
+        return self._of_batch(of_call) if of_call else None
+
+    def _values(self, kept: KeptTensor) -> Numbers:
+        try:
+            return np.load(self._folder / Path(kept.file).name, allow_pickle=False).astype(np.float64)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._folder / kept.file} cannot be read ({error}); repeat the run") from None
+
+    def _of_parts(self, found: Sequence[KeptTensor]) -> Whole:
+        first = found[0]
+        shape = tuple(first.shape)
+        whole = np.full(math.prod(shape), np.nan)
+        places = np.arange(whole.size).reshape(shape)
+        shares: dict[int, npt.NDArray[np.int64]] = {}
+        for kept in found:
+            mine = places
+            if kept.axis is not None:
+                starts, stops = kept.cuts[::2], kept.cuts[1::2]
+                runs = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
+                mine = places.take(np.concatenate(runs), kept.axis)
+            mine = mine.reshape(-1)[kept.flat[0] : kept.flat[1]]
+            whole[mine] = self._values(kept)
+            if mine.size < whole.size:
+                shares[kept.rank] = mine
+        return Whole(whole.reshape(shape), first.dtype, shares, heads=first.heads)
+
+    def _of_batch(self, found: Sequence[KeptTensor]) -> Whole:
+        by_piece = {(kept.owner or 0, kept.microbatch or 0, kept.nth): kept for kept in reversed(found)}
+        parts: list[Numbers] = []
+        pieces: list[tuple[int, int, int]] = []
+        for (owner, microbatch, _), kept in sorted(by_piece.items()):
+            values = self._values(kept).reshape(kept.shape or (1,))
+            parts.append(values)
+            pieces.append((owner, microbatch, len(values)))
+        if len({part.shape[1:] for part in parts}) > 1:  # of different lengths: as they come
+            parts = [part.reshape(-1) for part in parts]
+        return Whole(np.concatenate(parts), found[0].dtype, pieces=pieces, heads=found[0].heads)
+
+
+def _same_call(kept: KeptTensor, key: Key) -> bool:
+    """Calls of a module in a microbatch are compared together where a run is a pipeline, so that all of them are taken then."""
+    return kept.nth == key.nth or (
+        key.phase in (OUTPUT, OUTPUT_GRADIENT) and key.nth < NUMBERS_OF_CALL and kept.nth % NUMBERS_OF_CALL == key.nth
+    )
+
+
+def _read_index(file: Path) -> Iterator[KeptTensor]:
+    names = {each.name for each in fields(KeptTensor)}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            content: dict[str, Any] = json.loads(line)
+            yield KeptTensor(**{name: content[name] for name in names})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{file} holds {line[:60]!r}, which says of no tensor ({error!r}); repeat the run"
+            ) from None
+
+
+# -- what differs ----------------------------------------------------------------------------------------------------
+
+
+def order_of_samples(one: CloseupFiles, other: CloseupFiles) -> npt.NDArray[np.int64] | None:
+    """Where the second run has each sample of the first one; None where both have the same order, or other samples."""
+    for key in one.keys:
+        if key.phase != INPUT:
+            continue
+        ours, theirs = one.whole(key), other.whole(key)
+        if ours is None or theirs is None or ours.values.shape != theirs.values.shape or ours.values.ndim < 2:
+            continue
+        rows = [run.values.reshape(len(run.values), -1) for run in (ours, theirs)]
+        if np.array_equal(rows[0], rows[1]):
+            return None
+        sorted_rows = [np.lexsort(run.T[::-1]) for run in rows]
+        if np.array_equal(rows[0][sorted_rows[0]], rows[1][sorted_rows[1]]):
+            found = np.empty(len(rows[0]), dtype=np.int64)
+            found[sorted_rows[0]] = sorted_rows[1]
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a sentence calls the two runs."""
+
+    one: str
+    other: str
+
+
+def differences(
+    one: Whole,
+    other: Whole,
+    key: Key,
+    allowed: float,
+    heads: tuple[Sequence[Head], Sequence[Head]],
+    names: Names,
+) -> list[str]:
+    """Sentences on two tensors.
+
+    Args:
+        allowed: how far they may be apart, relative to the norm.
+        heads: of the ranks of both runs.
+    """
+    a, b = one.values, other.values
+    if a.shape != b.shape:
+        return [
+            f"{list(a.shape)} elements in {names.one}, {list(b.shape)} in {names.other}, which cannot be laid side by side"
+        ]
+    if not a.size:
+        return ["no elements"]
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b)
+        apart[np.isnan(a) & np.isnan(b)] = 0.0
+        apart[np.isnan(apart)] = np.inf
+    differs = apart > _limit(one, other, allowed)
+    if not differs.any():
+        place = _index(apart, int(np.argmax(apart)))
+        return [f"no element is beyond rounding; the greatest difference is {float(apart.max()):.3g}, at {place}"]
+    said = [_summary(a, b, apart, differs, names)]
+    said += _where(differs, one, other, key, heads)
+    said += _how(a, b, differs, names)
+    return said
+
+
+def _limit(one: Whole, other: Whole, allowed: float) -> Numbers:
+    rounding = max(ROUNDING.get(one.dtype, 0.0), ROUNDING.get(other.dtype, 0.0))
+    a, b = (np.nan_to_num(np.abs(run.values), nan=0.0, posinf=0.0, neginf=0.0) for run in (one, other))
+    size = math.sqrt(float(np.mean(a**2)))
+    limit: Numbers = _ROUNDINGS * rounding * np.maximum(a, b) + min(allowed, 1.0) * size
+    return limit
+
+
+def _summary(a: Numbers, b: Numbers, apart: Numbers, differs: Flags, names: Names) -> str:
+    first, most = int(np.argmax(differs)), int(np.argmax(apart))
+    count = f"{np.count_nonzero(differs):,} of {a.size:,} elements of {list(a.shape)}"
+    text = f"{count} differ; the first is {_pair(a, b, first, names)}"
+    return text + (f"; the greatest difference is {_pair(a, b, most, names)}" if most != first else "")
+
+
+def _pair(a: Numbers, b: Numbers, at: int, names: Names) -> str:
+    return f"{_index(a, at)}: {a.flat[at]:.9g} in {names.one}, {b.flat[at]:.9g} in {names.other}"
+
+
+def _index(tensor: Numbers, at: int) -> str:
+    return str([int(index) for index in np.unravel_index(at, tensor.shape)])
+
+
+def _where(
+    differs: Flags, one: Whole, other: Whole, key: Key, heads: tuple[Sequence[Head], Sequence[Head]]
+) -> Iterator[str]:
+    """Along which axes not everything differs, and whose share that is."""
+    for axis, length in enumerate(differs.shape):
+        hit = np.flatnonzero(differs.any(tuple(other_axis for other_axis in range(differs.ndim) if other_axis != axis)))
+        if len(hit) == length:
+            continue
+        is_batch = bool(one.pieces) and axis == 0
+        name = (
+            "samples"
+            if is_batch
+            else "columns"
+            if axis == differs.ndim - 1
+            else "rows"
+            if axis == differs.ndim - 2
+            else "places"
+        )
+        whose = list(_owners_of_samples(hit, one, other)) if is_batch else []
+        if not is_batch:
+            for run, of_run in ((one, heads[0]), (other, heads[1])):
+                whose += _shares_along(hit, axis, length, differs.shape, run, of_run)
+            whose += _attention_heads(hit, length, max(one.heads, other.heads), is_last=axis == differs.ndim - 1)
+        text = f"only {name} {_runs(hit)} of {length} along axis {axis} differ"
+        yield text + "".join(f", {each}" for each in dict.fromkeys(whose))
+    flat = np.flatnonzero(differs)
+    for run, of_run in ((one, heads[0]), (other, heads[1])):
+        if any(_is_flat(share, differs.shape) for share in run.shares.values()):
+            ranks = [rank for rank, share in sorted(run.shares.items()) if np.isin(flat, share).any()]
+            if len(ranks) < len(of_run):
+                yield f"all of them are in the shards of rank(s) {', '.join(map(str, ranks))}"
+
+
+def _owners_of_samples(hit: npt.NDArray[np.int64], one: Whole, other: Whole) -> Iterator[str]:
+    for run in (other, one):
+        begin, found = 0, []
+        for owner, microbatch, count in run.pieces:
+            if np.isin(np.arange(begin, begin + count), hit).any():
+                found.append((owner, microbatch))
+            begin += count
+        if len(found) < len(run.pieces):
+            owners, microbatches = sorted({o for o, _ in found}), sorted({m for _, m in found})
+            yield f"microbatch(es) {', '.join(map(str, microbatches))} of replica(s) {', '.join(map(str, owners))}"
+            return
+
+
+def _shares_along(
+    hit: npt.NDArray[np.int64], axis: int, length: int, shape: tuple[int, ...], run: Whole, heads: Sequence[Head]
+) -> Iterator[str]:
+    """Tensor parallel ranks whose share along an axis has all that differs."""
+    degree = heads[0].degrees["tp"]
+    if degree == 1:
+        return
+    places = {head.rank: head.place["tp"] for head in heads}
+    shares: dict[int, npt.NDArray[np.int64]] = {}
+    for rank, share in run.shares.items():
+        along = np.unique(np.unravel_index(share, shape)[axis])
+        if len(along) < length:
+            shares[places[rank]] = np.union1d(shares.get(places[rank], along), along)
+    if not run.shares and length % degree == 0:
+        size = length // degree
+        shares = {place: np.arange(place * size, (place + 1) * size) for place in range(degree)}
+    for place, along in sorted(shares.items()):
+        if np.array_equal(along, hit):
+            yield f"the share of tp rank {place}"
+        elif np.isin(hit, along).all():
+            yield f"in the share of tp rank {place}"
+
+
+def _attention_heads(hit: npt.NDArray[np.int64], length: int, heads: int, *, is_last: bool) -> Iterator[str]:
+    """Whole heads of attention; of queries, keys and values side by side, those that are hit in each."""
+    for groups in (1, 3):
+        if heads > 1 and length % (heads * groups) == 0:
+            size = length // (heads * groups)
+            found = sorted({int(place) // size for place in hit})
+            if len(found) * size == len(hit):
+                which = sorted({number % heads for number in found})
+                kinds = sorted({number // heads for number in found})
+                of = "" if groups == 1 else " of " + ", ".join(("queries", "keys", "values")[kind] for kind in kinds)
+                yield f"head(s) {', '.join(map(str, which))} of {heads}{of}"
+                return
+
+
+def _is_flat(share: npt.NDArray[np.int64], shape: tuple[int, ...]) -> bool:
+    """Whether a share is a run of the flattened tensor."""
+    return len(shape) > 0 and len(share) > 0 and int(share[-1]) - int(share[0]) + 1 == len(share)
+
+
+def _runs(hit: npt.NDArray[np.int64]) -> str:
+    breaks = np.flatnonzero(np.diff(hit) > 1)
+    starts, stops = [0, *(breaks + 1)], [*breaks, len(hit) - 1]
+    runs = [
+        f"{hit[start]}" if start == stop else f"{hit[start]}–{hit[stop]}"
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    return ", ".join(runs[:_MOST_RUNS]) + (f" … ({len(hit)} in all)" if len(runs) > _MOST_RUNS else "")
+
+
+def _how(a: Numbers, b: Numbers, differs: Flags, names: Names) -> Iterator[str]:
+    """How the second differs from the first: zero, a multiple, or rows in another order."""
+    x, y = a[differs], b[differs]
+    if not y.any() or not x.any():
+        yield f"all of them are 0 in {names.other if not y.any() else names.one}"
+        return
+    known = (x != 0) & np.isfinite(x) & np.isfinite(y)
+    if known.any():
+        ratios = y[known] / x[known]
+        middle = float(np.median(ratios))
+        if known.all() and np.all(np.abs(ratios - middle) <= _SAME_RATIO * abs(middle)):
+            yield f"each is {middle:.6g} times as great in {names.other}"
+            return
+    moved = _moved_rows(a, b)
+    if moved:
+        yield f"rows are in another order: {moved}"
+
+
+def _moved_rows(a: Numbers, b: Numbers) -> str:
+    """Which row of the first is which of the second, where they are the same rows."""
+    if a.ndim < 2 or len(a) > 1 << 16:
+        return ""
+    rows = [run.reshape(len(run), -1) for run in (a, b)]
+    orders = [np.lexsort(run.T[::-1]) for run in rows]
+    if not np.allclose(rows[0][orders[0]], rows[1][orders[1]], rtol=1e-5, atol=0.0):
+        return ""
+    moved = sorted((int(i), int(j)) for i, j in zip(*orders, strict=True) if i != j)
+    shown = ", ".join(f"row {i} is row {j} of the other run" for i, j in moved[:_MOST_RUNS])
+    return shown + (" …" if len(moved) > _MOST_RUNS else "")

@@ -1,0 +1,262 @@
+"""Memory of one GPU by kind, for every strategy of the model parallel library.
+
+State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2 (gradient)
++ 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With ``shard_optimizer_state`` over n ranks
+4 + 12/n, or 8 + 8/n, and a rank's share of the reduced gradients; with sharded data parallelism of degree s all 16 are
+divided by s, and in bfloat16, whose gradients are then summed and kept in fp32, 18. Moments are compared: backward, with
+activations, and ``optimizer.step()``, when these are gone and half precision gradients are there a second time, in fp32:
+20 bytes. Gradients that are kept in fp32 need no copy. Where state is shared out, gradients are let go of after each update:
+a step of one pass has none at its loss, which is a moment of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from smp_config import Group, ModelParallelParameters, Topology
+from smp_config.in_flight import effective_bucket_bytes
+from smp_estimator.planning.batches import Batches, in_flight, layers_of_stages
+from smp_estimator.planning.memory.activations import LayerCost, StageActivations, stage_activations
+from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
+from smp_estimator.planning.smddp import buffer_bytes
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.model_shape import Weight
+
+
+class Kind(enum.Enum):
+    """What a GPU's memory is used for; the value is the word in tables."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    MASTER = "master copies"
+    ACTIVATIONS = "activations"
+    GATHERED = "gathered parameters"
+    BUCKETS = "reduce buckets"
+    SMDDP = "SMDDP buffers"
+
+
+#: Held from the first step to the last; the rest comes and goes within a step.
+STATE = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.MASTER)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one GPU in one pipeline stage.
+
+    Attributes:
+        stage: counted from 0.
+        elements: parameter elements that this rank computes with (after pipeline and tensor parallelism).
+        kinds: bytes by kind, in backward.
+        at_loss: bytes at the loss, where no gradient is there yet; 0 where it is part of backward like any other moment.
+        gradient_copy: bytes of the fp32 copy of half precision gradients, in ``optimizer.step()`` only.
+        in_update: bytes in ``optimizer.step()``, when activations and buckets are gone.
+    """
+
+    stage: int
+    layers: int
+    elements: int
+    kinds: dict[Kind, int]
+    activations: StageActivations
+    at_loss: int = field(repr=False)
+    gradient_copy: int = field(repr=False)
+    in_update: int = field(repr=False)
+
+    @property
+    def in_backward(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.kinds.values())
+
+    @property
+    def total(self) -> int:
+        """Bytes at the worst moment."""
+        return max(self.in_backward, self.at_loss, self.in_update)
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, gradients, optimizer state and master copies."""
+        return sum(self.kinds[kind] for kind in STATE)
+
+
+def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMemory]:
+    """Memory of a GPU in each pipeline stage; activations are left out when the model's width is unknown.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    shape, stages = request.shape, request.parameters.pipeline_parallel_degree
+    held = weights_of_stages(request)
+    ranges = layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)
+    # Modules that share a parameter live in one stage, so the loss of a tied model is computed beside its embedding.
+    loss_stage = 0 if shape.tied_embeddings else stages - 1
+    found = []
+    for stage, layers in enumerate(map(len, ranges)):
+        activations = _activations(request, batch, stage, layers, has_loss=stage == loss_stage)
+        found.append(_stage(request, topology, stage, layers, held[stage], activations))
+    return found
+
+
+def weights_of_stages(request: Request) -> list[list[Weight]]:
+    """The model's tensors by pipeline stage; raises ConfigError for more stages than layers."""
+    shape, stages = request.shape, request.parameters.pipeline_parallel_degree
+    held: list[list[Weight]] = [[] for _ in range(stages)]
+    ranges = layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)
+    owner = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
+    for weight in shape.tensors():
+        held[stages - 1 if weight.layer is None else owner.get(weight.layer, 0)].append(weight)
+    return held
+
+
+def embedding_is_distributed(parameters: ModelParallelParameters, workload: Workload) -> bool:
+    """Whether tensor parallelism divides the word embedding; sharded data parallelism turns it on by itself."""
+    return parameters.tensor_parallel_degree > 1 and (
+        workload.distribute_embedding or parameters.sharded_data_parallel_degree > 1
+    )
+
+
+def _activations(request: Request, batch: Batches, stage: int, layers: int, *, has_loss: bool) -> StageActivations:
+    if not request.shape.has_layers:
+        return StageActivations(0, 0, 0, 0)
+    parameters, workload = request.parameters, request.workload
+    stages = parameters.pipeline_parallel_degree
+    cost = LayerCost(
+        samples=max(1, batch.group_batch // batch.microbatches),
+        element_bytes=2 if is_half(parameters) else 4,
+        tensor=parameters.tensor_parallel_degree,
+        sliced=parameters.optimize == "memory",
+    )
+    microbatches = batch.microbatches if stages > 1 else 1
+    # Of several pieces each stage may hold those of all microbatches in flight, as where all forward passes come first.
+    schedule = "simple" if parameters.virtual_stages > 1 else parameters.pipeline
+    flying = in_flight(schedule, stage, stages, microbatches, parameters.active_microbatches)
+    return stage_activations(
+        request.shape,
+        cost,
+        workload,
+        layers=layers,
+        in_flight=flying,
+        has_loss=has_loss,
+        distributed_loss=embedding_is_distributed(parameters, workload),
+        horizon=parameters.activation_loading_horizon if parameters.offload_activations else None,
+    )
+
+
+def is_half(parameters: ModelParallelParameters) -> bool:
+    """Whether parameters, gradients and activations have two bytes."""
+    return parameters.fp16 or parameters.bf16
+
+
+def summed_bytes(parameters: ModelParallelParameters) -> int:
+    """Of a gradient on its way to other ranks: in the type it is summed in, and bfloat16 is too coarse for sums."""
+    return 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
+
+
+def _stage(
+    request: Request,
+    topology: Topology,
+    stage: int,
+    layers: int,
+    weights: Iterable[Weight],
+    activations: StageActivations,
+) -> StageMemory:
+    parameters, workload = request.parameters, request.workload
+    half = is_half(parameters)
+    element = 2 if half else 4
+    summed = summed_bytes(parameters)  # gradients of shards stay in the type they travel in
+    master, state = (4 if half else 0), OPTIMIZER_BYTES[workload.optimizer]
+    tensor, shards = parameters.tensor_parallel_degree, parameters.sharded_data_parallel_degree
+    threshold = parameters.sdp_param_persistence_threshold
+    split_embedding = embedding_is_distributed(parameters, workload)
+    # A tensor that tensor parallelism does not divide is the same on all ranks of the stage.
+    holders_of = {
+        split: topology.size(Group.RDP if split else Group.DP) if parameters.ddp else 1 for split in (True, False)
+    }
+
+    # State is shared out over the ranks that hold the same parts, ordinary tensors' too.
+    sharers = holders_of[tensor > 1] if parameters.shard_optimizer_state else 1
+
+    total = trainable = sharded = reduced = 0
+    stored = updated = 0.0  # elements that this rank stores, and that its optimizer updates
+    # Bytes of gradients: whole ones, those that have left when the optimizer steps, of shards, and fp32 copies.
+    whole = leaving = in_shards = copied = 0.0
+    units: dict[int | None, int] = {}
+    for weight in weights:
+        split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
+        local = -(-weight.elements // tensor) if split else weight.elements
+        divided = shards > 1 and local >= threshold
+        part = local / shards if divided else local
+        total += local
+        stored += part
+        if divided:
+            sharded += local
+            units[weight.layer] = units.get(weight.layer, 0) + local
+        if weight.trainable:
+            trainable += local
+            holders = holders_of[split]
+            reduced += local if holders > 1 else 0
+            shares_state = sharers > 1
+            mine = part / sharers
+            updated += mine
+            whole += 0 if divided else local * element
+            leaving += local * element if shares_state else 0
+            if divided or shares_state:
+                in_shards += mine * summed
+                copied += mine * 4 if summed == 2 else 0
+            elif half:
+                copied += mine * 4
+    largest_unit = max(units.values(), default=0)
+    gathered = min(sharded, max(parameters.sdp_max_live_parameters, largest_unit))
+    if shards > 1:  # a unit above the bucket is complete before it is sent, a bucket at a time
+        bucket = parameters.sdp_reduce_bucket_size
+        buckets, staying = summed * (min(trainable, bucket) if largest_unit <= bucket else largest_unit + bucket), 0
+    else:
+        buckets, staying = _bucket_bytes(request, reduced, shares_state=sharers > 1)
+    # Between two updates there are none of these; with several passes, those of the first are there at the next one's loss.
+    let_go = round(leaving + in_shards) if parameters.microbatches * workload.accumulation == 1 else 0
+    kinds = {
+        Kind.PARAMETERS: round(stored * element),
+        Kind.GRADIENTS: round(whole + in_shards),
+        Kind.MASTER: round(updated * master),
+        Kind.OPTIMIZER: round(updated * state),
+        Kind.ACTIVATIONS: activations.kept + (activations.layers if let_go else activations.working),
+        Kind.GATHERED: gathered * element,
+        Kind.BUCKETS: buckets,
+        Kind.SMDDP: buffer_bytes(request, topology),
+    }
+    comes_and_goes = kinds[Kind.ACTIVATIONS] + kinds[Kind.BUCKETS]
+    stays = sum(kinds.values()) - comes_and_goes
+    at_loss = stays - let_go + activations.kept + activations.loss if let_go and activations.loss else 0
+    return StageMemory(
+        stage,
+        layers,
+        total,
+        kinds,
+        activations,
+        at_loss=at_loss,
+        gradient_copy=round(copied),
+        in_update=stays + staying + round(copied - leaving),
+    )
+
+
+def _bucket_bytes(request: Request, reduced: int, *, shares_state: bool) -> tuple[int, int]:
+    """Bytes of buckets beside gradients of ``reduced`` elements that other ranks average too, and of those that stay.
+
+    Returns:
+        What there is in backward, and what of it is there in ``optimizer.step()`` too.
+    """
+    parameters, workload = request.parameters, request.workload
+    element = 2 if is_half(parameters) else 4
+    is_widened = summed_bytes(parameters) > element
+    one = min(reduced * element, effective_bucket_bytes(reduced * element) // element * element)
+    if workload.gradient_as_bucket_view and not shares_state:
+        if is_widened:  # gradients are copies of the buffers, which stay
+            return reduced * 4, reduced * 4
+        # Gradients are the buffers. Cleared to None, new ones of a bucket are made beside it: once, or in several passes.
+        passes = parameters.microbatches * workload.accumulation
+        return (reduced * element if passes > 1 else one), 0
+    # A bucket takes the place of its gradients; fp32 sums of half precision take twice theirs until the step ends.
+    return one + (reduced * element if is_widened else 0), 0

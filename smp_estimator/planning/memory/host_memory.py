@@ -1,0 +1,88 @@
+"""Shared memory of a host that memory checkpoints take: two generations of all that its ranks hold, replicas once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smp_config.recovery import wants_memory
+from smp_estimator.planning.memory.device_memory import embedding_is_distributed, is_half, weights_of_stages
+from smp_estimator.planning.request import OPTIMIZER_BYTES, Request
+
+if TYPE_CHECKING:
+    from smp_config import Topology
+    from smp_estimator.planning.model_shape import Weight
+
+#: Each rank keeps its last two copies.
+GENERATIONS = 2
+
+
+@dataclass
+class _Parts:
+    """Bytes of a stage's state on one rank, by who else has the same.
+
+    Attributes:
+        whole: that all replicas have.
+        divided: of which neighbours along the reduced data parallel axis have other parts.
+    """
+
+    whole: float = 0.0
+    divided: float = 0.0
+
+
+def checkpoint_bytes(request: Request, topology: Topology) -> int:
+    """Bytes of shared memory on the host that needs most; 0 where the job keeps no state in memory.
+
+    Raises:
+        ConfigError: the job's variables of memory checkpoints are not what they should be.
+    """
+    if not wants_memory({name: value for name, value in request.environment if isinstance(value, str)}):
+        return 0
+    split, same = zip(*(_parts(request, topology, weights) for weights in weights_of_stages(request)), strict=True)
+    neighbours = _neighbours(request, topology)
+    most, ranks = 0.0, request.processes_per_host
+    for host in range(request.instance_count):
+        # Of each part, which ranks of the host have it: one of them copies it.
+        whole: set[tuple[int, int]] = set()
+        divided: set[tuple[int, int, int]] = set()
+        for rank in range(host * ranks, (host + 1) * ranks):
+            at = topology.coordinates(rank)
+            whole.add((at.pp, at.tp))
+            divided.add((at.pp, at.tp, at.rdp % neighbours))
+        held: dict[int, float] = defaultdict(float)
+        for stage, tensor in whole:
+            held[stage] += split[stage].whole + (same[stage].whole if tensor == 0 else 0)
+        for stage, tensor, _ in divided:
+            held[stage] += split[stage].divided + (same[stage].divided if tensor == 0 else 0)
+        most = max(most, sum(held.values()))
+    return GENERATIONS * round(most)
+
+
+def _neighbours(request: Request, topology: Topology) -> int:
+    """Ranks along the reduced data parallel axis that have different parts of the state."""
+    if request.parameters.sharded_data_parallel_degree > 1:
+        return topology.sharded
+    return topology.rdp_size if request.parameters.shard_optimizer_state else 1
+
+
+def _parts(request: Request, topology: Topology, weights: list[Weight]) -> tuple[_Parts, _Parts]:
+    """What a rank of a stage holds of tensors that tensor parallelism divides, and of those that it does not."""
+    parameters, neighbours = request.parameters, _neighbours(request, topology)
+    element = 2 if is_half(parameters) else 4
+    updated = OPTIMIZER_BYTES[request.workload.optimizer] + (4 if is_half(parameters) else 0)
+    tensor, split_embedding = parameters.tensor_parallel_degree, embedding_is_distributed(parameters, request.workload)
+    split, same = _Parts(), _Parts()
+    for weight in weights:
+        is_split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
+        local = -(-weight.elements // tensor) if is_split else weight.elements
+        found = split if is_split else same
+        state = local * updated if weight.trainable else 0
+        if parameters.sharded_data_parallel_degree > 1 and local >= parameters.sdp_param_persistence_threshold:
+            found.divided += (local * element + state) / neighbours
+        elif parameters.sharded_data_parallel_degree == 1 and neighbours > 1:
+            found.whole += local * element
+            found.divided += state / neighbours
+        else:
+            found.whole += local * element + state
+    return split, same

@@ -1,0 +1,1 @@
+"""The SageMaker SDK: which version is installed, and what this package uses of it."""

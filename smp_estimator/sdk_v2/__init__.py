@@ -1,0 +1,1 @@
+"""SDK v2: estimators that extend the SDK's."""

@@ -1,0 +1,153 @@
+"""The image of an estimator's job: the one that is named, or the stock image that fits it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smp_config import ConfigError
+from smp_config.machine.instances import instance
+from smp_estimator.cloud import image_table, images, restore, service
+from smp_estimator.local.process_mode import PROCESS_IMAGE
+from smp_estimator.sdk.version_2 import Framework, region_of
+
+if TYPE_CHECKING:
+    from smp_estimator.cloud.image_choice import Choice
+    from smp_estimator.cloud.image_table import TrainingImage
+    from smp_estimator.settings.distribution import SettingsReader
+
+    _SDK = Framework
+else:
+    _SDK = object
+
+
+class InStockImage(_SDK):
+    """Stands before an estimator class of the SDK and settles the image in which its jobs of this package's libraries run.
+
+    A class that uses it says how the image is chosen (:meth:`_choose_image`), and which row of the table it is
+    (:meth:`_table_row`).
+    """
+
+    #: Names of the arguments by which the stock image is chosen, PyTorch's or Transformers' version first.
+    _VERSIONS: tuple[str, ...] = ()
+
+    framework_version: Any
+    instance_groups: Any
+    _reader: SettingsReader
+    _process_mode: bool
+    _recipe: bool
+    #: Whether the runtime travels with the code, if the distribution is one that needs it.
+    _ship_runtime: bool
+    #: What was chosen where neither ``image_uri`` nor the SDK names the image.
+    _stock_image: Choice | None = None
+    #: Whether an argument chose among the stock images.
+    _named_stock_image = False
+
+    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int], **wanted: Any) -> Choice | None:
+        """Fill in the versions of the stock image that a job without ``image_uri`` runs in; PyTorch is ``floor`` or newer.
+
+        Args:
+            sdk: arguments for the SDK's class.
+            wanted: further arguments of ``image_choice.choose_pytorch``.
+
+        Returns:
+            None where the SDK's class forms the address of every image that can be chosen.
+        """
+        raise NotImplementedError
+
+    def _table_row(self) -> TrainingImage | None:
+        """What the table of images says of the stock image that the versions name."""
+        raise NotImplementedError
+
+    def _carried_instance_type(self) -> str | None:
+        raise NotImplementedError
+
+    # -- at construction -----------------------------------------------------------------------------------
+
+    def _require_versions(self, sdk: dict[str, Any]) -> None:
+        """Raise ConfigError where a job that the SDK's own rules hold for names neither an image nor all its versions."""
+        wanted = dict.fromkeys(self._VERSIONS)
+        missing = [name for name in wanted if sdk.get(name) is None]
+        if not missing or sdk.get("tensorflow_version") is not None or self._recipe or restore.is_attaching():
+            return
+        self._choose_image(wanted, images.TORCH_FLOOR, by_name=True)  # what the SDK's own class takes
+        raise ConfigError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, and so is image_uri; they are filled in only "
+            "for jobs whose distribution enables smdistributed.modelparallel: give for example "
+            f"{', '.join(f'{name}={value!r}' for name, value in wanted.items())}, or image_uri"
+        )
+
+    def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
+        """Settle the image, how the runtime gets there, and the defaults."""
+        self._settle_image(image_uri, ship_runtime, sdk, images.TORCH_FLOOR)
+        service.fill_in_cloud(sdk, self._reader.say)
+
+    def _prepare_data_parallel(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
+        """The same for the data parallel library, which old stock images have of their own."""
+        if not images.has_own_data_parallel(image_uri, sdk.get("pytorch_version") or sdk.get("framework_version")):
+            self._settle_image(image_uri, ship_runtime, sdk, images.DATA_PARALLEL_FLOOR)
+
+    def _settle_image(
+        self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any], floor: tuple[int, int]
+    ) -> None:
+        if not image_uri:
+            self._named_stock_image = any(sdk.get(name) is not None for name in self._VERSIONS)
+            wanted = {"gpus": _gpus(sdk), "region": region_of(sdk.get("sagemaker_session"))}
+            with restore.lenient_when_attaching(self._reader.say):
+                self._stock_image = self._choose_image(sdk, floor, **wanted)
+        elif (why := images.lacks_toolkit(image_uri)) is not None:
+            self._reader.say(why)
+        self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
+        if self._ship_runtime:
+            with restore.lenient_when_attaching(self._reader.say):
+                images.check_stock_version(image_uri, floor)
+
+    # -- of a job ------------------------------------------------------------------------------------------
+
+    def _image_row(self) -> TrainingImage | None:
+        """The table's row of the job's image; None where it has none."""
+        return image_table.row_of(self.image_uri) if self.image_uri else self._table_row()
+
+    def _warn_of_image(self) -> None:
+        """Say what the job's image cannot do on its instances, and that it is no longer patched."""
+        row = self._image_row()
+        known = instance(self._carried_instance_type() or "")
+        gpu = known.gpu if known is not None else None
+        image = self.image_uri or (row.name if row is not None else None)
+        if gpu is not None and (why := images.lacks_code_for(image, gpu)):
+            self._reader.say(why)
+        if row is None or restore.is_attaching():
+            return
+        argument = "image_uri" if self.image_uri else self._VERSIONS[0] if self._named_stock_image else None
+        if why := images.patches_ended(row, images.today(), argument, gpu):
+            self._reader.say(why)
+
+    def training_image_uri(self, region: str | None = None) -> Any:
+        """The image of the job; in process mode a name that stands for it.
+
+        Args:
+            region: of the registry; default: the session's.
+
+        Returns:
+            The address of the image.
+
+        Example:
+            >>> estimator.training_image_uri()
+            '...'
+        """
+        if self._process_mode:
+            return PROCESS_IMAGE
+        chosen = self._stock_image
+        if (
+            self.image_uri
+            or chosen is None
+            or chosen.image.by_name
+            or self.framework_version != chosen.framework_version
+        ):
+            return super().training_image_uri(region)
+        return chosen.address(region or self.sagemaker_session.boto_region_name, self._get_instance_type())
+
+
+def _gpus(sdk: dict[str, Any]) -> frozenset[str]:
+    """The kinds of GPUs of the instances that an estimator's arguments name, as far as they are known."""
+    kinds = [sdk.get("instance_type"), *(group.instance_type for group in sdk.get("instance_groups") or ())]
+    return frozenset(known.gpu for kind in kinds if isinstance(kind, str) and (known := instance(kind)) is not None)

@@ -1,0 +1,133 @@
+"""A table of all ranks: what each spends its steps on, its memory, and how busy its processor and its GPU are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from smp_estimator.watching.stragglers import Straggler
+    from smp_records.records import PaceRecord
+
+#: Rows of a table in a notebook or below a progress bar; of more ranks those with the most work of their own are shown.
+_MOST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank. Parts are parts of its time; what is left of 1 is what it did before its first step.
+
+    Attributes:
+        step: begun.
+        step_seconds: from one step to the next; None while none was begun.
+        compute: part in which it worked in steps and updates.
+        waiting: part in which it waited for other ranks: for its pipeline, and in collectives longer than the rank of its stage
+            that came last.
+        communication: part in collectives without that.
+        data: part between steps, in which the script mostly loads data.
+        saving: part in checkpoints.
+        cpu_cores: that were busy for it.
+        gpu_share: part of the time in which its GPU did something.
+    """
+
+    rank: int
+    host: str
+    stage: int
+    step: int
+    step_seconds: float | None
+    compute: float
+    waiting: float
+    communication: float
+    data: float
+    saving: float
+    memory_bytes: int | None
+    cpu_cores: float | None
+    gpu_share: float | None
+
+
+def rows_of(records: Iterable[PaceRecord]) -> list[Row]:
+    """A row for each rank, by rank."""
+    known = sorted((record for record in records if record.seconds > 0), key=lambda record: record.rank)
+    least: dict[int, float] = defaultdict(lambda: 1.0)
+    for record in known:
+        least[record.stage] = min(least[record.stage], record.collectives / record.seconds)
+    rows = []
+    for record in known:
+        in_collectives = record.collectives / record.seconds
+        rows.append(
+            Row(
+                rank=record.rank,
+                host=record.host,
+                stage=record.stage,
+                step=record.step,
+                step_seconds=record.seconds / record.steps if record.steps else None,
+                compute=record.compute / record.seconds,
+                waiting=record.waiting / record.seconds + in_collectives - least[record.stage],
+                communication=least[record.stage],
+                data=record.data / record.seconds,
+                saving=record.saving / record.seconds,
+                memory_bytes=record.memory_bytes,
+                cpu_cores=record.cpu_cores,
+                gpu_share=record.gpu_share,
+            )
+        )
+    return rows
+
+
+_HEADS = "rank host stage step ms/step compute waiting comm. data saving memory CPU GPU".split()
+_WORDS = {"host"}
+
+
+def cells_of(row: Row) -> list[str]:
+    """The row as text, in the order of the columns."""
+    return [
+        str(row.rank),
+        row.host,
+        str(row.stage),
+        str(row.step),
+        "–" if row.step_seconds is None else f"{row.step_seconds * 1e3:,.1f}",
+        *(f"{part:.0%}" for part in (row.compute, row.waiting, row.communication, row.data, row.saving)),
+        "–" if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.2f} GiB",
+        "–" if row.cpu_cores is None else f"{row.cpu_cores:.2f}",
+        "–" if row.gpu_share is None else f"{row.gpu_share:.0%}",
+    ]
+
+
+def table_of(rows: Iterable[Row], title: str = "") -> Table:
+    """For a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left")
+    for head in _HEADS:
+        table.add_column(head, justify="left" if head in _WORDS else "right")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in cells_of(row)))
+    return table
+
+
+def html_of(rows: Iterable[Row]) -> str:
+    """For a notebook."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in _HEADS)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells_of(row))}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def most_worth_showing(rows: list[Row]) -> list[Row]:
+    """All of few ranks; of many those with the most work of their own, by rank."""
+    chosen = sorted(rows, key=lambda row: -(row.compute + row.data + row.saving))[:_MOST_ROWS]
+    return sorted(chosen, key=lambda row: row.rank)
+
+
+def json_of(name: str, rows: Iterable[Row], stragglers: Iterable[Straggler]) -> Mapping[str, Any]:
+    """For programs; names and units are those of the fields."""
+    return {
+        "job": name,
+        "ranks": [asdict(row) for row in rows],
+        "stragglers": [asdict(straggler) for straggler in stragglers],
+    }
