@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from smp_estimator.local.process_mode import NoContainers
 
 if TYPE_CHECKING:
-    from smp_estimator.sdk import Framework
+    from smp_estimator.sdk.version_2 import Framework
 
     _SDK = Framework
 else:

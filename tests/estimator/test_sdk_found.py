@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_estimator.sdk.version_2 import installed
+from smp_estimator.sdk import installed
 
 WITHOUT = """
 import importlib.metadata as metadata, sys
