@@ -77,16 +77,16 @@ class LiveBytes(TorchDispatchMode):
     @contextlib.contextmanager
     def watching_tasks(self) -> Iterator[None]:
         """Count, inside, what the tasks of a pipeline's stage make, each on a thread of its own."""
-        from smp_runtime.pipeline.execution.task_scheduler import Conductor
+        from smp_runtime.pipeline.execution.task_scheduler import TaskScheduler
 
-        raised_by = Conductor._raised_by
+        raised_by = TaskScheduler._raised_by
 
         def counted(conductor, task):
             with self:
                 return raised_by(conductor, task)
 
-        Conductor._raised_by = counted
+        TaskScheduler._raised_by = counted
         try:
             yield
         finally:
-            Conductor._raised_by = raised_by
+            TaskScheduler._raised_by = raised_by

@@ -26,7 +26,7 @@ import smdistributed.modelparallel.torch as smp
 from smp_records.numerics import MOST_EVERY, Guards
 from smp_runtime.job.session import Session, current
 from smp_tools.numerics.guard import UpdateGuard
-from smp_tools.numerics.recorder import Recorder
+from smp_tools.numerics.recorder import NumericsRecorder
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "entrypoints"))
 from train_gpt import GPT, GPTConfig
@@ -36,7 +36,7 @@ _OFF = MOST_EVERY
 
 
 @contextlib.contextmanager
-def _recorded(recorder: Recorder, every: int) -> Iterator[None]:
+def _recorded(recorder: NumericsRecorder, every: int) -> Iterator[None]:
     recorder._every = every
     yield
     recorder._every = _OFF
@@ -91,7 +91,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         smp.record_numerics(folder, every=_OFF)
         session = current()
-        recorder = session.ranks.kept(Recorder)
+        recorder = session.ranks.kept(NumericsRecorder)
         assert recorder is not None
         kinds: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
             "every step": lambda: _recorded(recorder, 1),

@@ -28,8 +28,8 @@ import smdistributed.modelparallel.torch as smp
 from smp_runtime.job.session import Session, current
 from smp_tools.tracking.loggers.making import KINDS
 from smp_tools.tracking.rank_times import RankTimes
-from smp_tools.tracking.run import Run
-from smp_tools.tracking.tracker import Tracker
+from smp_tools.tracking.run import TrackedRun
+from smp_tools.tracking.tracker import UpdateTracker
 from smp_tools.tracking.writer import Writer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "entrypoints"))
@@ -51,7 +51,7 @@ class _Drops:
 @contextlib.contextmanager
 def _tracked(session: Session, tracker: Any) -> Iterator[None]:
     writer = Writer([tracker])
-    made = Tracker(session, writer, 1, peak=1.0)
+    made = UpdateTracker(session, writer, 1, peak=1.0)
     try:
         yield
     finally:
@@ -83,7 +83,7 @@ def _way(name: str, session: Session, folder: str) -> Callable[[], contextlib.Ab
         return _profiled
     if name == "points":
         return lambda: _tracked(session, _Drops())
-    return lambda: _tracked(session, KINDS[name](Run(Path(folder), "benchmark", "smp", {})))
+    return lambda: _tracked(session, KINDS[name](TrackedRun(Path(folder), "benchmark", "smp", {})))
 
 
 def main() -> None:

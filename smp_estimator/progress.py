@@ -34,7 +34,7 @@ class View:
     """Something that shows a job, with the tracker that its records go to; used as a context manager."""
 
     def __init__(self) -> None:
-        self._tracker = Tracker()
+        self._tracker = ProgressTracker()
 
     def line(self, text: str) -> None:
         """A line of the job's log."""
@@ -125,7 +125,7 @@ def open_view(stream: TextIO | None = None) -> View:
     return PlainView(stream)
 
 
-class Tracker:
+class ProgressTracker:
     """Speed and remaining time, from the records as they arrive."""
 
     def __init__(self) -> None:
@@ -301,7 +301,7 @@ class NotebookView(View):
         return {"text/html": "".join(_html(self._tracker)), "text/plain": self._tracker.compact()}
 
 
-def render(tracker: Tracker) -> Any:
+def render(tracker: ProgressTracker) -> Any:
     """The bar and the numbers as a rich renderable."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -334,7 +334,7 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
-def _html(tracker: Tracker) -> Iterator[str]:
+def _html(tracker: ProgressTracker) -> Iterator[str]:
     record = tracker.record
     if record is not None and record.total_steps:
         yield f'<progress style="width:100%" value="{record.step}" max="{record.total_steps}"></progress>'

@@ -7,6 +7,7 @@ import functools
 import graphlib
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
@@ -92,6 +93,8 @@ TOUCHED_BY_SCRIPTS = {
     "module_conversion/parameter_layout.py",
     "step/step.py",
 }
+#: Public names that two versions of a library need: of the SageMaker SDK, and of Lightning's Fabric and Trainer.
+PUBLIC_TWICE = {"ContainerJobFailed", "ModelParallel", "SMPStrategy"}
 #: Files of a folder, at most: more than a newcomer can take in at a glance are two rooms.
 MOST_FILES = 15
 
@@ -199,7 +202,7 @@ def test_no_parts_of_a_package_import_one_another_in_a_circle():
             list(graphlib.TopologicalSorter(parts).static_order())
         except graphlib.CycleError as err:
             circle = err.args[1][::-1]
-            steps = [parts[a][b] for a, b in zip(circle, circle[1:], strict=False)]
+            steps = [parts[a][b] for a, b in itertools.pairwise(circle)]
             raise AssertionError(f"in {folder or 'the project'}: {'; '.join(steps)}") from err
 
 
@@ -255,6 +258,16 @@ def test_folders_can_be_taken_in_at_a_glance():
 
 def test_the_recipe_fits_a_page():
     assert len((PACKAGES["smp_runtime"] / "model" / "recipe.py").read_text().splitlines()) <= 100
+
+
+def test_a_class_name_means_one_thing():
+    homes = {}
+    for package in PACKAGES:
+        for path in _files(package):
+            for node in _nodes(path):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name for name, places in homes.items() if len(places) > 1} == PUBLIC_TWICE, homes
 
 
 def test_no_file_is_too_long_to_read():

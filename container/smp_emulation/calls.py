@@ -15,7 +15,7 @@ _INTERNAL = frozenset({"torch", "smdistributed", "smp_emulation", "smp_integrati
 
 
 @dataclass(frozen=True)
-class Call:
+class CoveredCall:
     """A name of PyTorch that answers for a GPU while the emulation is on.
 
     Attributes:
@@ -33,9 +33,9 @@ class Call:
     is_refused: bool = False
 
 
-def instead(name: str, does: str, value: Any, is_new: bool = False) -> Call:
+def instead(name: str, does: str, value: Any, is_new: bool = False) -> CoveredCall:
     """A call that is answered without what PyTorch has."""
-    return Call(name, does, lambda original: _own(original, value), is_new)
+    return CoveredCall(name, does, lambda original: _own(original, value), is_new)
 
 
 def _own(original: Any, value: Any) -> Any:
@@ -52,10 +52,10 @@ def nothing(*args: object, **kwargs: object) -> None:
     """Does nothing, for whatever arguments."""
 
 
-def refused(name: str, why: str, way_out: str = "", is_class: bool = False) -> Call:
+def refused(name: str, why: str, way_out: str = "", is_class: bool = False) -> CoveredCall:
     """A call that raises NeedsGpuError; a class raises when it is made."""
     value = (refusing_class if is_class else refusing)(name, why, way_out)
-    return Call(name, f"refused: {why}", lambda original: _own(original, value), is_refused=True)
+    return CoveredCall(name, f"refused: {why}", lambda original: _own(original, value), is_refused=True)
 
 
 def asked_by_pytorch_or_us(depth: int = 2) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, instead, nothing
+from smp_emulation.calls import CoveredCall, instead, nothing
 from smp_emulation.errors import CudaCallError, refusing
 
 CPU = torch.device("cpu")
@@ -287,5 +287,5 @@ CALLS = (
     instead("torch.backends.cuda.is_built", "True", lambda: True),
     instead("torch.backends.cudnn.is_available", "True", lambda: True),
     instead("torch.backends.cudnn.version", str(CUDNN_VERSION), lambda: CUDNN_VERSION),
-    Call("torch.version.cuda", f"the build's, else {CUDA_VERSION}", lambda original: original or CUDA_VERSION),
+    CoveredCall("torch.version.cuda", f"the build's, else {CUDA_VERSION}", lambda original: original or CUDA_VERSION),
 )

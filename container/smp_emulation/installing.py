@@ -28,10 +28,10 @@ from smp_emulation.covered import (
 from smp_emulation.covered.bare_numbers import BareNumbers
 
 if TYPE_CHECKING:
-    from smp_emulation.calls import Call
+    from smp_emulation.calls import CoveredCall
 
 #: All that is covered, in the order in which it is put there.
-CALLS: tuple[Call, ...] = (
+CALLS: tuple[CoveredCall, ...] = (
     *devices.CALLS,
     *memory.CALLS,
     *ordering.CALLS,
@@ -121,7 +121,7 @@ def emulated() -> Iterator[None]:
         uninstall()
 
 
-def _put(call: Call) -> None:
+def _put(call: CoveredCall) -> None:
     way, _, name = call.name.rpartition(".")
     owner = _owner(way)
     original = None if owner is None else getattr(owner, name, _ABSENT)

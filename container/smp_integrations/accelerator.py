@@ -264,7 +264,7 @@ class JobAccelerator(Accelerator):
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save the whole weights; every rank calls it, the main process writes."""
         if isinstance(model, DistributedModel):
-            model = _Whole(model.state_dict(gather_to_rank0=True))
+            model = _WholeModel(model.state_dict(gather_to_rank0=True))
         super().save_model(model, save_directory, *args, **kwargs)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +329,7 @@ class JobAccelerator(Accelerator):
             self._models, self._optimizers, self._save_model_state_pre_hook = models, optimizers, hooks
 
 
-class _Whole(nn.Module):
+class _WholeModel(nn.Module):
     """Stands for a model whose whole state is known."""
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -343,12 +343,12 @@ class _Whole(nn.Module):
 def _register_hook(handler: DistributedDataParallelKwargs, model: DistributedModel) -> None:
     """The communication hook that the handler names, with the arguments that DDP's method has."""
 
-    class Named:
+    class HookTarget:
         @staticmethod
         def register_comm_hook(state: Any, hook: Callable[..., Any]) -> None:
             model.register_comm_hook(state, hook)
 
-    handler.register_comm_hook(Named)
+    handler.register_comm_hook(HookTarget)
 
 
 def _refuse_other_ways(given: dict[str, Any]) -> None:

@@ -71,14 +71,14 @@ def _when_looked_into(module: ModuleType, act: Act) -> None:
     """Call ``act`` when an attribute of ``module`` is read after its loading, as ``from … import`` does."""
     kind = type(module)
 
-    class Loading(kind):  # type: ignore[misc, valid-type]
+    class LoadingModule(kind):  # type: ignore[misc, valid-type]
         def __getattribute__(self, name: str) -> object:
-            if type(self) is Loading and not _is_loading_as(kind, self):
+            if type(self) is LoadingModule and not _is_loading_as(kind, self):
                 self.__class__ = kind  # type: ignore[assignment]
                 act(self)
             return kind.__getattribute__(self, name)
 
-    module.__class__ = Loading
+    module.__class__ = LoadingModule
 
 
 def _is_loading_as(kind: type[ModuleType], module: ModuleType) -> bool:

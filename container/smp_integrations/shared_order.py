@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from smp_config import Group
-from smp_runtime.data.position import Source
+from smp_runtime.data.position import SampleSource
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def refuse_divided(loader: Any) -> None:
     """
     parts = (getattr(loader, "dataset", None), getattr(loader, "sampler", None))
     within = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    source = next((each for each in (*parts, within) if isinstance(each, Source)), None)
+    source = next((each for each in (*parts, within) if isinstance(each, SampleSource)), None)
     if source is not None:
         raise SMPUserError(
             f"the loader that Accelerate was given to prepare reads a smp.data.{type(source).__name__}, which has divided the "

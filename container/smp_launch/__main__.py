@@ -20,7 +20,7 @@ from smp_config.version import __version__
 from smp_launch.anywhere.run_command import run_script
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
 from smp_launch.failures.failure import Cause, write_failure
-from smp_launch.machine.hosts import SIMULATED_VARIABLE, Kind, Layout
+from smp_launch.machine.hosts import SIMULATED_VARIABLE, Layout, ScriptKind
 from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
 from smp_launch.machine.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.mpirun.job import Job
@@ -94,7 +94,7 @@ def _run(tree: Tree, stop: StopRequests, environ: Mapping[str, str]) -> tuple[in
     if host == training.hosts[0]:
         return _lead(training, stop, environ)
     settings, layout = _settings(training, environ)
-    if layout.kind is Kind.SCRIPT:
+    if layout.kind is ScriptKind.SCRIPT:
         return run_job(Job.read(training, settings, layout, environ), stop, environ)
     if layout.simulated:
         return wait_for_leader(host, layout.leader, stop, environ)

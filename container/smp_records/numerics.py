@@ -1,8 +1,8 @@
 """What ranks write down of the numbers of a training, one file each, and how a job is told to: both sides read this.
 
 A file is lines of JSON that are only appended. The first of each start of the job, and of the degrees that it goes over to, is its
-:class:`Head`; every other has a :class:`Moment` of a step with the :class:`Value` of each tensor, as a list in the order of the
-fields. A line that is being written has no end yet, and is not read.
+:class:`Head`; every other has a :class:`RecordedMoment` of a step with the :class:`RecordedValue` of each tensor, as a list in
+the order of the fields. A line that is being written has no end yet, and is not read.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ROUNDING = {
 }
 
 
-class Value(NamedTuple):
+class RecordedValue(NamedTuple):
     """One tensor, or the part of it that a rank has, as numbers that add up over parts, microbatches and replicas."""
 
     phase: str
@@ -114,12 +114,12 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Moment:
+class RecordedMoment:
     """The values of one call of a step, or of an update."""
 
     step: int  # updates before it, those of former starts too
     call: int  # calls of a step since the last update
-    values: list[Value]
+    values: list[RecordedValue]
     random: str = ""  # digest of the states of the generators when the step began
 
 
@@ -227,7 +227,7 @@ class KeptTensor:
     """A tensor in a file of a close-up, or this rank's part of one.
 
     Attributes:
-        phase: and ``name``, ``nth``, ``microbatch``, ``owner`` as of a :class:`Value`.
+        phase: and ``name``, ``nth``, ``microbatch``, ``owner`` as of a :class:`RecordedValue`.
         call: calls of a step since the last update.
         shape: of the whole tensor; of a batch, that of this microbatch.
         axis: along which the rank has a part; None for all of it.
@@ -316,7 +316,7 @@ def head_line(head: Head) -> str:
     return json.dumps(asdict(head)) + "\n"
 
 
-def moment_line(moment: Moment) -> str:
+def moment_line(moment: RecordedMoment) -> str:
     """A line of a file; JSON has no numbers that are not finite, so these are texts."""
     values = [[_plain(item) for item in value] for value in moment.values]
     return (
@@ -333,7 +333,7 @@ def _plain(item: Any) -> Any:
     return [_plain(part) for part in item] if isinstance(item, tuple) else item
 
 
-def parse(lines: Iterable[str], name: str) -> tuple[Head, list[Moment]]:
+def parse(lines: Iterable[str], name: str) -> tuple[Head, list[RecordedMoment]]:
     """Read a rank's file; of several starts that have recorded the same step, the last one counts.
 
     Args:
@@ -344,7 +344,7 @@ def parse(lines: Iterable[str], name: str) -> tuple[Head, list[Moment]]:
         ConfigError: it is no such file, or of another version.
     """
     head: Head | None = None
-    moments: list[Moment] = []
+    moments: list[RecordedMoment] = []
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             break
@@ -354,7 +354,7 @@ def parse(lines: Iterable[str], name: str) -> tuple[Head, list[Moment]]:
                 head = _head(content, name)
                 continue
             moments.append(
-                Moment(
+                RecordedMoment(
                     _number_of(content["step"]),
                     _number_of(content["call"]),
                     [_value(item) for item in content["values"]],
@@ -396,8 +396,8 @@ def _head(content: Mapping[str, Any], name: str) -> Head:
     return head
 
 
-def _value(item: list[Any]) -> Value:
-    value = Value(*item)
+def _value(item: list[Any]) -> RecordedValue:
+    value = RecordedValue(*item)
     texts = (value.phase, value.name, value.part, value.dtype)
     counts = (value.nth, value.columns, value.elements, *value.small)
     optional = (number for number in (value.microbatch, value.owner) if number is not None)

@@ -12,7 +12,7 @@ PUBLIC, COLLECTIVE = 0, 1
 
 
 @dataclass(frozen=True)
-class Line:
+class ScriptLine:
     """A line of the script."""
 
     file: str
@@ -26,7 +26,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Call:
+class JoinedCall:
     """A call that other ranks must make too.
 
     Attributes:
@@ -42,7 +42,7 @@ class Call:
     when: float
     kind: int
     name: str
-    line: Line
+    line: ScriptLine
     members: tuple[int, ...] = ()
     number: int = 0
     size: int = 0
@@ -67,7 +67,7 @@ class Waiting:
     since: float
     what: str
     whom: tuple[int, ...]
-    line: Line
+    line: ScriptLine
     number: int = 0
 
 
@@ -96,14 +96,14 @@ class Whereabouts:
     left: str
     long: str
     long_until: float
-    calls: tuple[Call, ...]
+    calls: tuple[JoinedCall, ...]
     waits: tuple[Waiting, ...]
 
     @property
-    def line(self) -> Line:
+    def line(self) -> ScriptLine:
         """The script's line that was noted last."""
         noted = [call.line for call in self.calls if call.line] + [w.line for w in self.waits if w.line]
-        return noted[-1] if noted else Line("", 0)
+        return noted[-1] if noted else ScriptLine("", 0)
 
 
 @dataclass(frozen=True)

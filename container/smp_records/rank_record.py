@@ -23,7 +23,7 @@ from pathlib import Path
 from smp_config.formats.rank_lists import ranks_of, ranks_text
 from smp_config.recovery import restart_count
 from smp_records import time_breakdown
-from smp_records.positions import COLLECTIVE, PUBLIC, Call, Glance, Line, Waiting, Whereabouts
+from smp_records.positions import COLLECTIVE, PUBLIC, Glance, JoinedCall, ScriptLine, Waiting, Whereabouts
 from smp_records.script_lines import script_line
 
 #: Names the folder where the ranks of a machine keep their records, as ``<rank>``; without it they keep none.
@@ -374,14 +374,14 @@ def read(path: Path) -> Whereabouts | None:
         found = _CALL.unpack_from(raw, _CALLS_AT + index * _CALL.size)
         when, since, position, kind, name, file, line, members, number, size, dtype = found
         if position:
-            at, of = Line(text(file), line), ranks_of(text(members))
-            calls.append(Call(position, when, kind, text(name), at, of, number, size, text(dtype)))
+            at, of = ScriptLine(text(file), line), ranks_of(text(members))
+            calls.append(JoinedCall(position, when, kind, text(name), at, of, number, size, text(dtype)))
             if since:
                 waits.append(Waiting(since, text(name), of, at, number))
     for slot in range(_WAITS):
         _, since, what, whom, file, line = _WAIT.unpack_from(raw, _WAITS_AT + slot * _WAIT.size)
         if since:
-            waits.append(Waiting(since, text(what), ranks_of(text(whom)), Line(text(file), line)))
+            waits.append(Waiting(since, text(what), ranks_of(text(whom)), ScriptLine(text(file), line)))
     _, pid, rank, main_thread = _HEAD.unpack_from(raw)
     _, step, microbatch, phase, left, long, long_until = _STATE.unpack_from(raw, _STATE_AT)
     return Whereabouts(

@@ -100,7 +100,7 @@ class RehearsalRequest(BaseModel):
         return self.hosts * self.ranks_per_host
 
 
-class Holder(BaseModel):
+class PeakHolder(BaseModel):
     """Tensors that were alive at the peak, made at one place."""
 
     model_config = _FROZEN
@@ -198,7 +198,7 @@ class KindReport(BaseModel):
     resident_bytes: int  # after the last step
     first_step_peak_bytes: int  # with the start: parameters before they are shared out lie in host memory
     classes: dict[str, int]  # bytes by kind at the peak
-    holders: list[Holder]  # the ten largest
+    holders: list[PeakHolder]  # the ten largest
     curve: MemoryOverTime
     collectives: list[CollectiveCount]
     links: list[LinkCount]

@@ -49,7 +49,7 @@ GROUPS = {
 }
 
 
-class _Commands(click.Group):
+class _ErrorReportingGroup(click.Group):
     """Turns the package's errors into one readable line and exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -68,7 +68,7 @@ class _Commands(click.Group):
                 formatter.write_dl(rows)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_ErrorReportingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="smp-estimator")
 def main() -> None:
     """Train with the SageMaker model parallel library: check, plan, run."""

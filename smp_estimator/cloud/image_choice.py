@@ -55,7 +55,7 @@ class PyTorchImage:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ImageChoice:
     """The stock PyTorch image of a job.
 
     Attributes:
@@ -96,7 +96,7 @@ def choose_pytorch(
     gpus: Collection[str] = (),
     region: str | None = None,
     by_name: bool = False,
-) -> Choice:
+) -> ImageChoice:
     """The stock image for a job that names no image.
 
     Args:
@@ -122,7 +122,7 @@ def choose_pytorch(
         together = {v: _together({"framework_version": v}, py_version, each.pythons) for v, each in usable.items()}
         _require("framework_version", framework_version, usable, aliases, floor, together)
         image = usable[aliases.get(framework_version, framework_version)]
-    return Choice(
+    return ImageChoice(
         framework_version, _python(py_version, image.pythons, f"framework_version {framework_version}"), image
     )
 

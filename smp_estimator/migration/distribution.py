@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from smp_estimator.migration.source import call, literal
 
 if TYPE_CHECKING:
-    from smp_estimator.migration.source import Source
+    from smp_estimator.migration.source import ScriptSource
 
 
-def distributed(source: Source, node: ast.expr, indent: int, more: list[tuple[str, str]]) -> tuple[str, str | None]:
+def distributed(
+    source: ScriptSource, node: ast.expr, indent: int, more: list[tuple[str, str]]
+) -> tuple[str, str | None]:
     """What ``distributed=`` gets for a distribution.
 
     Args:
@@ -52,7 +54,7 @@ def distributed(source: Source, node: ast.expr, indent: int, more: list[tuple[st
 
 
 def _model_parallel(
-    source: Source, model: dict[str, ast.expr], mpi: dict[str, ast.expr], indent: int, more: list[tuple[str, str]]
+    source: ScriptSource, model: dict[str, ast.expr], mpi: dict[str, ast.expr], indent: int, more: list[tuple[str, str]]
 ) -> str:
     words = []
     if "parameters" in model:
@@ -63,7 +65,7 @@ def _model_parallel(
     return call("ModelParallel", [*words, *more], indent)
 
 
-def _mpi(source: Source, mpi: dict[str, ast.expr], indent: int) -> str:
+def _mpi(source: ScriptSource, mpi: dict[str, ast.expr], indent: int) -> str:
     words = []
     if "processes_per_host" in mpi:
         words.append(("process_count_per_node", source.segment(mpi["processes_per_host"])))

@@ -11,7 +11,7 @@ from smp_estimator.migration.distribution import distributed, parameters_of
 from smp_estimator.migration.source import call, is_literal, literal
 
 if TYPE_CHECKING:
-    from smp_estimator.migration.source import Source
+    from smp_estimator.migration.source import ScriptSource
 
 #: Arguments by position.
 _POSITIONS = {
@@ -104,7 +104,7 @@ class EstimatorCall:
         needed: names of SDK v3 that the new call uses.
     """
 
-    def __init__(self, source: Source, node: ast.Call, kind: str, folder: Path) -> None:
+    def __init__(self, source: ScriptSource, node: ast.Call, kind: str, folder: Path) -> None:
         """Take the call apart.
 
         Args:

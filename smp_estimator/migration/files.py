@@ -10,8 +10,16 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_estimator.migration.estimator_call import EstimatorCall
-from smp_estimator.migration.names import ESTIMATORS, HOMES, MOVED, Names, move_imports, moved_names, note_kept_names
-from smp_estimator.migration.source import Note, Source
+from smp_estimator.migration.names import (
+    ESTIMATORS,
+    HOMES,
+    MOVED,
+    ScriptNames,
+    move_imports,
+    moved_names,
+    note_kept_names,
+)
+from smp_estimator.migration.source import Note, ScriptSource
 from smp_estimator.migration.uses import rewrite_uses
 
 _ESTIMATOR_NAMES = {name.rpartition(".")[2] for name in ESTIMATORS}
@@ -51,11 +59,11 @@ def migrate_sources(texts: list[str], folder: Path) -> tuple[list[str], list[lis
     Raises:
         ConfigError: a piece that is not Python.
     """
-    names = Names()
+    names = ScriptNames()
     sources = []
     for number, text in enumerate(texts, 1):
         try:
-            sources.append(Source(text))
+            sources.append(ScriptSource(text))
         except SyntaxError as error:
             raise ConfigError(
                 f"piece {number} of {len(texts)} is not Python: {error.msg}, line {error.lineno}; a script, or each cell of a "
@@ -83,7 +91,9 @@ def migrate_sources(texts: list[str], folder: Path) -> tuple[list[str], list[lis
     return [source.changed() for source in sources], [source.notes for source in sources]
 
 
-def _write_imports(source: Source, names: Names, needed: set[str], *, stays: bool, keeps_sagemaker: bool) -> None:
+def _write_imports(
+    source: ScriptSource, names: ScriptNames, needed: set[str], *, stays: bool, keeps_sagemaker: bool
+) -> None:
     """The imports of one piece; classes of estimators go, unless a call of one stays as it is."""
     moved = {name[1:] for name in needed if name.startswith("=")}
     for full in moved:

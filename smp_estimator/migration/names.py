@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from smp_estimator.migration.source import Source
+    from smp_estimator.migration.source import ScriptSource
 
 #: Estimators, by their full name.
 ESTIMATORS = {
@@ -65,7 +65,7 @@ _RENAMED = {
 
 
 @dataclass
-class Names:
+class ScriptNames:
     """What the names of a script, or of all cells of a notebook, stand for.
 
     Attributes:
@@ -76,7 +76,7 @@ class Names:
     bound: dict[str, str] = field(default_factory=dict)
     estimators: set[str] = field(default_factory=set)
 
-    def read(self, source: Source) -> None:
+    def read(self, source: ScriptSource) -> None:
         """Take in the imports and the estimators of one more piece."""
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Import):
@@ -111,7 +111,7 @@ class Names:
         return ast.unparse(node) in self.estimators or self.estimator_kind(node) is not None
 
 
-def moved_names(source: Source, names: Names) -> dict[tuple[int, int], str]:
+def moved_names(source: ScriptSource, names: ScriptNames) -> dict[tuple[int, int], str]:
     """Return where names of SDK v2 stand behind their module, and what they are called once they are imported themselves."""
     found = {}
     for node in ast.walk(source.tree):
@@ -122,7 +122,7 @@ def moved_names(source: Source, names: Names) -> dict[tuple[int, int], str]:
     return found
 
 
-def note_kept_names(source: Source, names: Names) -> bool:
+def note_kept_names(source: ScriptSource, names: ScriptNames) -> bool:
     """Say which names behind ``sagemaker`` SDK v3 does not have; returns whether any stays, so that its import is needed."""
     used = {
         full: node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and (full := names.full(node))
@@ -141,7 +141,7 @@ def _moves(full: str) -> bool:
     return any(f"{moved}.".startswith(f"{full}.") or full.startswith(f"{moved}.") for moved in (*MOVED, *ESTIMATORS))
 
 
-def move_imports(source: Source, names: Names, needed: Iterable[str], gone: set[str]) -> None:
+def move_imports(source: ScriptSource, names: ScriptNames, needed: Iterable[str], gone: set[str]) -> None:
     """Write the imports that the changed piece needs, and take out those of names that it no longer has.
 
     Args:
@@ -183,7 +183,7 @@ def _import(home: str, held: list[str]) -> str:
     return "\n".join([f"from {home} import (", *(f"    {name}," for name in held), ")"])
 
 
-def _note_missing(source: Source, node: ast.Import | ast.ImportFrom, kept: list[ast.alias]) -> None:
+def _note_missing(source: ScriptSource, node: ast.Import | ast.ImportFrom, kept: list[ast.alias]) -> None:
     """Say of imports that stay that SDK v3 does not have them."""
     for alias in kept:
         full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
@@ -193,7 +193,7 @@ def _note_missing(source: Source, node: ast.Import | ast.ImportFrom, kept: list[
             source.note(node, f"SDK v3 has no {full}" + (f"; it has {instead}" if instead else ""))
 
 
-def _insert(source: Source, lines: list[str], first: ast.stmt | None) -> None:
+def _insert(source: ScriptSource, lines: list[str], first: ast.stmt | None) -> None:
     """New imports: where the first of the old ones stood, else before what is no import."""
     text = "\n".join(lines) + "\n"
     if first is not None:
@@ -214,7 +214,7 @@ def _insert(source: Source, lines: list[str], first: ast.stmt | None) -> None:
     source.replace(place, place, text if after else text + "\n" if body else text)
 
 
-def _imports(source: Source) -> Iterator[ast.Import | ast.ImportFrom]:
+def _imports(source: ScriptSource) -> Iterator[ast.Import | ast.ImportFrom]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module and not node.level):
             yield node

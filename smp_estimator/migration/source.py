@@ -31,7 +31,7 @@ class Note:
 
 
 @dataclass
-class Source:
+class ScriptSource:
     """One script, or one cell of a notebook.
 
     Attributes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from smp_estimator.migration.names import ESTIMATORS, MOVED, Names
+from smp_estimator.migration.names import ESTIMATORS, MOVED, ScriptNames
 from smp_estimator.migration.source import call, literal
 
 if TYPE_CHECKING:
-    from smp_estimator.migration.source import Source
+    from smp_estimator.migration.source import ScriptSource
 
 #: Arguments of ``fit()`` by position.
 _FIT = ("inputs", "wait", "logs", "job_name", "experiment_config")
@@ -34,7 +34,7 @@ _WITHOUT_PLACE = {
 }
 
 
-def rewrite_uses(source: Source, names: Names) -> set[str]:
+def rewrite_uses(source: ScriptSource, names: ScriptNames) -> set[str]:
     """Change what is done with estimators and with other names of the SDK; gives the names that this needs."""
     needed: set[str] = set()
     for node in ast.walk(source.tree):
@@ -51,7 +51,7 @@ def rewrite_uses(source: Source, names: Names) -> set[str]:
     return needed
 
 
-def _fit(source: Source, names: Names, node: ast.Call) -> set[str]:
+def _fit(source: ScriptSource, names: ScriptNames, node: ast.Call) -> set[str]:
     if not isinstance(node.func, ast.Attribute):
         raise AssertionError("fit() is called on something")
     given = dict(zip(_FIT, node.args, strict=False)) | {word.arg: word.value for word in node.keywords if word.arg}
@@ -73,7 +73,7 @@ def _fit(source: Source, names: Names, node: ast.Call) -> set[str]:
 
 
 def _inputs(
-    source: Source, names: Names, inputs: ast.expr | None, indent: int, needed: set[str]
+    source: ScriptSource, names: ScriptNames, inputs: ast.expr | None, indent: int, needed: set[str]
 ) -> list[tuple[str, str]]:
     """The channels: those that are written out with plain addresses as the SDK's records, others as they are."""
     if inputs is None:
@@ -89,7 +89,7 @@ def _inputs(
     return [("input_data_config", _listed(rows, indent + 4))]
 
 
-def _logs(source: Source, logs: ast.expr) -> list[tuple[str, str]]:
+def _logs(source: ScriptSource, logs: ast.expr) -> list[tuple[str, str]]:
     """The words of SDK v2 for what to show; SDK v3 shows all or nothing."""
     shown = literal(logs)
     if isinstance(shown, bool):
@@ -99,7 +99,7 @@ def _logs(source: Source, logs: ast.expr) -> list[tuple[str, str]]:
     return [("logs", source.segment(logs))] if shown is None else []
 
 
-def _is_address(node: ast.expr, names: Names) -> bool:
+def _is_address(node: ast.expr, names: ScriptNames) -> bool:
     """Whether a channel is plainly an address, and no object of the SDK."""
     if isinstance(node, ast.Call):
         return not names.full(node.func).startswith("sagemaker.")
@@ -114,7 +114,7 @@ def _listed(rows: list[str], indent: int) -> str:
     return "\n".join(["[", *(f"{inner}{row}," for row in rows), f"{' ' * indent}]"])
 
 
-def _attribute(source: Source, names: Names, node: ast.Attribute) -> set[str]:
+def _attribute(source: ScriptSource, names: ScriptNames, node: ast.Attribute) -> set[str]:
     full = names.full(node)
     if full in MOVED and not isinstance(node.ctx, ast.Store):
         name = full.rpartition(".")[2]

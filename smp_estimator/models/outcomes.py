@@ -20,7 +20,7 @@ MOST_TRAFFIC = 1.02
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FamilyOutcome:
     """What became of a family under a mode.
 
     Attributes:
@@ -48,7 +48,7 @@ class FamilyOutcomes:
 
     kind: str
     model_type: str
-    majors: dict[str, dict[str, Outcome]]
+    majors: dict[str, dict[str, FamilyOutcome]]
 
     def trains_alone(self, major: str) -> bool:
         """Whether one process trains it with that version."""
@@ -112,14 +112,14 @@ def parsed(data: dict[str, Any]) -> Matrix:
         FamilyOutcomes(
             kind,
             model_type,
-            {major: {mode: Outcome(**outcome) for mode, outcome in of.items()} for major, of in majors.items()},
+            {major: {mode: FamilyOutcome(**outcome) for mode, outcome in of.items()} for major, of in majors.items()},
         )
         for kind, model_type, majors in data["families"]
     ]
     return Matrix(data["versions"], tuple(families))
 
 
-def cell(outcome: Outcome | None) -> str:
+def cell(outcome: FamilyOutcome | None) -> str:
     """An outcome in a word, with split share and traffic where there are some."""
     if outcome is None:
         return "–"

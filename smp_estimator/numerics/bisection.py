@@ -14,7 +14,7 @@ from smp_config.formats.secrets import MASK
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.numerics.comparison import Comparison, compare
 from smp_estimator.numerics.script_run import launch_command, run_recorded
-from smp_estimator.numerics.tensor_diff import CloseupFiles, Names, Whole, differences, order_of_samples
+from smp_estimator.numerics.tensor_diff import CloseupFiles, RunNames, Whole, differences, order_of_samples
 from smp_records.numerics import (
     CLOSEUP_VARIABLE,
     EVERY_VARIABLE,
@@ -27,7 +27,7 @@ from smp_records.numerics import (
 )
 
 if TYPE_CHECKING:
-    from smp_estimator.numerics.recorded_run import Key, RecordedRun
+    from smp_estimator.numerics.recorded_run import RecordedRun, TensorKey
 
 _CHECKPOINT_VARIABLE = "SMP_CHECKPOINT_DIR"
 
@@ -52,7 +52,7 @@ class Suspect(NamedTuple):
 
     step: int
     call: int
-    key: Key
+    key: TensorKey
     allowed: float
     run: str = ""
     ranks: tuple[int, ...] = ()
@@ -142,11 +142,11 @@ class Bisection:
             number = 0 if suspect.run == runs[0].name else 1
             copies = [files[number].whole(key, rank, suspect.call) for rank in suspect.ranks]
             heads = runs[number].heads, runs[number].heads
-            names = Names(*(f"rank {rank}" for rank in suspect.ranks))
+            names = RunNames(*(f"rank {rank}" for rank in suspect.ranks))
         else:
             copies = [each.whole(key, call=suspect.call) for each in files]
             heads = runs[0].heads, runs[1].heads
-            names = Names(runs[0].name, runs[1].name)
+            names = RunNames(runs[0].name, runs[1].name)
         if copies[0] is None or copies[1] is None:
             return [f"no rank has kept {title} whole; what there is of its module is in {self.folder}"]
         one, other = copies[0], copies[1]

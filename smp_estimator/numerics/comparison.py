@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from smp_estimator.numerics.recorded_run import Drift, Key, RecordedRun, Total, Totals, distance, without_calls
+from smp_estimator.numerics.recorded_run import Drift, RecordedRun, TensorKey, Total, Totals, distance, without_calls
 from smp_records.numerics import (
     BUFFER,
     GRADIENT,
@@ -60,7 +60,7 @@ class Compared:
 
     step: int
     call: int
-    key: Key
+    key: TensorKey
     error: float
     allowed: float
     roundings: float
@@ -100,7 +100,7 @@ class Comparison:
     other: RecordedRun
     compared: list[Compared] = field(default_factory=list)
     drifts: list[tuple[str, Drift]] = field(default_factory=list)
-    alone: set[Key] = field(default_factory=set)
+    alone: set[TensorKey] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -124,7 +124,7 @@ class Comparison:
         return self.first is None and not self.drifts
 
 
-def _order(step: int, call: int, key: Key) -> tuple[int, int, int]:
+def _order(step: int, call: int, key: TensorKey) -> tuple[int, int, int]:
     return step, call, PHASES.index(key.phase)
 
 
@@ -176,16 +176,16 @@ def _time_by_calls(made: Totals, ordering: Totals, others: Totals) -> None:
         )
 
 
-def _calls(totals: Totals) -> dict[Key, list[Total]]:
+def _calls(totals: Totals) -> dict[TensorKey, list[Total]]:
     """By module and tensor of its result, the calls in the order of time."""
-    found: dict[Key, list[Total]] = {}
+    found: dict[TensorKey, list[Total]] = {}
     for key, total in sorted(totals.items(), key=lambda item: item[1].time):
         if key.phase in (OUTPUT, OUTPUT_GRADIENT):
             found.setdefault(key._replace(nth=key.nth % NUMBERS_OF_CALL), []).append(total)
     return found
 
 
-def _in_order(ordering: Totals, others: Totals) -> list[Key]:
+def _in_order(ordering: Totals, others: Totals) -> list[TensorKey]:
     """Keys of both in causal order, which the run on fewer stages tells by its clock."""
     forward: dict[str, float] = {}
     for key in sorted(ordering, key=lambda key: ordering[key].time):
@@ -197,7 +197,7 @@ def _in_order(ordering: Totals, others: Totals) -> list[Key]:
             name = name.rpartition(".")[0]
         return forward.get(name, -1.0)
 
-    def place(key: Key) -> tuple[int, float, str, int]:
+    def place(key: TensorKey) -> tuple[int, float, str, int]:
         if key.phase in (OUTPUT, OUTPUT_GRADIENT, INPUT):
             within = ordering[key].time
         else:
@@ -220,7 +220,13 @@ class _Judge:
         self._last_step = 0
 
     def moment(
-        self, at: tuple[int, int], totals: tuple[Totals, Totals], keys: list[Key], alone: set[Key], *, is_first: bool
+        self,
+        at: tuple[int, int],
+        totals: tuple[Totals, Totals],
+        keys: list[TensorKey],
+        alone: set[TensorKey],
+        *,
+        is_first: bool,
     ) -> Iterator[Compared]:
         ours, theirs = totals
         self._begin(at[0], ours, is_first)
@@ -258,7 +264,7 @@ class _Judge:
             text = f"the updates of all parameters together have {ratio:.3g} times the norm"
             error = 1 - min(ratio, 1 / ratio)
             yield Compared(
-                *at, Key(UPDATE, "all parameters", 0), error, 1 - 1 / _UPDATE_RATIO, math.nan, ranks, (), text
+                *at, TensorKey(UPDATE, "all parameters", 0), error, 1 - 1 / _UPDATE_RATIO, math.nan, ranks, (), text
             )
 
     def _begin(self, step: int, ours: Totals, is_first: bool) -> None:
@@ -269,7 +275,7 @@ class _Judge:
             }
         self._last_step = step
 
-    def _relative_weights(self, totals: tuple[Totals, Totals], keys: list[Key]) -> float:
+    def _relative_weights(self, totals: tuple[Totals, Totals], keys: list[TensorKey]) -> float:
         """How far all weights together are apart, relative to their norm."""
         apart, size = 0.0, 0.0
         for key in keys:
@@ -306,7 +312,7 @@ class _Judge:
                 )
                 yield Compared(*at, min(keys), 1.0, 0.0, math.nan, tuple(ranks), (), text)
 
-    def _of_other_size(self, at: tuple[int, int], key: Key, a: Total, b: Total) -> Compared:
+    def _of_other_size(self, at: tuple[int, int], key: TensorKey, a: Total, b: Total) -> Compared:
         what = "numbers of the batch" if key.phase == INPUT else "elements"
         text = f"{a.elements:,} {what} in {self._runs[0].name}, {b.elements:,} in {self._runs[1].name}"
         return Compared(*at, key, math.inf, 0.0, math.inf, tuple(sorted(b.ranks)), (), text)
@@ -377,12 +383,12 @@ class _Judge:
         """An adaptive optimizer makes a whole update of a gradient that is nothing but rounding: such elements are counted."""
         apart, size = distance(a.projections, b.projections), max(a.norm, b.norm)
         error = apart / size if size else 0.0
-        weight = totals[0].get(Key(WEIGHT, a.key.name, 0))
+        weight = totals[0].get(TensorKey(WEIGHT, a.key.name, 0))
         own = max(a.rounding, b.rounding)
         stored = _HANDED_ON * own * (weight.norm if weight else 0.0) / size if size else 0.0
         allowed = stored + _HANDED_ON * own
         if has_gradient:
-            source, other = (found[Key(GRADIENT, a.key.name, 0)] for found in totals)
+            source, other = (found[TensorKey(GRADIENT, a.key.name, 0)] for found in totals)
             gradient = distance(source.projections, other.projections) / source.norm if source.norm else 0.0
             apart_before = max(self._gradients_apart.get(a.key.name, 0.0), gradient)
             self._gradients_apart[a.key.name] = apart_before

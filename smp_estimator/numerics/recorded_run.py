@@ -24,8 +24,8 @@ from smp_records.numerics import (
     ROUNDING,
     VARIABLE,
     Head,
-    Moment,
-    Value,
+    RecordedMoment,
+    RecordedValue,
     parse,
 )
 
@@ -39,7 +39,7 @@ _COPIES = 16
 _LEAST_INPUT = 8
 
 
-class Key(NamedTuple):
+class TensorKey(NamedTuple):
     """A tensor of a moment."""
 
     phase: str
@@ -47,7 +47,7 @@ class Key(NamedTuple):
     nth: int
 
 
-class Piece(NamedTuple):
+class MicrobatchPiece(NamedTuple):
     """What of a tensor belongs to one microbatch of one owner."""
 
     owner: int | None
@@ -55,21 +55,21 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Part:
-    """A sum over some parts of a tensor; the fields are those of :class:`~smp_records.numerics.Value`."""
+class PartialSum:
+    """A sum over some parts of a tensor; the fields are those of :class:`~smp_records.numerics.RecordedValue`."""
 
     elements: int = 0
     square: float = 0.0
     projections: list[float] = field(default_factory=lambda: [0.0] * PROJECTIONS)
     ranks: set[int] = field(default_factory=set)
 
-    def add(self, value: Value) -> None:
+    def add(self, value: RecordedValue) -> None:
         """Add a part."""
         self.elements += value.elements
         self.square += value.square
         self.projections = [a + b for a, b in zip(self.projections, value.projections, strict=True)]
 
-    def merge(self, other: Part) -> None:
+    def merge(self, other: PartialSum) -> None:
         """Add another sum."""
         self.elements += other.elements
         self.square += other.square
@@ -88,16 +88,16 @@ class Part:
 
 
 @dataclass
-class Total(Part):
+class Total(PartialSum):
     """A whole tensor, or what all microbatches and replicas have of it together."""
 
-    key: Key = Key("", "", 0)  # noqa: RUF009 - a named tuple does not change
+    key: TensorKey = TensorKey("", "", 0)  # noqa: RUF009 - a named tuple does not change
     dtype: str = ""
     columns: int = 1
     greatest: float = 0.0
     small: list[int] = field(default_factory=list)
     time: float = math.inf  # when a rank had it first
-    pieces: dict[Piece, Part] = field(default_factory=dict)
+    pieces: dict[MicrobatchPiece, PartialSum] = field(default_factory=dict)
 
     @property
     def rounding(self) -> float:
@@ -115,12 +115,12 @@ class Drift(NamedTuple):
 
     step: int
     call: int
-    key: Key
+    key: TensorKey
     ranks: tuple[int, int]
     error: float
 
 
-Totals = dict[Key, Total]
+Totals = dict[TensorKey, Total]
 
 
 def without_calls(totals: Totals) -> Totals:
@@ -143,7 +143,7 @@ def without_calls(totals: Totals) -> Totals:
         known.merge(total)
         known.time, known.greatest = min(known.time, total.time), max(known.greatest, total.greatest)
         for piece, part in total.pieces.items():
-            known.pieces.setdefault(piece, Part()).merge(part)
+            known.pieces.setdefault(piece, PartialSum()).merge(part)
     return made
 
 
@@ -208,7 +208,7 @@ class RecordedRun:
         return cls.of(folder, [_read(file) for file in files])
 
     @classmethod
-    def of(cls, name: str, files: Iterable[tuple[Head, list[Moment]]]) -> RecordedRun:
+    def of(cls, name: str, files: Iterable[tuple[Head, list[RecordedMoment]]]) -> RecordedRun:
         """From what each rank has recorded.
 
         Raises:
@@ -255,7 +255,7 @@ class RecordedRun:
         return next((tuple(owners) for owners in groups.values() if len(owners) > 1), ())
 
 
-def _read_by(totals: Mapping[Key, Total]) -> dict[int, tuple[float, ...]]:
+def _read_by(totals: Mapping[TensorKey, Total]) -> dict[int, tuple[float, ...]]:
     """What each owner has read in a moment, as numbers."""
     found: dict[int, list[float]] = {}
     for total in totals.values():
@@ -266,7 +266,7 @@ def _read_by(totals: Mapping[Key, Total]) -> dict[int, tuple[float, ...]]:
     return {owner: tuple(round(number, 6) for number in numbers) for owner, numbers in sorted(found.items())}
 
 
-def _read(file: Path) -> tuple[Head, list[Moment]]:
+def _read(file: Path) -> tuple[Head, list[RecordedMoment]]:
     try:
         with file.open("rb") as opened:
             content = opened.read(_LARGEST + 1)
@@ -280,14 +280,14 @@ def _read(file: Path) -> tuple[Head, list[Moment]]:
     return parse(io.StringIO(text, newline="\n"), str(file))
 
 
-_Told = dict[int, tuple[str, list[Value]]]
+_Told = dict[int, tuple[str, list[RecordedValue]]]
 
 
-def _by_moment(files: Iterable[tuple[Head, list[Moment]]]) -> dict[tuple[int, int], _Told]:
+def _by_moment(files: Iterable[tuple[Head, list[RecordedMoment]]]) -> dict[tuple[int, int], _Told]:
     """By update and call, then by rank: what the last start has recorded there."""
     found: dict[tuple[int, int], _Told] = {}
     for head, moments in files:
-        written: dict[tuple[int, int], dict[str, Moment]] = {}
+        written: dict[tuple[int, int], dict[str, RecordedMoment]] = {}
         for moment in moments:
             # A step and its update are a line each; of a step that was repeated after a restart, the later line counts.
             kind = "step" if moment.random else "update"
@@ -301,12 +301,12 @@ def _by_moment(files: Iterable[tuple[Head, list[Moment]]]) -> dict[tuple[int, in
 
 def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Totals:
     totals: Totals = {}
-    counted: dict[tuple[Key, Piece, str], tuple[int, Value]] = {}
+    counted: dict[tuple[TensorKey, MicrobatchPiece, str], tuple[int, RecordedValue]] = {}
     for rank, (_, values) in sorted(by_rank.items()):
         for value in values:
-            key, piece = Key(value.phase, value.name, value.nth), Piece(value.owner, value.microbatch)
+            key, piece = TensorKey(value.phase, value.name, value.nth), MicrobatchPiece(value.owner, value.microbatch)
             total = totals.setdefault(key, Total(key=key, dtype=value.dtype, columns=value.columns))
-            part = total.pieces.setdefault(piece, Part())
+            part = total.pieces.setdefault(piece, PartialSum())
             total.ranks.add(rank)
             part.ranks.add(rank)
             total.time = min(total.time, value.time)
@@ -322,7 +322,7 @@ def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Total
     return totals
 
 
-def _copies_error(one: Value, other: Value) -> float:
+def _copies_error(one: RecordedValue, other: RecordedValue) -> float:
     """How far two copies are apart relative to their norm; 0 where that is no more than rounding."""
     is_same = one.bits == other.bits and one.projections == other.projections
     if is_same or not (one.is_finite and other.is_finite):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from smp_config import ConfigError
-from smp_estimator.numerics.recorded_run import Key
+from smp_estimator.numerics.recorded_run import TensorKey
 from smp_records.numerics import (
     CLOSEUP_PREFIX,
     INPUT,
@@ -67,11 +67,11 @@ class CloseupFiles:
         self._kept = [kept for file in sorted(folder.glob(f"{CLOSEUP_PREFIX}*.jsonl")) for kept in _read_index(file)]
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[TensorKey]:
         """Of all tensors."""
-        return list(dict.fromkeys(Key(kept.phase, kept.name, kept.nth) for kept in self._kept))
+        return list(dict.fromkeys(TensorKey(kept.phase, kept.name, kept.nth) for kept in self._kept))
 
-    def whole(self, key: Key, rank: int | None = None, call: int = 0) -> Whole | None:
+    def whole(self, key: TensorKey, rank: int | None = None, call: int = 0) -> Whole | None:
         """A tensor, put together; None where nobody has kept it.
 
         Args:
@@ -127,7 +127,7 @@ class CloseupFiles:
         return Whole(np.concatenate(parts), found[0].dtype, pieces=pieces, heads=found[0].heads)
 
 
-def _same_call(kept: KeptTensor, key: Key) -> bool:
+def _same_call(kept: KeptTensor, key: TensorKey) -> bool:
     """Calls of a module in a microbatch are compared together where a run is a pipeline, so that all of them are taken then."""
     return kept.nth == key.nth or (
         key.phase in (OUTPUT, OUTPUT_GRADIENT) and key.nth < NUMBERS_OF_CALL and kept.nth % NUMBERS_OF_CALL == key.nth
@@ -169,7 +169,7 @@ def order_of_samples(one: CloseupFiles, other: CloseupFiles) -> npt.NDArray[np.i
 
 
 @dataclass(frozen=True)
-class Names:
+class RunNames:
     """What a sentence calls the two runs."""
 
     one: str
@@ -179,10 +179,10 @@ class Names:
 def differences(
     one: Whole,
     other: Whole,
-    key: Key,
+    key: TensorKey,
     allowed: float,
     heads: tuple[Sequence[Head], Sequence[Head]],
-    names: Names,
+    names: RunNames,
 ) -> list[str]:
     """Sentences on two tensors.
 
@@ -219,14 +219,14 @@ def _limit(one: Whole, other: Whole, allowed: float) -> Numbers:
     return limit
 
 
-def _summary(a: Numbers, b: Numbers, apart: Numbers, differs: Flags, names: Names) -> str:
+def _summary(a: Numbers, b: Numbers, apart: Numbers, differs: Flags, names: RunNames) -> str:
     first, most = int(np.argmax(differs)), int(np.argmax(apart))
     count = f"{np.count_nonzero(differs):,} of {a.size:,} elements of {list(a.shape)}"
     text = f"{count} differ; the first is {_pair(a, b, first, names)}"
     return text + (f"; the greatest difference is {_pair(a, b, most, names)}" if most != first else "")
 
 
-def _pair(a: Numbers, b: Numbers, at: int, names: Names) -> str:
+def _pair(a: Numbers, b: Numbers, at: int, names: RunNames) -> str:
     return f"{_index(a, at)}: {a.flat[at]:.9g} in {names.one}, {b.flat[at]:.9g} in {names.other}"
 
 
@@ -235,7 +235,7 @@ def _index(tensor: Numbers, at: int) -> str:
 
 
 def _where(
-    differs: Flags, one: Whole, other: Whole, key: Key, heads: tuple[Sequence[Head], Sequence[Head]]
+    differs: Flags, one: Whole, other: Whole, key: TensorKey, heads: tuple[Sequence[Head], Sequence[Head]]
 ) -> Iterator[str]:
     """Along which axes not everything differs, and whose share that is."""
     for axis, length in enumerate(differs.shape):
@@ -332,7 +332,7 @@ def _runs(hit: npt.NDArray[np.int64]) -> str:
     return ", ".join(runs[:_MOST_RUNS]) + (f" … ({len(hit)} in all)" if len(runs) > _MOST_RUNS else "")
 
 
-def _how(a: Numbers, b: Numbers, differs: Flags, names: Names) -> Iterator[str]:
+def _how(a: Numbers, b: Numbers, differs: Flags, names: RunNames) -> Iterator[str]:
     """How the second differs from the first: zero, a multiple, or rows in another order."""
     x, y = a[differs], b[differs]
     if not y.any() or not x.any():

@@ -14,7 +14,12 @@ from rich.text import Text
 
 from smp_estimator.planning.forecast import Verdict
 
-COLOURS = {Verdict.FITS: "green", Verdict.TIGHT: "yellow", Verdict.DOES_NOT_FIT: "red", Verdict.UNKNOWN: "blue"}
+COLOURS = {
+    Verdict.FITS: "green",
+    Verdict.TIGHT: "yellow",
+    Verdict.DOES_NOT_FIT: "red",
+    Verdict.UNKNOWN: "blue",
+}
 
 #: Readable on the light and on the dark background of a notebook.
 _HTML_COLOURS = {
@@ -27,14 +32,14 @@ _LINE = "1px solid rgba(128,128,128,.35)"
 
 
 @dataclass(frozen=True)
-class Said:
+class ColouredText:
     """A text in the colour of a verdict."""
 
     text: str
     verdict: Verdict
 
 
-Cell = str | Said
+Cell = str | ColouredText
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from smp_config.machine.instances import price_source
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
 from smp_estimator.planning.batches import idle_fraction
 from smp_estimator.planning.forecast import Forecast, Verdict
-from smp_estimator.planning.report import Grid, Lines, Report, Said
+from smp_estimator.planning.report import ColouredText, Grid, Lines, Report
 from smp_estimator.planning.step_time import precision_of, unknown_because
 
 
@@ -51,7 +51,7 @@ def plan_report(
         ]
     below = Lines(
         [
-            ("verdict", [Said(amount(plan), plan.verdict)]),
+            ("verdict", [ColouredText(amount(plan), plan.verdict)]),
             ("rules", [rule_line(plan)]),
             ("shared memory", _shared_memory_lines(plan)),
             ("network", [network]),

@@ -50,7 +50,7 @@ class Grows:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _ModuleWork:
     """A module's work in one phase, in seconds but for the kernels."""
 
     phase: str
@@ -68,7 +68,7 @@ class LeastWork:
         launch: seconds of a kernel's start.
     """
 
-    rows: tuple[_Row, ...] = field(repr=False)
+    rows: tuple[_ModuleWork, ...] = field(repr=False)
     launch: float
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -90,7 +90,7 @@ class LeastWork:
             peak = card.matrix_part * (card.flops_per_second.get(one.dtype) or max(card.flops_per_second.values()))
             arithmetic = Grows.through(sizes, (one.flops / peak, other.flops / peak))
             moved = Grows.through(sizes, (one.bytes / memory, other.bytes / memory))
-            rows.append(_Row(one.phase, arithmetic, moved, min(one.calls, other.calls)))
+            rows.append(_ModuleWork(one.phase, arithmetic, moved, min(one.calls, other.calls)))
         return cls(tuple(rows), card.launch_seconds)
 
     def microbatch(self, samples: int) -> tuple[float, float]:

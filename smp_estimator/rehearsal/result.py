@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from smp_config.error_codes import Coded
 from smp_config.machine.instances import GIB, instance
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
-from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
+from smp_estimator.planning.report import Cell, ColouredText, Grid, Lines, Report, Shown
 from smp_estimator.rehearsal.curves import memory_curves, partition_of
 from smp_estimator.timeline.memory_figure import memory_areas
 
@@ -157,7 +157,7 @@ class Rehearsed(Shown):
             f"stage {kind.stage} holds {_size(on_gpu(kind))}{share}, in {kind.peak_phase}{f' at {at}' if at else ''}"
         )
         lines: list[tuple[str, Sequence[Cell]]] = [
-            ("verdict", [Said(verdict.value, verdict), fullest]),
+            ("verdict", [ColouredText(verdict.value, verdict), fullest]),
             *self._other_order(),
             *self._offloaded(),
             ("rehearsed", [f"{where}: {_kinds(len(found.kinds))} in {found.seconds:.0f} s"]),
@@ -209,7 +209,7 @@ class Rehearsed(Shown):
                 str(one.stands_for),
                 f"{one.parameters:,}",
                 *(_size(one.classes.get(name, 0)) for name in kinds),
-                Said(_size(on_gpu(one)), self.verdict_of(one)),
+                ColouredText(_size(on_gpu(one)), self.verdict_of(one)),
                 f"{one.peak_phase} {one.peak_module}".strip(),
             ]
             for one in self.rehearsal.kinds

@@ -14,8 +14,8 @@ from typing import Any
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.machine.instances import instance, require_usable
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
-from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
-from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Region, Search
+from smp_estimator.planning.report import Cell, ColouredText, Grid, Lines, Report, Shown
+from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Search, SearchRegion
 from smp_estimator.planning.search.improvement import change_line, change_words, search_dict, search_line
 from smp_estimator.planning.search.planned import configuration_of_settings, refuse_pieces
 from smp_estimator.planning.search.space import SCHEDULES, Configuration, Space
@@ -135,13 +135,13 @@ class ScriptSuggestion(Shown):
                     "" if seen.peak_bytes is None else f"{seen.peak_bytes / _GB:.1f} GB",
                     "" if seen.seconds is None else f"{seen.seconds:.3g} s",
                     "" if price is None else f"{price:.3g}",
-                    Said(f"fits{mark}" if seen.fits else seen.why, verdict),
+                    ColouredText(f"fits{mark}" if seen.fits else seen.why, verdict),
                 ]
             )
         columns = ["configuration", "batch", "peak", "step", "USD per step", "verdict"]
         lines: list[tuple[str, Sequence[Cell]]] = [("searched", [search_line(self.found)])]
         if self.best is None:
-            lines.append(("verdict", [Said("nothing that was rehearsed fits", Verdict.DOES_NOT_FIT)]))
+            lines.append(("verdict", [ColouredText("nothing that was rehearsed fits", Verdict.DOES_NOT_FIT)]))
         if self.before is not None:
             said = [self._change(what, judged) for what, judged in self.changes[:3]]
             none = "of what was given, none makes a step shorter"
@@ -226,7 +226,7 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
         memories=("again",) if alone.checkpoints else ("kept",),
         schedules=schedules,
     )
-    region = Region(
+    region = SearchRegion(
         space=space,
         needs=alone.needs(card),
         card=card,

@@ -13,7 +13,7 @@ from smp_estimator.settings.distribution import is_model_parallel
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from smp_estimator.cloud.image_choice import Choice
+    from smp_estimator.cloud.image_choice import ImageChoice
     from smp_estimator.cloud.image_table import TrainingImage
     from smp_estimator.sdk.arguments import SDKArguments
 
@@ -119,7 +119,7 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
     def _sdk_class(cls) -> Any:
         return PyTorch
 
-    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int], **wanted: Any) -> Choice:
+    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int], **wanted: Any) -> ImageChoice:
         choice = image_choice.choose_pytorch(sdk.get("framework_version"), sdk.get("py_version"), floor, **wanted)
         sdk["framework_version"], sdk["py_version"] = choice.framework_version, choice.py_version
         return choice

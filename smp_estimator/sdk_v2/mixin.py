@@ -34,8 +34,8 @@ from smp_estimator.sdk.version_2 import (
     is_pipeline_variable,
     naming_missing_region,
 )
-from smp_estimator.sdk_v2.planning_mixin import Planned
-from smp_estimator.sdk_v2.serving_mixin import Served
+from smp_estimator.sdk_v2.planning_mixin import PlanningMixin
+from smp_estimator.sdk_v2.serving_mixin import ServingMixin
 from smp_estimator.sdk_v2.stock_image import InStockImage
 from smp_estimator.settings import advice, checks, plain_values, translation
 from smp_estimator.settings import distribution as strategies
@@ -50,7 +50,7 @@ else:
     _SDK = object
 
 
-class TrainsWithSMP(Planned, InStockImage, Served, _SDK):
+class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
     """Stands before an estimator class of the SDK and adds the model parallel library to it.
 
     A class that uses it says how its image is chosen (:class:`InStockImage`), which part of the SDK reads the job

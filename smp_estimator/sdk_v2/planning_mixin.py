@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _BATCH_NAMES = ("batch_size", "train_batch_size", "per_device_train_batch_size")
 
 
-class Planned:
+class PlanningMixin:
     """Answers whether a model fits this estimator's cluster; nothing is started."""
 
     instance_type: Any

@@ -14,7 +14,7 @@ else:
     _SDK = object
 
 
-class Served(_SDK):
+class ServingMixin(_SDK):
     """Hands a trained model to the SDK's serving."""
 
     latest_training_job: Any

@@ -11,7 +11,7 @@ from smp_estimator.local.process_mode import PROCESS_IMAGE
 from smp_estimator.sdk.version_2 import Framework, region_of
 
 if TYPE_CHECKING:
-    from smp_estimator.cloud.image_choice import Choice
+    from smp_estimator.cloud.image_choice import ImageChoice
     from smp_estimator.cloud.image_table import TrainingImage
     from smp_estimator.settings.distribution import SettingsReader
 
@@ -38,11 +38,11 @@ class InStockImage(_SDK):
     #: Whether the runtime travels with the code, if the distribution is one that needs it.
     _ship_runtime: bool
     #: What was chosen where neither ``image_uri`` nor the SDK names the image.
-    _stock_image: Choice | None = None
+    _stock_image: ImageChoice | None = None
     #: Whether an argument chose among the stock images.
     _named_stock_image = False
 
-    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int], **wanted: Any) -> Choice | None:
+    def _choose_image(self, sdk: dict[str, Any], floor: tuple[int, int], **wanted: Any) -> ImageChoice | None:
         """Fill in the versions of the stock image that a job without ``image_uri`` runs in; PyTorch is ``floor`` or newer.
 
         Args:

@@ -68,7 +68,7 @@ class ModelParallel(DistributedConfig):
     custom_mpi_options: StrictStr = ""
     ship_runtime: StrictBool = True
 
-    _reader: SettingsReader = PrivateAttr(default_factory=lambda: Reader())
+    _reader: SettingsReader = PrivateAttr(default_factory=lambda: DistributionReader())
     _folder: driver_folder.DriverFolder | None = PrivateAttr(default=None)
 
     def __init__(self, **given: Any) -> None:
@@ -130,7 +130,7 @@ class ModelParallel(DistributedConfig):
     @model_validator(mode="after")
     def _check(self) -> ModelParallel:
         """All that does not depend on the cluster."""
-        reader = self._reader if self.__pydantic_private__ is not None else Reader()
+        reader = self._reader if self.__pydantic_private__ is not None else DistributionReader()
         # A number is filled in where there is none: which one, the cluster decides.
         config = {**self.model_dump(), "processes_per_host": self._checked_processes() or 1}
         read(as_distribution(config), instance_type=None, hosts=None, process_mode=False, say=reader.say)
@@ -169,7 +169,7 @@ class ModelParallel(DistributedConfig):
         return driver_folder.COMMAND
 
 
-class Reader(SettingsReader):
+class DistributionReader(SettingsReader):
     """Says and refuses in the words of SDK v3."""
 
     def say(self, sentence: str) -> None:

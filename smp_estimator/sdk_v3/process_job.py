@@ -24,7 +24,7 @@ from smp_estimator.local.job import ProcessJob, Status, failure_message, interru
 from smp_estimator.local.starting import STARTED, start_job
 from smp_estimator.progress import show
 from smp_estimator.sdk_v3.sdk import FailedStatusError, InputData, TrainingJob, safe_serialize, transform
-from smp_estimator.sdk_v3.settings import Trainer, Where, given
+from smp_estimator.sdk_v3.settings import JobLocation, Trainer, given
 from smp_estimator.settings import translation
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ class Machine(S3Access):
         """The SDK's functions ask a session whose bucket this is; no account is involved here."""
 
 
-class ProcessTrainingJob(TrainingJob):
+class TrainerProcessJob(TrainingJob):
     """The SDK's training job, for one that is processes of this machine."""
 
     @classmethod
-    def of(cls, job: ProcessJob) -> ProcessTrainingJob:
+    def of(cls, job: ProcessJob) -> TrainerProcessJob:
         """What describes the job now."""
         return cls(**transform(job.describe(), "DescribeTrainingJobResponse"))
 
@@ -87,7 +87,7 @@ class ProcessTrainingJob(TrainingJob):
     def _job(self) -> ProcessJob:
         return STARTED[self.training_job_name]
 
-    def refresh(self) -> ProcessTrainingJob:
+    def refresh(self) -> TrainerProcessJob:
         """Read anew where the job stands."""
         for name, value in transform(self._job.describe(), "DescribeTrainingJobResponse", self).items():
             setattr(self, name, value)
@@ -121,7 +121,7 @@ class ProcessTrainer:
         self._trainer = trainer
 
     def train(
-        self, read: Distribution | None, where: Where, channels: Any, *, wait: bool, logs: bool, dry_run: bool
+        self, read: Distribution | None, where: JobLocation, channels: Any, *, wait: bool, logs: bool, dry_run: bool
     ) -> None:
         """Start a job, and wait for it where that is asked for.
 
@@ -146,7 +146,7 @@ class ProcessTrainer:
             session=trainer.sagemaker_session,
         )
         job = start_job(request, machine, code)
-        trainer._latest_training_job = ProcessTrainingJob.of(job)  # noqa: SLF001 - where the SDK keeps it
+        trainer._latest_training_job = TrainerProcessJob.of(job)  # noqa: SLF001 - where the SDK keeps it
         if wait:
             self._wait(job, logs)
 
@@ -163,7 +163,7 @@ class ProcessTrainer:
         if logs and job.status is Status.COMPLETED:
             print(f"Training seconds: {job.describe()['TrainingTimeInSeconds']}\nModel: {job.model_address}")
 
-    def _request(self, read: Distribution | None, where: Where, channels: list[Any]) -> dict[str, Any]:
+    def _request(self, read: Distribution | None, where: JobLocation, channels: list[Any]) -> dict[str, Any]:
         """``CreateTrainingJob``'s request."""
         trainer = self._trainer
         own = (

@@ -15,7 +15,7 @@ from smp_config.job import MP_PARAMETERS
 from smp_config.machine.instances import instance
 from smp_estimator.cloud import image_table, images, requirements, service
 from smp_estimator.local.files.uris import is_s3_uri
-from smp_estimator.sdk_v2.planning_mixin import Planned
+from smp_estimator.sdk_v2.planning_mixin import PlanningMixin
 from smp_estimator.sdk_v3.model_parallel import ModelParallel, refuse_quotes
 from smp_estimator.sdk_v3.words import said_in_v3
 from smp_estimator.settings import advice, checks, plain_values, translation
@@ -54,7 +54,7 @@ class Trainer(Protocol):
 
 
 @dataclass(frozen=True)
-class Where:
+class JobLocation:
     """Where a job runs.
 
     Attributes:
@@ -69,7 +69,7 @@ class Where:
     hosts: int | None
     process_mode: bool = False
     containers: bool = False
-    candidates: tuple[Where, ...] = ()
+    candidates: tuple[JobLocation, ...] = ()
 
     @property
     def in_cloud(self) -> bool:
@@ -77,7 +77,7 @@ class Where:
         return not (self.process_mode or self.containers)
 
     @classmethod
-    def of(cls, compute: Any, *, process_mode: bool, containers: bool) -> Where:
+    def of(cls, compute: Any, *, process_mode: bool, containers: bool) -> JobLocation:
         """Read ``ModelTrainer``'s compute.
 
         Raises:
@@ -105,7 +105,7 @@ class Where:
         )
 
     @classmethod
-    def _of_preferences(cls, compute: Any, preferences: Sequence[Any], **where: bool) -> Where:
+    def _of_preferences(cls, compute: Any, preferences: Sequence[Any], **where: bool) -> JobLocation:
         count = given(compute, "instance_count")
         candidates = []
         for number, each in enumerate(preferences):
@@ -117,12 +117,12 @@ class Where:
         return cls(None, None, candidates=tuple(candidates), **where)
 
     @property
-    def first(self) -> Where:
+    def first(self) -> JobLocation:
         """What the service tries first."""
         return self.candidates[0] if self.candidates else self
 
     @property
-    def all(self) -> tuple[Where, ...]:
+    def all(self) -> tuple[JobLocation, ...]:
         """What the service may take."""
         return self.candidates or (self,)
 
@@ -136,7 +136,7 @@ def _naming(number: int, kind: Any) -> Iterator[None]:
         raise type(error)(f"instance_preferences[{number}] ({kind}): {error}").of_the_kind_of(error) from None
 
 
-def distribution_of(config: ModelParallel, where: Where) -> dict[str, Any]:
+def distribution_of(config: ModelParallel, where: JobLocation) -> dict[str, Any]:
     """What the estimators of SDK v2 call the distribution; the number of processes is that of the GPUs, if it is not given."""
     given = config.model_dump()
     known = instance(where.instance_type or "")
@@ -145,7 +145,7 @@ def distribution_of(config: ModelParallel, where: Where) -> dict[str, Any]:
     return as_distribution(given)
 
 
-def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
+def read_settings(trainer: Trainer, where: JobLocation) -> Distribution | None:
     """Check what the trainer has been given, as it is now; None for a job that ModelParallel has no part in.
 
     Raises:
@@ -181,7 +181,7 @@ def read_settings(trainer: Trainer, where: Where) -> Distribution | None:
         return replace(read)
 
 
-def _read_everywhere(trainer: Trainer, config: ModelParallel, where: Where) -> Distribution:
+def _read_everywhere(trainer: Trainer, config: ModelParallel, where: JobLocation) -> Distribution:
     """Read the distribution for the instances of the job, and for each that the service may take instead."""
     reader: SettingsReader = config._reader  # noqa: SLF001 - as above
     more = {"stock_image": False, "process_mode": where.process_mode, "environment": trainer.environment}
@@ -211,7 +211,7 @@ def _read_everywhere(trainer: Trainer, config: ModelParallel, where: Where) -> D
     return replace(read, settings=settings)
 
 
-def _check_image(trainer: Trainer, config: ModelParallel, where: Where) -> None:
+def _check_image(trainer: Trainer, config: ModelParallel, where: JobLocation) -> None:
     """Say what the image lacks, or refuse it."""
     reader: SettingsReader = config._reader  # noqa: SLF001 - as above
     for each in where.all:
@@ -236,7 +236,7 @@ def _check_requirements(trainer: Trainer) -> None:
         requirements.check_image(Path(folder) / name, image_table.row_of(trainer.training_image))
 
 
-def _warn_of_image(image: Any, where: Where, reader: SettingsReader) -> None:
+def _warn_of_image(image: Any, where: JobLocation, reader: SettingsReader) -> None:
     """Say what the image cannot do on the job's instances, and that it is no longer patched."""
     known = instance(where.instance_type or "")
     gpu = known.gpu if known is not None else None
@@ -247,7 +247,7 @@ def _warn_of_image(image: Any, where: Where, reader: SettingsReader) -> None:
         reader.say(why)
 
 
-def advise(trainer: Trainer, where: Where, read: Distribution | None, channels: Iterable[Any] | None) -> None:
+def advise(trainer: Trainer, where: JobLocation, read: Distribution | None, channels: Iterable[Any] | None) -> None:
     """Say what experience advises for a job that is about to start.
 
     Args:
@@ -280,13 +280,13 @@ def _s3_uri(source: Any) -> Any:
     return source if isinstance(source, str) else given(given(source, "s3_data_source") or source, "s3_uri")
 
 
-def planner_of(trainer: Trainer, where: Where, read: Distribution | None) -> Planned:
+def planner_of(trainer: Trainer, where: JobLocation, read: Distribution | None) -> PlanningMixin:
     """The planning arithmetic with the trainer's settings."""
     return _PlannedTrainer(trainer, where, read)
 
 
-class _PlannedTrainer(Planned):
-    def __init__(self, trainer: Trainer, where: Where, read: Distribution | None) -> None:
+class _PlannedTrainer(PlanningMixin):
+    def __init__(self, trainer: Trainer, where: JobLocation, read: Distribution | None) -> None:
         where = where.first
         self.instance_type, self.instance_count, self.instance_groups = where.instance_type, where.hosts, None
         self.environment = trainer.environment
@@ -316,7 +316,7 @@ def _refuse_own_names(hyperparameters: Mapping[str, Any]) -> None:
             )
 
 
-def _check_code(trainer: Trainer, where: Where) -> None:
+def _check_code(trainer: Trainer, where: JobLocation) -> None:
     code = trainer.source_code
     if code is None or not code.entry_script:
         raise ConfigError(
@@ -348,7 +348,7 @@ def _check_code(trainer: Trainer, where: Where) -> None:
         checks.check_partition_file(config.typed_parameters, code.entry_script, code.source_dir, places)
 
 
-def _as_estimator(trainer: Trainer, where: Where) -> Any:
+def _as_estimator(trainer: Trainer, where: JobLocation) -> Any:
     """The trainer's settings under the names by which the checks of a request ask for them."""
     compute, limits = trainer.compute, trainer.stopping_condition
     output, checkpoints = trainer.output_data_config, trainer.checkpoint_config

@@ -35,7 +35,7 @@ from smp_estimator.sdk_v3.sdk import (
     StockModelTrainer,
     transform,
 )
-from smp_estimator.sdk_v3.settings import LOCAL_TYPES, Where, advise, given, planner_of, read_settings
+from smp_estimator.sdk_v3.settings import LOCAL_TYPES, JobLocation, advise, given, planner_of, read_settings
 from smp_estimator.sdk_v3.words import said_in_v3
 from smp_estimator.settings import translation
 
@@ -127,10 +127,10 @@ class ModelTrainer(StockModelTrainer):
 
     # -- checks --------------------------------------------------------------------------------------------
 
-    def _where(self) -> Where:
+    def _where(self) -> JobLocation:
         containers = self.training_mode is Mode.LOCAL_CONTAINER and not self._process_mode
         with said_in_v3():
-            where = Where.of(self.compute, process_mode=self._process_mode, containers=containers)
+            where = JobLocation.of(self.compute, process_mode=self._process_mode, containers=containers)
             if where.in_cloud and where.instance_type in LOCAL_TYPES and isinstance(self.distributed, ModelParallel):
                 raise ConfigError(
                     f"instance_type is {where.instance_type!r} and training_image {self.training_image!r}, but training_mode says "
@@ -151,7 +151,7 @@ class ModelTrainer(StockModelTrainer):
         if not isinstance(arguments.get("distributed"), ModelParallel):
             return  # the SDK says what is missing
         with said_in_v3():
-            where = Where.of(compute, process_mode=False, containers=False)
+            where = JobLocation.of(compute, process_mode=False, containers=False)
         kinds = [each.instance_type for each in where.all if each.instance_type is not None]
         if len(kinds) < len(where.all):
             return
@@ -300,7 +300,7 @@ class ModelTrainer(StockModelTrainer):
             specification["ContainerArguments"] = _replacing_the_shell(specification["ContainerArguments"])
         return request
 
-    def _sent_environment(self, read: Distribution, where: Where) -> dict[str, Any]:
+    def _sent_environment(self, read: Distribution, where: JobLocation) -> dict[str, Any]:
         sent = translation.mirrored_environment(read.settings, self.environment)
         return with_emulation(sent, where.instance_type) if where.containers else sent
 

@@ -52,7 +52,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _PaceSample:
     computing: float
     data: float
     saving: float
@@ -71,7 +71,7 @@ class Stragglers:
     """
 
     def __init__(self, window: int = 15) -> None:
-        self._samples: dict[int, deque[_Sample]] = defaultdict(lambda: deque(maxlen=window))
+        self._samples: dict[int, deque[_PaceSample]] = defaultdict(lambda: deque(maxlen=window))
         self._open: dict[int, PaceRecord] = {}
         self._newest: dict[int, PaceRecord] = {}
 
@@ -84,7 +84,7 @@ class Stragglers:
                 self._open[record.rank] = whole
                 continue
             n = whole.steps
-            sample = _Sample(whole.compute / n, whole.data / n, whole.saving / n, whole.seconds / n)
+            sample = _PaceSample(whole.compute / n, whole.data / n, whole.saving / n, whole.seconds / n)
             self._samples[record.rank].append(sample)
 
     def found(self) -> list[Straggler]:

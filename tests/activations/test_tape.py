@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from smp_runtime.activations.load_order import Entry, Key, Tape
+from smp_runtime.activations.load_order import RegionKey, Tape, TapeEntry
 
 
 def key(microbatch, number, path=()):
-    return Key((microbatch, path), number)
+    return RegionKey((microbatch, path), number)
 
 
 def play(tape, entries, actions=None, order=None):
@@ -24,8 +24,8 @@ def step(microbatches, regions):
     """One microbatch after the other."""
     entries = []
     for microbatch in range(microbatches):
-        entries += [Entry("F", key(microbatch, number)) for number in range(regions)]
-        entries += [Entry("B", key(microbatch, number)) for number in reversed(range(regions))]
+        entries += [TapeEntry("F", key(microbatch, number)) for number in range(regions)]
+        entries += [TapeEntry("B", key(microbatch, number)) for number in reversed(range(regions))]
     return entries
 
 
@@ -55,8 +55,8 @@ def test_a_step_that_goes_another_way_is_noticed():
 
 
 def test_a_planned_order_rearranges_the_record():
-    forward = [Entry("F", key(m, 0, (m,))) for m in range(2)]
-    backward = [Entry("B", key(m, 0, (m,))) for m in range(2)]
+    forward = [TapeEntry("F", key(m, 0, (m,))) for m in range(2)]
+    backward = [TapeEntry("B", key(m, 0, (m,))) for m in range(2)]
     tape = Tape(horizon=4)
     play(tape, forward + backward, ["F0", "F1", "B0", "B1"], None)
     turned = [forward[0], backward[0], forward[1], backward[1]]

@@ -210,7 +210,7 @@ def test_resuming_that_fails_on_one_rank_is_told_to_all(ranks, tmp_path):
         model = _model()
         smp.save_checkpoint(path, tag="a", model=model)
         with (
-            _fails(checkpoints, "Loading", 1),
+            _fails(checkpoints, "PartialLoad", 1),
             pytest.raises(RuntimeError if smp.rank() == 1 else CheckpointError, match="broken"),
         ):
             smp.resume_from_checkpoint(path)

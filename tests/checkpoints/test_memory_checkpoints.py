@@ -17,9 +17,9 @@ import smdistributed.modelparallel.torch as smp
 from smp_estimator.planning import plan
 from smp_runtime.checkpoint.memory.copying import Interval, Rooms
 from smp_runtime.checkpoint.memory.host_folder import (
+    CopyProgress,
     Data,
     Generation,
-    Progress,
     generations_of,
     head_path,
     packed,
@@ -179,14 +179,14 @@ def test_what_is_copied_is_worked_out_again_only_where_more_than_values_has_chan
     from support.checkpoint_training import Training
 
     from smp_runtime.checkpoint.memory.known_contents import KnownContents
-    from smp_runtime.checkpoint.save_plan import Share, contents_of
+    from smp_runtime.checkpoint.save_plan import WriteShare, contents_of
     from smp_runtime.job import session
 
     solo({"fp16": True})
     run = Training()
     run.train(0, 1)
     here, net = session.current(), run.model.module
-    share = Share(here, None)
+    share = WriteShare(here, None)
     known = KnownContents.of(here, run.model, run.optimizer, share)
     optimizer = None if change == "no optimizer" else run.optimizer
     changes = {
@@ -333,7 +333,7 @@ def test_the_newer_copy_stays_until_the_next_is_complete(tmp_path):
 
 
 def test_ranks_see_how_far_the_others_are(tmp_path):
-    one, two = Progress(tmp_path, 0, 3), Progress(tmp_path, 0, 3)
+    one, two = CopyProgress(tmp_path, 0, 3), CopyProgress(tmp_path, 0, 3)
     one.note(0, 5)
     two.note(1, 4)
     assert two.least([0, 1]) == 4

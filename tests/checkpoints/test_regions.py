@@ -11,21 +11,21 @@ import torch
 
 from smp_runtime.checkpoint.files.manifest import Manifest, Piece, TensorRecord
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion, copy_common
 from smp_runtime.errors import CheckpointError
 
 
 def _slice(chance, shape, axis):
     if axis is None or chance.random() < 0.3:
-        return Region.of(shape)
+        return TensorRegion.of(shape)
     count = chance.randint(1, max(1, (shape[axis] + 1) // 2))  # of runs, which are joined
-    return Region.of(shape, axis, tuple(sorted(chance.sample(range(shape[axis] + 1), 2 * count))))
+    return TensorRegion.of(shape, axis, tuple(sorted(chance.sample(range(shape[axis] + 1), 2 * count))))
 
 
 def _part(chance, region):
     first = chance.randrange(region.slice_elements)
     flat = (first, chance.randint(first, region.slice_elements))
-    return Region.of(region.shape, region.axis, region.cuts, flat)
+    return TensorRegion.of(region.shape, region.axis, region.cuts, flat)
 
 
 def _values(whole, region):
@@ -61,7 +61,7 @@ class _Files(CheckpointReader):
         manifest.pieces = {str(n): {"module": {"w": piece}} for n, piece in enumerate(written)}
         super().__init__(None, manifest)
         for n, piece in enumerate(pieces):
-            value = _values(whole, Region.of_piece(manifest.parameters["w"], piece))
+            value = _values(whole, TensorRegion.of_piece(manifest.parameters["w"], piece))
             self._files[str(n)] = {"module": {"w": value}}
 
 

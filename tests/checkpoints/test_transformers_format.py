@@ -11,7 +11,7 @@ from support.rank_training import training_step, updates
 from support.reference import train_alone
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.checkpoint.files.name_translation import Traced, record_of
+from smp_runtime.checkpoint.files.name_translation import TranslatedTensor, record_of
 from smp_runtime.checkpoint.files.transformers_format import config_of, read_weights, write_transformers
 from smp_runtime.errors import CheckpointError, SMPUserError
 
@@ -423,7 +423,7 @@ def test_a_translation_without_values_is_the_same_as_with_them():
         state = model.half().state_dict()
         for head in ("lm_head.weight", "embed_out.weight"):  # whether it is tied is seen by comparing values
             state.pop(head, None)
-        leaves = {name: Traced.leaf(name, record_of(value)) for name, value in state.items()}
+        leaves = {name: TranslatedTensor.leaf(name, record_of(value)) for name, value in state.items()}
         ours, expected = names.to_ours(leaves), names.to_ours(state)
         assert ours.keys() == expected.keys()
         for name, value in expected.items():

@@ -21,7 +21,7 @@ import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint import folder_lock
 from smp_runtime.checkpoint.files.manifest import checkpoints_in, verify
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, ReplacedError
-from smp_runtime.checkpoint.folder_lock import LOCK, FolderLock, Holder
+from smp_runtime.checkpoint.folder_lock import LOCK, FolderLock, LockHolder
 from smp_runtime.errors import CheckpointError
 from smp_runtime.job import session
 
@@ -190,7 +190,7 @@ def no_locks(monkeypatch):
 
 def test_without_locks_a_job_of_another_machine_is_known_by_its_signs_of_life(no_locks, tmp_path):
     path = tmp_path / LOCK
-    other = dataclasses.replace(Holder.of_this_process(), host="algo-2", machine="another", process=7)
+    other = dataclasses.replace(LockHolder.of_this_process(), host="algo-2", machine="another", process=7)
     path.write_text(other.to_json())
     began = time.monotonic()
     FolderLock(path).release()  # nobody has changed it: that job has ended
@@ -227,28 +227,28 @@ def test_without_locks_a_job_of_this_machine_is_known_by_its_process(no_locks, t
     began = time.monotonic()
     held = FolderLock(path)
     assert time.monotonic() - began < 30.0, "it is known to have ended"
-    first = Holder.read(path)
+    first = LockHolder.read(path)
     deadline = time.monotonic() + 10
-    while Holder.read(path) == first and time.monotonic() < deadline:
+    while LockHolder.read(path) == first and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert Holder.read(path).beats > 0
+    assert LockHolder.read(path).beats > 0
     held.release()
     assert not path.exists()
 
 
 def test_a_number_that_another_process_has_by_now_is_not_taken_for_the_job(tmp_path):
-    me = Holder.of_this_process()
+    me = LockHolder.of_this_process()
     assert me.has_ended() is False
     assert dataclasses.replace(me, started=me.started - 1).has_ended() is True
     assert dataclasses.replace(me, machine="another").has_ended() is None
     for text in ("", "{", "[]", json.dumps({"host": 1}), me.to_json().replace(str(me.process), '"x"')):
         (tmp_path / "lock").write_text(text)
-        assert Holder.read(tmp_path / "lock") is None
+        assert LockHolder.read(tmp_path / "lock") is None
 
 
 def test_what_another_job_writes_stays_and_what_dead_ones_left_goes(solo, tmp_path):
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    me = Holder.of_this_process()
+    me = LockHolder.of_this_process()
     started = folder_lock._started(living.pid)
     owners = {
         "living": dataclasses.replace(me, process=living.pid, started=started),

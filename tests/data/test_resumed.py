@@ -17,7 +17,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint.files.manifest import read_manifest, verify
-from smp_runtime.data.position import Positions
+from smp_runtime.data.position import SourcePositions
 from smp_runtime.errors import CheckpointError
 from smp_runtime.job import session
 
@@ -147,7 +147,7 @@ def test_hostile_positions_are_refused(solo, tmp_path, text, monkeypatch):
     kept = _trained()
     loader = _loader()
     with monkeypatch.context() as patched:
-        patched.setattr(Positions, "state", lambda _: _Text(text))
+        patched.setattr(SourcePositions, "state", lambda _: _Text(text))
         patched.setattr(
             json,
             "dumps",

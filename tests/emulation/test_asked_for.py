@@ -15,7 +15,7 @@ from smp_config.machine import emulation
 from smp_emulation import installing
 from smp_emulation.covered import processes
 from smp_launch.failures import fatal_errors
-from smp_launch.machine.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.machine.hosts import LAYOUT_VARIABLE, Layout, ScriptKind
 from smp_launch.ranks import rank
 from smp_launch.sagemaker import environment
 from smp_launch.sagemaker.environment import EMULATION_LINE, emulates_cuda
@@ -72,7 +72,7 @@ def test_a_rank_and_its_children_find_it(gpus, number, tmp_path, monkeypatch):
     for name, content in (("resourceconfig", {"hosts": ["algo-1"]}), ("hyperparameters", {}), ("inputdataconfig", {})):
         (config / f"{name}.json").write_text(json.dumps(content))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    layout = Layout(("algo-1",), 1, Kind.SCRIPT)
+    layout = Layout(("algo-1",), 1, ScriptKind.SCRIPT)
     environ = {
         **ASKED,
         "SAGEMAKER_BASE_DIR": str(tmp_path),

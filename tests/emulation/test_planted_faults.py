@@ -116,10 +116,10 @@ ON_RANKS = {
         "reduction", "smp_runtime.comm.buckets:Reducing.land", "self._work.wait()", "pass"
     ),
     "parameters used before they are gathered": Fault(
-        "sharding", "smp_runtime.sharding.unshard_prefetch:LiveParameters._finish", "work.wait()", "pass"
+        "sharding", "smp_runtime.sharding.unshard_prefetch:UnshardPrefetch._finish", "work.wait()", "pass"
     ),
     "gradients added before they have come": Fault(
-        "sharding", "smp_runtime.sharding.sharded_gradients:_Travelling.land", "work.wait()", "pass"
+        "sharding", "smp_runtime.sharding.sharded_gradients:PendingReduceScatter.land", "work.wait()", "pass"
     ),
     "a tensor handed on before it has come": Fault(
         "pipeline", CHANNEL + "receive", "self._stream.synchronize()", "pass"

@@ -47,7 +47,7 @@ def test_live_view_keeps_the_log_above_the_bar() -> None:
 def test_bar_and_numbers_have_a_line_each() -> None:
     from rich.console import Console
 
-    tracker = progress.Tracker()
+    tracker = progress.ProgressTracker()
     tracker.update(record(5))
     console = Console(file=io.StringIO(), width=120, color_system=None, record=True)
     console.print(progress.render(tracker))
@@ -80,7 +80,7 @@ def test_notebook_view_replaces_one_display(
 def test_eta_follows_the_recent_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    tracker = progress.Tracker()
+    tracker = progress.ProgressTracker()
     assert tracker.eta_seconds is None
     tracker.update(ProgressRecord(step=50, total_steps=100))
     assert tracker.eta_seconds is None, "a job that resumed at 50 has not shown its pace yet"
@@ -92,14 +92,14 @@ def test_eta_follows_the_recent_pace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_evaluation_stays_in_sight() -> None:
-    tracker = progress.Tracker()
+    tracker = progress.ProgressTracker()
     tracker.update(record(1, eval_loss=3.25))
     tracker.update(record(2))
     assert ("eval loss", "3.2500") in tracker.fields()
 
 
 def test_without_a_total() -> None:
-    tracker = progress.Tracker()
+    tracker = progress.ProgressTracker()
     tracker.update(ProgressRecord(step=7))
     assert tracker.compact() == "step 7 | elapsed 0:00:00"
     assert progress.render(tracker)

@@ -173,7 +173,7 @@ def test_fit_shows_the_ranks_and_hides_their_lines() -> None:
     progress.show(log_of().splitlines()[:-1], view=progress.PlainView(out))
     assert out.getvalue().splitlines()[0] == "a line of the script"
     assert "smp-pace" not in out.getvalue()
-    tracker = progress.Tracker()
+    tracker = progress.ProgressTracker()
     for line in log_of().splitlines():
         if (found := progress.parse_pace(line)) is not None:
             tracker.rank(found)

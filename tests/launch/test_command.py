@@ -10,7 +10,7 @@ import pytest
 from smp_config.errors import ConfigError
 from smp_config.mpi_options import parse_mpi_options
 from smp_launch.errors import LaunchError
-from smp_launch.machine.hosts import Kind, Layout
+from smp_launch.machine.hosts import Layout, ScriptKind
 from smp_launch.mpirun.command import (
     DIALECTS,
     OpenMpi,
@@ -21,9 +21,9 @@ from smp_launch.mpirun.command import (
     without_scheduler,
 )
 
-ONE = Layout(("algo-1",), 2, Kind.MPI)
-SIMULATED = Layout(("algo-1", "algo-2"), 2, Kind.MPI, simulated=True)
-REAL = Layout(("algo-1", "algo-2"), 2, Kind.MPI)
+ONE = Layout(("algo-1",), 2, ScriptKind.MPI)
+SIMULATED = Layout(("algo-1", "algo-2"), 2, ScriptKind.MPI, simulated=True)
+REAL = Layout(("algo-1", "algo-2"), 2, ScriptKind.MPI)
 
 
 def arguments(major, layout=ONE, custom="", **options):

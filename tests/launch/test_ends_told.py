@@ -17,7 +17,7 @@ from smp_launch.failures.failure import FailureCollector
 from smp_launch.failures.fatal_errors import explain
 from smp_launch.isolated import program
 from smp_launch.machine import output
-from smp_launch.machine.output import Line, LineAssembler, WholeLines
+from smp_launch.machine.output import LineAssembler, OutputLine, WholeLines
 from smp_launch.machine.rank_pipes import REPORT_VARIABLE
 from smp_launch.machine.signals import StopRequests
 from smp_launch.mpirun.command import as_root
@@ -109,7 +109,7 @@ def test_what_a_rank_says_before_its_script_is_the_cause():
     loader = "python3: error while loading shared libraries: libpython3.so: cannot open shared object file"
     collector = FailureCollector(lambda rank: "here", mpirun=False)
     for text in ("a warning", loader, ""):
-        collector.take(Line(text, 1))
+        collector.take(OutputLine(text, 1))
     cause = collector.first_cause(127, program="local_ranks", first_ended=0, first_failed=(1, 127))
     assert cause.headline == f"rank 1 (here): ended with exit code 127 before its script began: {loader}"
     collector.started.add(1)

@@ -9,7 +9,7 @@ import pytest
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
 from smp_launch.errors import LaunchError
-from smp_launch.machine.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.machine.hosts import LAYOUT_VARIABLE, Layout, ScriptKind
 from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
 from smp_launch.ranks.rank import rank_variables
 from smp_launch.sagemaker.environment import TrainingEnvironment
@@ -146,7 +146,7 @@ MPI = {"enabled": True, "processes_per_host": 2}
 
 def test_ranks_stand_in_blocks():
     made = layout(settings(mpi=MPI))
-    assert made.kind is Kind.MPI
+    assert made.kind is ScriptKind.MPI
     assert [(made.host_of(r), made.local_rank_of(r)) for r in range(made.world_size)] == [
         ("algo-1", 0),
         ("algo-1", 1),
@@ -167,10 +167,10 @@ def test_threads(simulated, cores, threads):
 def test_kinds():
     model = {"smdistributed": {"modelparallel": {"enabled": True, "parameters": {}}}, "mpi": MPI}
     data = {"smdistributed": {"dataparallel": {"enabled": True}}}
-    assert layout(settings(**model)).kind is Kind.MODEL_PARALLEL
+    assert layout(settings(**model)).kind is ScriptKind.MODEL_PARALLEL
     assert layout(settings(**data), gpus=8).processes_per_host == 8
     assert layout(settings(**data)).processes_per_host == 1
-    assert layout(settings()).kind is Kind.SCRIPT
+    assert layout(settings()).kind is ScriptKind.SCRIPT
     assert layout(settings()).world_size == 1
 
 

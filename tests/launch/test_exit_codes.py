@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from smp_launch.failures.failure import Cause, FailureCollector
-from smp_launch.machine.output import Line, LineAssembler
+from smp_launch.machine.output import LineAssembler, OutputLine
 from smp_launch.machine.processes import is_ending
 from smp_launch.machine.signals import StopRequests
 from smp_launch.supervision.supervise import Supervisor
@@ -58,8 +58,8 @@ def heard(text, rank, error, message):
     )
     collector = FailureCollector(lambda rank: f"algo-{rank + 1}")
     for line in text.split("\n"):
-        collector.take(Line(line))
-    collector.take(Line(format_failure(told), rank))
+        collector.take(OutputLine(line))
+    collector.take(OutputLine(format_failure(told), rank))
     collector.finish()
     return collector
 

@@ -11,7 +11,7 @@ import pytest
 
 from smp_launch.failures import fatal_errors
 from smp_launch.failures.failure import Cause, FailureCollector, write_failure
-from smp_launch.machine.output import Line
+from smp_launch.machine.output import OutputLine
 from smp_records.records import FAILURE_CHARACTERS, FailureRecord, format_failure
 
 RULE = "-" * 74
@@ -55,9 +55,9 @@ An unrecognized option was included on the mpirun command line:
 def hear(*texts, records=()):
     """A collector that heard mpirun's ``texts``, then ``records``; and what it showed."""
     collector = FailureCollector(lambda rank: f"algo-{rank + 1}")
-    shown = [line for text in texts for word in text.split("\n") for line in collector.take(Line(word))]
+    shown = [line for text in texts for word in text.split("\n") for line in collector.take(OutputLine(word))]
     for record in records:
-        shown += collector.take(Line(format_failure(record), record.rank))
+        shown += collector.take(OutputLine(format_failure(record), record.rank))
     return collector, shown + collector.finish()
 
 
@@ -128,9 +128,9 @@ def test_a_stop_is_told_as_a_stop():
 
 def test_the_ranks_own_rules_and_lines_pass():
     collector = FailureCollector(str)
-    assert collector.take(Line(RULE, 0)) == [RULE]
-    assert collector.take(Line("text", 0)) == ["text"]
-    assert collector.take(Line("mpirun: Forwarding signal 12 to job")) == []
+    assert collector.take(OutputLine(RULE, 0)) == [RULE]
+    assert collector.take(OutputLine("text", 0)) == ["text"]
+    assert collector.take(OutputLine("mpirun: Forwarding signal 12 to job")) == []
 
 
 def test_an_open_block_is_shown_in_the_end():
@@ -168,24 +168,24 @@ def test_without_mpirun_every_line_is_the_script_s_own():
     lines = ["epoch 1", RULE, "epoch 2", "MPI_ABORT was invoked", RULE, "mpirun: Forwarding signal 12 to job"]
     collector = FailureCollector(str, mpirun=False)
     for text in lines:
-        assert collector.take(Line(text)) == [text]
+        assert collector.take(OutputLine(text)) == [text]
     assert not collector.failing
 
 
 def test_a_rule_without_its_pair_withholds_nothing_for_long():
     collector = FailureCollector(str)
     assert collector.release_at == float("inf")
-    assert collector.take(Line(RULE)) == collector.take(Line("word")) == []
+    assert collector.take(OutputLine(RULE)) == collector.take(OutputLine("word")) == []
     assert time.monotonic() < collector.release_at < time.monotonic() + 2
     assert collector.release() == [RULE, "word"]
     assert collector.release_at == float("inf")
-    assert collector.take(Line("more")) == ["more"]
+    assert collector.take(OutputLine("more")) == ["more"]
     assert "word" in collector.first_cause(1).headline
 
 
 def test_a_rule_without_its_pair_withholds_few_lines():
     collector = FailureCollector(str)
-    shown = [text for word in [RULE, *map(str, range(500))] for text in collector.take(Line(word))]
+    shown = [text for word in [RULE, *map(str, range(500))] for text in collector.take(OutputLine(word))]
     assert shown == [RULE, *map(str, range(500))]
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from smp_launch.machine.output import Line, LineAssembler
+from smp_launch.machine.output import LineAssembler, OutputLine
 from smp_launch.supervision.supervise import show
 
 #: What Open MPI 4.1 writes when rank 1 speaks in the middle of rank 0's line.
@@ -17,27 +17,27 @@ FRAGMENTS = (
     b"----\nwords of mpirun\n----\n[1,10]<stdout>:\n[1,0]<stdout>:end"
 )
 FROM_FRAGMENTS = [
-    Line("bbb", 1),
-    Line("aaaccc", 0),
-    Line("é [1, 2] [x", 1),
-    Line("----"),
-    Line("words of mpirun"),
-    Line("----"),
-    Line("", 10),
-    Line("end", 0),
+    OutputLine("bbb", 1),
+    OutputLine("aaaccc", 0),
+    OutputLine("é [1, 2] [x", 1),
+    OutputLine("----"),
+    OutputLine("words of mpirun"),
+    OutputLine("----"),
+    OutputLine("", 10),
+    OutputLine("end", 0),
 ]
 
 LINES = b"[1,1]<stdout>: bbb\n[1,0]<stdout>: aaa [1,1]<stdout>: no tag\nwords\n[prterun-vm-48@1,0] x\r\n[1,3]<stderr>:  in\n"
 FROM_LINES = [
-    Line("bbb", 1),
-    Line("aaa [1,1]<stdout>: no tag", 0),
-    Line("words"),
-    Line("[prterun-vm-48@1,0] x"),
-    Line(" in", 3),
+    OutputLine("bbb", 1),
+    OutputLine("aaa [1,1]<stdout>: no tag", 0),
+    OutputLine("words"),
+    OutputLine("[prterun-vm-48@1,0] x"),
+    OutputLine(" in", 3),
 ]
 
 PLAIN = b"[1,0]<stdout>: a\nb\n\nend"
-FROM_PLAIN = [Line("[1,0]<stdout>: a"), Line("b"), Line(""), Line("end")]
+FROM_PLAIN = [OutputLine("[1,0]<stdout>: a"), OutputLine("b"), OutputLine(""), OutputLine("end")]
 
 
 def assemble(tags, pieces):
@@ -58,8 +58,8 @@ def test_lines_are_the_same_wherever_the_stream_is_cut(tags, data, expected):
 
 def test_a_line_is_given_as_soon_as_it_ends():
     assembler = LineAssembler("fragments")
-    assert assembler.feed(b"[1,0]<stdout>:whole\n[1,0]<stdout>:part") == [Line("whole", 0)]
-    assert assembler.feed(b"[1,0]<stdout>: two\n") == [Line("part two", 0)]
+    assert assembler.feed(b"[1,0]<stdout>:whole\n[1,0]<stdout>:part") == [OutputLine("whole", 0)]
+    assert assembler.feed(b"[1,0]<stdout>: two\n") == [OutputLine("part two", 0)]
     assert assembler.finish() == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from smp_config import ConfigError
 from smp_config.machine.interfaces import LOOPBACK, addresses, interface_towards
-from smp_launch.anywhere.detect_launcher import Given, Kind, derived_port, first_host, recognise
+from smp_launch.anywhere.detect_launcher import Given, LauncherKind, derived_port, first_host, recognise
 from smp_launch.anywhere.plain_rank import prepare, rank_variables
 
 HERE = socket.gethostname()
@@ -57,36 +57,36 @@ def seen(environ, **given):
 @pytest.mark.parametrize(
     ("environ", "given", "place", "where"),
     [
-        ({}, {}, (Kind.MACHINE, False, 0, 1, 1), (HERE, "127.0.0.1", 0)),
-        ({}, {"processes": 4}, (Kind.MACHINE, False, 0, 4, 4), (HERE, "127.0.0.1", 0)),
+        ({}, {}, (LauncherKind.MACHINE, False, 0, 1, 1), (HERE, "127.0.0.1", 0)),
+        ({}, {"processes": 4}, (LauncherKind.MACHINE, False, 0, 4, 4), (HERE, "127.0.0.1", 0)),
         (
             {},
             {"processes": 2, "hosts": 3, "host_rank": 1, "master": "10.0.0.5:29400"},
-            (Kind.OPTIONS, False, 2, 2, 6),
+            (LauncherKind.OPTIONS, False, 2, 2, 6),
             (f"{HERE}-1", "10.0.0.5", 29400),
         ),
-        (TASK, {}, (Kind.SLURM_STEP, True, 3, 2, 4), ("node02", "node01", STEP_PORT)),
-        ({**TASK, **MEETING}, {}, (Kind.SLURM_STEP, True, 3, 2, 4), ("node02", "node01", 29400)),
+        (TASK, {}, (LauncherKind.SLURM_STEP, True, 3, 2, 4), ("node02", "node01", STEP_PORT)),
+        ({**TASK, **MEETING}, {}, (LauncherKind.SLURM_STEP, True, 3, 2, 4), ("node02", "node01", 29400)),
         # srun --mpi=pmi2, which may be the default of a cluster.
         (
             {**TASK, "PMI_RANK": "3", "PMI_SIZE": "4"},
             {},
-            (Kind.SLURM_STEP, True, 3, 2, 4),
+            (LauncherKind.SLURM_STEP, True, 3, 2, 4),
             ("node02", "node01", STEP_PORT),
         ),
-        (HOST, {"processes": 4}, (Kind.SLURM_STEP, False, 4, 4, 8), ("node02", "node01", STEP_PORT)),
-        (HOST, {}, (Kind.SLURM_STEP, False, 1, 1, 2), ("node02", "node01", STEP_PORT)),
+        (HOST, {"processes": 4}, (LauncherKind.SLURM_STEP, False, 4, 4, 8), ("node02", "node01", STEP_PORT)),
+        (HOST, {}, (LauncherKind.SLURM_STEP, False, 1, 1, 2), ("node02", "node01", STEP_PORT)),
         # A shell inside a step of one task.
         (
             {**HOST, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"},
             {"processes": 2},
-            (Kind.SLURM_STEP, False, 0, 2, 2),
+            (LauncherKind.SLURM_STEP, False, 0, 2, 2),
             ("node02", "127.0.0.1", 0),
         ),
         (
             {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
             {},
-            (Kind.SLURM_ALLOCATION, False, 0, 0, 0),
+            (LauncherKind.SLURM_ALLOCATION, False, 0, 0, 0),
             (HERE, "", 0),
         ),
         (
@@ -99,7 +99,7 @@ def seen(environ, **given):
                 **MEETING,
             },
             {},
-            (Kind.TORCH, True, 3, 2, 4),
+            (LauncherKind.TORCH, True, 3, 2, 4),
             (HERE, "node01", 29400),
         ),
         # Agents of torchrun are hosts, whatever their names.
@@ -117,7 +117,7 @@ def seen(environ, **given):
                 "SLURMD_NODENAME": "",
             },
             {},
-            (Kind.TORCH, True, 3, 2, 4),
+            (LauncherKind.TORCH, True, 3, 2, 4),
             (f"{HERE}-1", "node01", 29400),
         ),
         (
@@ -128,20 +128,20 @@ def seen(environ, **given):
                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             },
             {},
-            (Kind.MPI, True, 3, 2, 4),
+            (LauncherKind.MPI, True, 3, 2, 4),
             (HERE, "", 0),
         ),
         # WORLD_SIZE is that of ranks, RANK that of pods.
         (
             {**POD, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"},
             {},
-            (Kind.KUBERNETES, False, 4, 4, 8),
+            (LauncherKind.KUBERNETES, False, 4, 4, 8),
             (HERE, "gpt-master-0", 23456),
         ),
         (
             {**POD, "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"},
             {"processes": 2},
-            (Kind.KUBERNETES, False, 2, 2, 4),
+            (LauncherKind.KUBERNETES, False, 2, 2, 4),
             (HERE, "gpt-master-0", 23456),
         ),
         # An operator that sets the variables of torch.distributed alone.
@@ -154,7 +154,7 @@ def seen(environ, **given):
                 "MASTER_PORT": "23456",
             },
             {},
-            (Kind.KUBERNETES, False, 1, 1, 2),
+            (LauncherKind.KUBERNETES, False, 1, 1, 2),
             (HERE, "gpt-master-0", 23456),
         ),
         # The second version of the operator: torchrun's arguments.
@@ -167,7 +167,7 @@ def seen(environ, **given):
                 "PET_MASTER_PORT": "29400",
             },
             {},
-            (Kind.KUBERNETES, False, 0, 2, 4),
+            (LauncherKind.KUBERNETES, False, 0, 2, 4),
             (HERE, "gpt-node-0-0.gpt", 29400),
         ),
     ],
@@ -182,7 +182,7 @@ def test_a_sagemaker_job(tmp_path):
     (config / "resourceconfig.json").write_text(json.dumps({"hosts": ["algo-1", "algo-2"], "current_host": "algo-1"}))
     environ = {"SAGEMAKER_BASE_DIR": str(tmp_path), "CURRENT_HOST": "algo-2", "TRAINING_JOB_NAME": "gpt"}
     place, where = seen(environ, processes=2)
-    assert place == (Kind.SAGEMAKER, False, 2, 2, 4)
+    assert place == (LauncherKind.SAGEMAKER, False, 2, 2, 4)
     assert where == ("algo-2", "algo-1", derived_port("gpt", "algo-1", "algo-2"))
     assert seen({**environ, "MASTER_PORT": "7777"})[1] == ("algo-2", "algo-1", 7777)
     with pytest.raises(ConfigError, match="this host is 'algo-3'"):

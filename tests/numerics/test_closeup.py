@@ -18,21 +18,21 @@ from support.recorded_steps import HEAD, STEP, changed
 from smp_config import ConfigError
 from smp_estimator.numerics.bisection import Bisection, Saved
 from smp_estimator.numerics.comparison import compare
-from smp_estimator.numerics.recorded_run import Key, RecordedRun
-from smp_estimator.numerics.tensor_diff import CloseupFiles, Names, Whole, differences, order_of_samples
-from smp_records.numerics import Closeup, Head, KeptTensor, Moment, Start
+from smp_estimator.numerics.recorded_run import RecordedRun, TensorKey
+from smp_estimator.numerics.tensor_diff import CloseupFiles, RunNames, Whole, differences, order_of_samples
+from smp_records.numerics import Closeup, Head, KeptTensor, RecordedMoment, Start
 
 SPLIT = [
     replace(HEAD, rank=rank, world=2, degrees={**HEAD.degrees, "tp": 2}, place={"pp": 0, "tp": rank, "rdp": 0})
     for rank in (0, 1)
 ]
-WEIGHT, RESULT = Key("weight", "a.weight", 0), Key("output", "a", 0)
+WEIGHT, RESULT = TensorKey("weight", "a.weight", 0), TensorKey("output", "a", 0)
 VALUES = np.random.default_rng(0).standard_normal((6, 128))
 
 
-def _told(other: Whole, one: Whole | None = None, key: Key = WEIGHT, heads: Sequence[Head] = (HEAD,)) -> str:
+def _told(other: Whole, one: Whole | None = None, key: TensorKey = WEIGHT, heads: Sequence[Head] = (HEAD,)) -> str:
     one = one or Whole(VALUES, "float32")
-    return "\n".join(differences(one, other, key, 1e-6, ([HEAD], heads), Names("A", "B")))
+    return "\n".join(differences(one, other, key, 1e-6, ([HEAD], heads), RunNames("A", "B")))
 
 
 def _changed(where: Any, factor: float = 2.0) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -95,7 +95,7 @@ def test_rows_in_another_order_shapes_and_rounding() -> None:
     assert "1 of 768 elements" in _told(Whole(bad, "float32"))
 
 
-def _files(folder: Path, tensors: dict[Key, list[np.ndarray[Any, Any]]]) -> CloseupFiles:
+def _files(folder: Path, tensors: dict[TensorKey, list[np.ndarray[Any, Any]]]) -> CloseupFiles:
     """What one rank would have kept: of each tensor a part for each microbatch."""
     folder.mkdir()
     lines = []
@@ -112,7 +112,7 @@ def _files(folder: Path, tensors: dict[Key, list[np.ndarray[Any, Any]]]) -> Clos
 
 
 def test_samples_that_were_read_in_another_order(tmp_path: Path) -> None:
-    read = Key("input", "", 0)
+    read = TensorKey("input", "", 0)
     other = VALUES[[0, 2, 4, 1, 3, 5]]  # as two replicas read in turns
     files = [
         _files(tmp_path / "a", {read: [VALUES]}),
@@ -186,7 +186,7 @@ def test_a_fault_in_one_row_is_shown(kept: Callable[..., Any]) -> None:
     first = compare(one, other).first
     assert first is not None
     copies = files.whole(first.key), others.whole(first.key)
-    said = differences(*copies, first.key, first.allowed, (one.heads, other.heads), Names("A", "B"))
+    said = differences(*copies, first.key, first.allowed, (one.heads, other.heads), RunNames("A", "B"))
     assert said[0].startswith("16 of ")
     assert any(sentence.startswith("only rows 3 of ") for sentence in said)
     assert said[-1] == "all of them are 0 in B"
@@ -204,7 +204,9 @@ def differing() -> Callable[..., Any]:
         heads = [replace(HEAD, start=start.__dict__)] * 2
         values = [STEP] * 4
         runs = [
-            RecordedRun.of(name, [(head, [Moment(step, 0, list(v), "r") for step, v in enumerate([*values, last])])])
+            RecordedRun.of(
+                name, [(head, [RecordedMoment(step, 0, list(v), "r") for step, v in enumerate([*values, last])])]
+            )
             for name, head, last in zip("AB", heads, (STEP, changed(("output", "b"))), strict=True)
         ]
         return compare(*runs)

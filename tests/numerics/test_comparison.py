@@ -16,16 +16,16 @@ from smp_estimator.figures.error_growth import save_picture
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.report import verdict
-from smp_records.numerics import NUMBERS_OF_CALL, PROJECTIONS, Moment, Value, head_line, moment_line
+from smp_records.numerics import NUMBERS_OF_CALL, PROJECTIONS, RecordedMoment, RecordedValue, head_line, moment_line
 
 
-def run(values: Iterable[Value] = STEP, steps: int = 2, name: str = "A", **head: Any) -> RecordedRun:
+def run(values: Iterable[RecordedValue] = STEP, steps: int = 2, name: str = "A", **head: Any) -> RecordedRun:
     return RecordedRun.of(
-        name, [(replace(HEAD, **head), [Moment(step, 0, list(values), "r") for step in range(steps)])]
+        name, [(replace(HEAD, **head), [RecordedMoment(step, 0, list(values), "r") for step in range(steps)])]
     )
 
 
-def first(values: Iterable[Value]) -> tuple[str, str]:
+def first(values: Iterable[RecordedValue]) -> tuple[str, str]:
     found = compare(run(), run(values, name="B")).first
     assert found is not None
     return found.key.phase, found.key.name
@@ -66,7 +66,7 @@ def test_a_module_that_is_called_twice_in_a_pipeline_differs_when_its_call_does(
     """It is called before and behind another one; an error begins in one of the three calls, and is in those that follow."""
     modules = [("a", 0, 1.0), ("b", 0, 3.0), ("a", NUMBERS_OF_CALL, 2.0)]
 
-    def calls(first: int) -> list[Value]:
+    def calls(first: int) -> list[RecordedValue]:
         return [
             value(phase, name, size * (1.1 if at >= first else 1.0), nth=nth, time=float(at))
             for at, (name, nth, size) in enumerate(modules, 1)
@@ -125,7 +125,7 @@ def test_missing_parts_and_other_batches() -> None:
 def test_copies_that_differ_are_found_in_one_run() -> None:
     wrong = changed(("weight", "b.weight"))
     heads = [replace(HEAD, rank=rank, world=2) for rank in (0, 1)]
-    files = [(head, [Moment(0, 0, values, "r")]) for head, values in zip(heads, (STEP, wrong), strict=True)]
+    files = [(head, [RecordedMoment(0, 0, values, "r")]) for head, values in zip(heads, (STEP, wrong), strict=True)]
     drifting = RecordedRun.of("B", files)
     said = verdict(compare(drifting, drifting))
     assert said == [
@@ -135,7 +135,7 @@ def test_copies_that_differ_are_found_in_one_run() -> None:
 
 
 def test_ranks_and_microbatches_with_the_error_are_told() -> None:
-    def split(factor: float) -> list[Value]:
+    def split(factor: float) -> list[RecordedValue]:
         parts = [value("output", "b", 1.0, microbatch=mb, elements=4, time=2.0) for mb in range(4)]
         parts[2] = value("output", "b", factor, microbatch=2, elements=4, time=2.0)
         return [v for v in STEP if (v.phase, v.name) != ("output", "b")] + parts
@@ -146,7 +146,7 @@ def test_ranks_and_microbatches_with_the_error_are_told() -> None:
 
 
 def test_random_states_are_noted_for_the_same_degrees() -> None:
-    other = RecordedRun.of("B", [(HEAD, [Moment(0, 0, STEP, "s")])])
+    other = RecordedRun.of("B", [(HEAD, [RecordedMoment(0, 0, STEP, "s")])])
     assert "random numbers differ from step 0 on, first on rank 0" in compare(run(), other).notes[0]
 
 
@@ -154,7 +154,7 @@ def test_random_states_are_noted_for_the_same_degrees() -> None:
 def test_the_command_and_its_picture(tmp_path: Path, ending: str) -> None:
     for name, values in (("a", STEP), ("b", changed(("output", "b")))):
         (tmp_path / name).mkdir()
-        text = head_line(HEAD) + moment_line(Moment(0, 0, list(values), "r"))
+        text = head_line(HEAD) + moment_line(RecordedMoment(0, 0, list(values), "r"))
         (tmp_path / name / "numerics-rank00000.jsonl").write_text(text)
     a, b, picture = str(tmp_path / "a"), str(tmp_path / "b"), tmp_path / f"growth.{ending}"
     said = flat(call("diff", a, b, "--picture", str(picture), code=1))
@@ -167,6 +167,6 @@ def test_the_command_and_its_picture(tmp_path: Path, ending: str) -> None:
 
 
 def test_a_run_without_common_steps_is_no_equal_run(tmp_path: Path) -> None:
-    other = RecordedRun.of("B", [(HEAD, [Moment(9, 0, STEP, "r")])])
+    other = RecordedRun.of("B", [(HEAD, [RecordedMoment(9, 0, STEP, "r")])])
     assert "nothing was compared" in verdict(compare(run(), other))[0]
     assert save_picture(compare(run(), other), str(tmp_path / "empty.svg")).exists()

@@ -15,9 +15,9 @@ from smp_records.numerics import (
     PROJECTIONS,
     Guards,
     Head,
-    Moment,
+    RecordedMoment,
+    RecordedValue,
     Trial,
-    Value,
     every_steps,
     head_line,
     moment_line,
@@ -27,12 +27,12 @@ from smp_records.numerics import (
 HEAD = Head(1, 0, 1, {"pp": 1, "tp": 1, "rdp": 1, "sharded": 1}, {"pp": 0, "tp": 0, "rdp": 0}, 1, 1, 1, 0.0)
 
 
-def value(name: str = "layer", phase: str = "output", **more: object) -> Value:
-    found = Value(phase, name, 0, 0, 0, "", "float32", 4, 8, 2.0, 1.0, 7, (0.5,) * PROJECTIONS, (), 1.0)
+def value(name: str = "layer", phase: str = "output", **more: object) -> RecordedValue:
+    found = RecordedValue(phase, name, 0, 0, 0, "", "float32", 4, 8, 2.0, 1.0, 7, (0.5,) * PROJECTIONS, (), 1.0)
     return found._replace(**more)
 
 
-def lines(*moments: Moment, head: Head = HEAD) -> list[str]:
+def lines(*moments: RecordedMoment, head: Head = HEAD) -> list[str]:
     return [head_line(head), *map(moment_line, moments)]
 
 
@@ -42,7 +42,7 @@ def test_what_is_written_is_read() -> None:
         value(square=math.inf, projections=(math.nan, -math.inf, *(1.0,) * (PROJECTIONS - 2))),
         value(small=(1, 2, 3)),
     ]
-    head, (moment,) = parse(lines(Moment(3, 1, values, "ab")), "file")
+    head, (moment,) = parse(lines(RecordedMoment(3, 1, values, "ab")), "file")
     assert head == HEAD
     assert (moment.step, moment.call, moment.random) == (3, 1, "ab")
     assert moment.values[0] == values[0]
@@ -56,12 +56,12 @@ def test_every_line_is_plain_json() -> None:
     def refuse(text: str) -> None:
         raise AssertionError(text)
 
-    text = moment_line(Moment(0, 0, [value(square=math.nan, greatest=math.inf)]))
+    text = moment_line(RecordedMoment(0, 0, [value(square=math.nan, greatest=math.inf)]))
     json.loads(text, parse_constant=refuse)
 
 
 def test_a_line_that_is_being_written_is_left_out() -> None:
-    whole = "".join(lines(Moment(0, 0, [value()]), Moment(1, 0, [value()])))
+    whole = "".join(lines(RecordedMoment(0, 0, [value()]), RecordedMoment(1, 0, [value()])))
     for end in range(len(head_line(HEAD)), len(whole) + 1):
         _, moments = parse(whole[:end].splitlines(keepends=True), "file")
         assert len(moments) == whole[:end].count("\n") - 1
@@ -81,7 +81,7 @@ def test_a_line_that_is_being_written_is_left_out() -> None:
         ('{"numerics": 1, "rank": 0}\n', "line 1"),
         (head_line(HEAD) + '{"step": 0, "call": 0, "random": "", "values": [[1, 2]]}\n', "line 2"),
         (head_line(HEAD) + '{"step": "x", "call": 0, "random": "", "values": []}\n', "line 2"),
-        (head_line(HEAD) + moment_line(Moment(0, 0, [value(phase="nonsense")])), "nonsense"),
+        (head_line(HEAD) + moment_line(RecordedMoment(0, 0, [value(phase="nonsense")])), "nonsense"),
     ],
     ids=["empty", "list", "nothing", "version", "fields", "short", "step", "phase"],
 )
@@ -103,12 +103,12 @@ def test_a_folder_without_files_and_one_of_two_jobs(tmp_path: Path) -> None:
 
 def test_a_missing_rank_is_told() -> None:
     head = Head(**{**HEAD.__dict__, "world": 2})
-    assert "no file of rank(s) [1]" in RecordedRun.of("here", [(head, [Moment(0, 0, [value()])])]).warnings[0]
+    assert "no file of rank(s) [1]" in RecordedRun.of("here", [(head, [RecordedMoment(0, 0, [value()])])]).warnings[0]
 
 
 def test_a_step_that_was_repeated_counts_once() -> None:
     """After a restart the same step is recorded again."""
-    first, again = Moment(0, 0, [value(square=5.0)], "a"), Moment(0, 0, [value(square=3.0)], "b")
+    first, again = RecordedMoment(0, 0, [value(square=5.0)], "a"), RecordedMoment(0, 0, [value(square=3.0)], "b")
     run = RecordedRun.of("here", [parse([*lines(first), *lines(again)], "file")])
     assert [total.square for total in run.moments[0, 0].values()] == [3.0]
 
@@ -134,7 +134,10 @@ def test_damaged_files_are_read_or_refused() -> None:
     """Nothing that somebody has written into a file makes the reader do something else; drawn from a seed."""
     source = random.Random(27)
     good = "".join(
-        lines(Moment(0, 0, [value(), value("b.weight", "gradient", small=(1, 2, 3))], "a"), Moment(1, 0, [value()]))
+        lines(
+            RecordedMoment(0, 0, [value(), value("b.weight", "gradient", small=(1, 2, 3))], "a"),
+            RecordedMoment(1, 0, [value()]),
+        )
     )
     hostile = [
         "-1",

@@ -13,7 +13,7 @@ from torch import nn
 
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_records.numerics import GRADIENT, PROJECTIONS, UPDATE
-from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_tools.numerics.sketch import bits_of, sketch_of
 
 SHAPES = [(), (0,), (3,), (2, 0, 3), *((2, 3, *[2] * more) for more in range(7))]
@@ -39,7 +39,7 @@ def _tensor(shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
 def test_every_kind_and_shape_has_numbers_whose_parts_add_up(kind: torch.dtype) -> None:
     for shape in SHAPES:
         whole = _tensor(shape, kind)
-        sketches = [sketch_of(whole, Region.of(shape), counts_small=True, precise=True), sketch_of(whole)]
+        sketches = [sketch_of(whole, TensorRegion.of(shape), counts_small=True, precise=True), sketch_of(whole)]
         assert all(sketch.numbers.isfinite().all() for sketch in sketches), shape
         assert sketches[0].dtype == str(kind).removeprefix("torch.")
         count = whole.numel()
@@ -47,7 +47,7 @@ def test_every_kind_and_shape_has_numbers_whose_parts_add_up(kind: torch.dtype) 
             continue
         flat, middle = whole.reshape(-1), count // 2
         halves = [
-            sketch_of(flat[first:last], Region.of(shape, flat=(first, last)), precise=True)
+            sketch_of(flat[first:last], TensorRegion.of(shape, flat=(first, last)), precise=True)
             for first, last in ((0, middle), (middle, count))
         ]
         sums = [part.numbers[2 : 2 + PROJECTIONS] for part in halves]

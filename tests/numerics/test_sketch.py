@@ -9,7 +9,7 @@ import torch
 
 from smp_estimator.numerics.recorded_run import distance
 from smp_records.numerics import PROJECTIONS, SMALL
-from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_tools.numerics.journal import part_name
 from smp_tools.numerics.sketch import Sketch, bits_of, sketch_of
 
@@ -28,12 +28,14 @@ def added(parts: list[Sketch]) -> tuple[float, list[float], int]:
 def test_parts_of_a_tensor_add_up_to_the_whole(shape: tuple[int, ...]) -> None:
     torch.manual_seed(3)
     whole = torch.randn(shape)
-    expected = added([sketch_of(whole, Region.of(shape), precise=True)])
-    slices: list[list[Region]] = [[Region.of(shape)]]
+    expected = added([sketch_of(whole, TensorRegion.of(shape), precise=True)])
+    slices: list[list[TensorRegion]] = [[TensorRegion.of(shape)]]
     for axis, length in enumerate(shape):
-        slices.append([Region.of(shape, axis, (0, length // 2)), Region.of(shape, axis, (length // 2, length))])
+        slices.append(
+            [TensorRegion.of(shape, axis, (0, length // 2)), TensorRegion.of(shape, axis, (length // 2, length))]
+        )
         if length > 3:  # two runs on each rank, as queries and keys have
-            slices.append([Region.of(shape, axis, (0, 1, 3, length)), Region.of(shape, axis, (1, 3))])
+            slices.append([TensorRegion.of(shape, axis, (0, 1, 3, length)), TensorRegion.of(shape, axis, (1, 3))])
     for regions in slices:
         for count in (1, 3):  # and each slice shared out
             parts = []
@@ -41,7 +43,7 @@ def test_parts_of_a_tensor_add_up_to_the_whole(shape: tuple[int, ...]) -> None:
                 flat, size = region.cut(whole).reshape(-1), region.slice_elements
                 for index in range(count):
                     first, last = index * size // count, (index + 1) * size // count
-                    shard = Region(region.shape, region.axis, region.cuts, first, last)
+                    shard = TensorRegion(region.shape, region.axis, region.cuts, first, last)
                     parts.append(sketch_of(flat[first:last], shard, precise=True))
             square, sums, bits = added(parts)
             assert square == pytest.approx(expected[0], rel=1e-6)
@@ -61,10 +63,10 @@ def test_batches_add_up_however_they_are_divided() -> None:
 def test_directions_are_of_mean_0_and_variance_1_and_do_not_repeat() -> None:
     shape = (200, 100)
     ones = torch.eye(100).repeat(2, 1)  # each row and column once or twice
-    found = torch.tensor([projections(sketch_of(torch.randn(shape), Region.of(shape))) for _ in range(40)])
+    found = torch.tensor([projections(sketch_of(torch.randn(shape), TensorRegion.of(shape))) for _ in range(40)])
     assert float((found.square().mean() / (200 * 100)).sqrt()) == pytest.approx(1.0, abs=0.15)
     assert abs(float(torch.corrcoef(found.T).triu(1).abs().max())) < 0.7
-    assert len(set(projections(sketch_of(ones, Region.of(shape))))) == PROJECTIONS
+    assert len(set(projections(sketch_of(ones, TensorRegion.of(shape))))) == PROJECTIONS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -72,7 +74,7 @@ def test_projections_tell_how_far_tensors_are_apart(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     one = torch.randn(64, 96).to(dtype)
     other = one + (0.05 * torch.randn(64, 96)).to(dtype)
-    region = Region.of((64, 96))
+    region = TensorRegion.of((64, 96))
     expected = float((one.double() - other.double()).norm())
     found = distance(projections(sketch_of(one, region)), projections(sketch_of(other, region)))
     assert expected / 3 < found < 3 * expected
@@ -83,7 +85,7 @@ def test_projections_tell_how_far_tensors_are_apart(dtype: torch.dtype) -> None:
 def test_permuted_elements_are_seen() -> None:
     whole = torch.randn(6, 8)
     for permuted in (whole.roll(1, 0), whole.roll(1, 1), whole.flip(0)):
-        one, other = (projections(sketch_of(tensor, Region.of((6, 8)))) for tensor in (whole, permuted))
+        one, other = (projections(sketch_of(tensor, TensorRegion.of((6, 8)))) for tensor in (whole, permuted))
         assert distance(one, other) > 0.2 * float((whole - permuted).norm())
 
 
@@ -104,20 +106,20 @@ def test_bits_tell_a_single_changed_bit() -> None:
 
 def test_numbers_that_are_not_finite_stay_so() -> None:
     for bad in (math.inf, math.nan):
-        found = sketch_of(torch.tensor([1.0, bad, 2.0]), Region.of((3,)))
+        found = sketch_of(torch.tensor([1.0, bad, 2.0]), TensorRegion.of((3,)))
         assert not math.isfinite(float(found.numbers[0]))
 
 
 def test_small_elements_are_counted_without_zeros() -> None:
     gradient = torch.tensor([1.0] * 96 + [0.0, 1e-2, 1e-4, 1e-7])
-    counts = sketch_of(gradient, Region.of((100,)), counts_small=True).numbers[2 + PROJECTIONS :].tolist()
+    counts = sketch_of(gradient, TensorRegion.of((100,)), counts_small=True).numbers[2 + PROJECTIONS :].tolist()
     assert dict(zip(SMALL, counts, strict=True)) == {1e-5: 1, 1e-3: 2, 1e-1: 3}
 
 
 def test_names_of_parts() -> None:
-    assert part_name(Region.of((4, 6))) == ""
-    assert part_name(Region.of((4, 6), 1, (0, 3))) == "axis 1: 0,3"
-    assert part_name(Region.of((4, 6), 1, (0, 3), (2, 5))) == "axis 1: 0,3[2:5]"
-    assert part_name(Region.of((4, 6), None, None, (2, 5))) == "[2:5]"
+    assert part_name(TensorRegion.of((4, 6))) == ""
+    assert part_name(TensorRegion.of((4, 6), 1, (0, 3))) == "axis 1: 0,3"
+    assert part_name(TensorRegion.of((4, 6), 1, (0, 3), (2, 5))) == "axis 1: 0,3[2:5]"
+    assert part_name(TensorRegion.of((4, 6), None, None, (2, 5))) == "[2:5]"
     # Two ranks have copies exactly where they have the same part.
-    assert part_name(Region.of((4, 6), 0, (0, 2))) != part_name(Region.of((4, 6), 1, (0, 2)))
+    assert part_name(TensorRegion.of((4, 6), 0, (0, 2))) != part_name(TensorRegion.of((4, 6), 1, (0, 2)))

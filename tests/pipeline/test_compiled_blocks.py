@@ -11,7 +11,7 @@ import torch
 from support.closeness import close
 from torch import nn
 
-from smp_runtime.microbatch_state.compiled_blocks import CompiledForward, Kind, eagerly, is_compiled
+from smp_runtime.microbatch_state.compiled_blocks import BlockClass, CompiledForward, eagerly, is_compiled
 
 
 class Block(nn.Module):
@@ -333,7 +333,7 @@ def test_a_compiled_job_records_saves_and_goes_over_to_other_degrees(ranks, tmp_
 
 def test_copies_and_pickles_of_compiled_blocks_have_their_own_forward():
     block, x = Block(), torch.ones(2, 8)
-    block.__dict__["forward"] = CompiledForward(block, "blocks.0", Kind(Block, "forward", "eager", tells=True))
+    block.__dict__["forward"] = CompiledForward(block, "blocks.0", BlockClass(Block, "forward", "eager", tells=True))
     expected = Block.forward(block, x)
     for other in (copy.deepcopy(nn.Sequential(block))[0], copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         with torch.no_grad():

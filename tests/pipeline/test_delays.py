@@ -15,14 +15,14 @@ def _delayed(name, steps, batch):
 
     import smp_runtime.pipeline.transport.transport as transport
 
-    original = transport.Transport.__init__
-    transport.Transport.__init__ = lambda self, *args, **kwargs: original(
+    original = transport.PipelineTransport.__init__
+    transport.PipelineTransport.__init__ = lambda self, *args, **kwargs: original(
         self, *args, **{**kwargs, "delay": lambda: random.uniform(0, 0.002)}
     )
     try:
         done = staged(name, steps, batch, False, torch.float64)
     finally:
-        transport.Transport.__init__ = original
+        transport.PipelineTransport.__init__ = original
     return {**done, "gradients": done["gradients"][-1:]}
 
 

@@ -166,8 +166,8 @@ def _repeated(warm, times):
     import smp_runtime.pipeline.transport.transport as transport
 
     random.seed(time.time_ns())
-    original = transport.Transport.__init__
-    transport.Transport.__init__ = lambda self, *args, **kwargs: original(
+    original = transport.PipelineTransport.__init__
+    transport.PipelineTransport.__init__ = lambda self, *args, **kwargs: original(
         self, *args, **{**kwargs, "delay": lambda: random.uniform(0, 0.002)}
     )
     try:
@@ -189,7 +189,7 @@ def _repeated(warm, times):
                 assert replayed(model)
                 found.append([loss, *(p.grad.clone() for p in model.local_parameters())])
     finally:
-        transport.Transport.__init__ = original
+        transport.PipelineTransport.__init__ = original
     return found
 
 

@@ -28,7 +28,7 @@ from smp_runtime.pipeline.transport.tensor_channels import (
     dense,
     directed_groups,
 )
-from smp_runtime.pipeline.transport.transport import Transport
+from smp_runtime.pipeline.transport.transport import PipelineTransport
 
 CPU = torch.device("cpu")
 #: Longer than anything here takes, even on a busy machine.
@@ -51,7 +51,7 @@ def _transport(world: int, **kwargs: Any) -> Any:
     kwargs.setdefault("device", CPU)
     kwargs.setdefault("on_message", lambda *message: came.put(message))
     kwargs.setdefault("make_group", directed_groups([range(world)], "gloo"))
-    made = Transport(control, range(world), on_lost=lambda *loss: lost.put(loss), on_failed=on_failed, **kwargs)
+    made = PipelineTransport(control, range(world), on_lost=lambda *loss: lost.put(loss), on_failed=on_failed, **kwargs)
     return types.SimpleNamespace(transport=made, control=control, came=came, lost=lost, failed=failed)
 
 
@@ -342,7 +342,7 @@ def _pruned() -> int:
     model = smp.DistributedModel(net)
     train = summing_step(model)
     train(torch.ones(2, 4))
-    with mock.patch.object(Transport, "prune") as prune:
+    with mock.patch.object(PipelineTransport, "prune") as prune:
         train(torch.ones(2, 4))
         train(torch.ones(2, 4))
     return prune.call_count

@@ -57,9 +57,9 @@ def test_a_known_step_asks_for_nothing(ranks, stages):
     assert counts == {
         "Begin": once,
         "End": once,
-        "Call": each_microbatch,
+        "ForwardCall": each_microbatch,
         "Back": each_microbatch,
-        "Value": 2 * each_microbatch,
+        "ValueMessage": 2 * each_microbatch,
     }
 
 
@@ -67,17 +67,29 @@ def test_messages_are_the_same_after_their_way():
     import torch
 
     from smp_runtime.pipeline.transport import messages as protocol
-    from smp_runtime.pipeline.transport.messages import Back, Call, Done, Modes, Reply, Slot, Value, named, plain
+    from smp_runtime.pipeline.transport.messages import (
+        Back,
+        Done,
+        ForwardCall,
+        Modes,
+        Reply,
+        TensorSlot,
+        ValueMessage,
+        named,
+        plain,
+    )
     from smp_runtime.tensors.remote_tensor import Meta
 
     name = ("A", 1, (0, 2), 0)
-    slots = (Slot(name, 0, Meta((2, 3), torch.bfloat16, "cpu", True), True), None)
+    slots = (TensorSlot(name, 0, Meta((2, 3), torch.bfloat16, "cpu", True), True), None)
     modes = Modes(True, (("cpu", True, torch.bfloat16),))
     messages = [
-        Call(1, (0, 2), "layers.1", b"head", True, slots, modes, b"\x01", 3, False, b"digest", ((0, 1),), (name,)),
+        ForwardCall(
+            1, (0, 2), "layers.1", b"head", True, slots, modes, b"\x01", 3, False, b"digest", ((0, 1),), (name,)
+        ),
         Back(1, (0, 2), slots, True, True, True, None, (), ()),
         Reply("F", 1, (0, 2), b"head", slots, (True, False)),
-        Value((name,)),
+        ValueMessage((name,)),
         Done("B", 1, (0, 2)),
     ]
     kinds = set(protocol._KINDS) - {type(message) for message in messages}
@@ -87,5 +99,5 @@ def test_messages_are_the_same_after_their_way():
         assert came == message
         assert type(came) is type(message)
         if "slots" in message._fields:
-            assert type(came.slots[0]) is Slot
+            assert type(came.slots[0]) is TensorSlot
             assert type(came.slots[0].meta) is Meta

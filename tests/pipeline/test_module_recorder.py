@@ -10,7 +10,7 @@ from smp_estimator.timeline.steps import JobTimeline
 from smp_records.rate_card import measured_durations
 from smp_records.timeline import parse_timeline
 from smp_runtime.pipeline.observe.module_recorder import ModuleRecorder
-from smp_runtime.pipeline.observe.recorder import Recorder
+from smp_runtime.pipeline.observe.recorder import TimelineRecorder
 from smp_runtime.tensors import computing_time
 
 
@@ -62,7 +62,7 @@ class Worker(nn.Module):
 
 
 def recorded(hands, model, microbatches=2, backward=True):
-    kept = Recorder(0, 0)
+    kept = TimelineRecorder(0, 0)
     watch = ModuleRecorder(kept, lambda: [model])
     try:
         watch.begin_step(7)
@@ -126,7 +126,7 @@ def test_a_step_without_backward_has_forward_only_to_its_end(hands):
 
 def test_a_backward_pass_that_the_script_begins_itself_is_seen_at_what_the_model_returned(hands):
     model = Worker(hands, 1, 2, Worker(hands, 3, 4))
-    kept = Recorder(0, 0)
+    kept = TimelineRecorder(0, 0)
     watch = ModuleRecorder(kept, lambda: [model])
     watch.begin_step(0)
     watch.turn_to(0)

@@ -16,9 +16,9 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, balance
 from smp_runtime.pipeline.partition.linear_partition import best_cuts
 from smp_runtime.pipeline.partition.module_tree import (
-    Flow,
     ForeignUse,
     HeldParameter,
+    ModuleFlow,
     ModuleNode,
     Trace,
     together_with_reasons,
@@ -60,7 +60,7 @@ def tree_of(draw: random.Random, most: int, groups: int) -> Trace:
     flows = []
     for _ in range(len(nodes)):
         producer, *consumers = draw.sample(nodes, draw.randint(2, min(4, len(nodes))))
-        flows.append(Flow(producer.path, tuple(node.path for node in consumers), draw.randrange(1, 40)))
+        flows.append(ModuleFlow(producer.path, tuple(node.path for node in consumers), draw.randrange(1, 40)))
     return Trace(root, flows, uses, traced=True)
 
 

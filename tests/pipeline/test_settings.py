@@ -40,7 +40,7 @@ def _watched(name, steps, options, policy=None):
         original_release(self, microbatch)
 
     work = []
-    original_reset, original_end = tasks.Conductor.reset, tasks.Conductor._end_segment
+    original_reset, original_end = tasks.TaskScheduler.reset, tasks.TaskScheduler._end_segment
 
     def reset(self, *args, **kwargs):
         work.clear()
@@ -50,7 +50,7 @@ def _watched(name, steps, options, policy=None):
         work.append((task.kind.value, task.microbatch))
         original_end(self, task)
 
-    tasks.Conductor.reset, tasks.Conductor._end_segment = reset, end
+    tasks.TaskScheduler.reset, tasks.TaskScheduler._end_segment = reset, end
     server.ModuleServer.release = release
     logging.getLogger("smp").setLevel(logging.INFO)
     values.ValueStore.put = put
@@ -62,7 +62,7 @@ def _watched(name, steps, options, policy=None):
     finally:
         values.ValueStore.put = original_put
         server.ModuleServer.release = original_release
-        tasks.Conductor.reset, tasks.Conductor._end_segment = original_reset, original_end
+        tasks.TaskScheduler.reset, tasks.TaskScheduler._end_segment = original_reset, original_end
         smp.DistributedModel = original_model
     work = [(kind, microbatch) for kind, microbatch in work if kind != "S"]
     return {**done, "work": work, "microbatches_with_values": most[0], "graphs_left": left[0], "log": records}

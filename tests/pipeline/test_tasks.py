@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from smp_runtime.pipeline.execution.task import Task
-from smp_runtime.pipeline.execution.task_scheduler import Conductor
+from smp_runtime.pipeline.execution.task_scheduler import TaskScheduler
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.schedule.policies import POLICIES
 
 PATIENCE = 30.0
 
 
-def _conductor(lock: Any, device: str, ended: threading.Event) -> Conductor:
+def _conductor(lock: Any, device: str, ended: threading.Event) -> TaskScheduler:
     def finished(task: Task) -> None:
         ended.set()
 
-    conductor = Conductor(lock, 0, POLICIES["interleaved"], torch.device(device))
+    conductor = TaskScheduler(lock, 0, POLICIES["interleaved"], torch.device(device))
     conductor.report_to(
         is_admitted=lambda task: True,
         diverged=lambda why: None,

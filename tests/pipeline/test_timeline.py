@@ -16,8 +16,8 @@ from smp_records.timeline import parse_timeline
 from smp_runtime.errors import SMPRuntimeError
 from smp_runtime.pipeline.observe.recorder import (
     ClockSample,
-    Recorder,
     SharedClock,
+    TimelineRecorder,
     estimate_offset,
     machine_identity,
     recorder_of_job,
@@ -25,7 +25,7 @@ from smp_runtime.pipeline.observe.recorder import (
 )
 
 
-def record(recorder: Recorder, *numbers: int, actions: int = 3) -> None:
+def record(recorder: TimelineRecorder, *numbers: int, actions: int = 3) -> None:
     for number in numbers:
         recorder.begin_step(number)
         for microbatch in range(actions):
@@ -44,7 +44,7 @@ def read(folder: Path, rank: int = 0) -> Any:
 
 def test_what_is_recorded_is_what_is_read(tmp_path: Path) -> None:
     clock = SharedClock("job-1", offset=2.5, error=1e-4)
-    recorder = Recorder(1, 3, clock=clock, replica=1, host="algo-2", world_size=4)
+    recorder = TimelineRecorder(1, 3, clock=clock, replica=1, host="algo-2", world_size=4)
     before = time.perf_counter()
     recorder.begin_step(12)
     recorder.add("F0 layers.1", "F", 0, "layers.1", before, before + 0.25)
@@ -72,7 +72,7 @@ def test_what_is_recorded_is_what_is_read(tmp_path: Path) -> None:
 def test_the_words_of_the_schedules_are_the_files(tmp_path: Path) -> None:
     from smp_runtime.pipeline.schedule.actions import TaskKind
 
-    recorder = Recorder(0, 0)
+    recorder = TimelineRecorder(0, 0)
     recorder.begin_step(1)
     for kind in TaskKind:
         recorder.add("name", kind.value, 0, "", 1.0, 2.0)
@@ -83,14 +83,14 @@ def test_the_words_of_the_schedules_are_the_files(tmp_path: Path) -> None:
 
 
 def test_a_long_job_does_not_grow() -> None:
-    recorder = Recorder(0, 0, keep=4)
+    recorder = TimelineRecorder(0, 0, keep=4)
     record(recorder, *range(1000), actions=5)
     assert [step.number for step in recorder.timeline().steps] == [996, 997, 998, 999]
     assert sum(len(step.actions) for step in recorder.timeline().steps) == 20
 
 
 def test_only_what_is_inside_a_whole_step_is_kept() -> None:
-    recorder = Recorder(0, 0)
+    recorder = TimelineRecorder(0, 0)
     recorder.end_step()
     recorder.add("before", "F", 0, "", 0.0, 1.0)
     recorder.begin_step(1)  # fails
@@ -107,7 +107,7 @@ def test_only_what_is_inside_a_whole_step_is_kept() -> None:
 
 
 def test_the_first_steps_are_written_when_full_and_the_newest_at_the_end(tmp_path: Path) -> None:
-    recorder = Recorder(0, 0, keep=3, folder=tmp_path / "made" / "for it")
+    recorder = TimelineRecorder(0, 0, keep=3, folder=tmp_path / "made" / "for it")
     record(recorder, 1, 2)
     assert not (tmp_path / "made").exists()
     record(recorder, 3)
@@ -122,9 +122,9 @@ def test_the_first_steps_are_written_when_full_and_the_newest_at_the_end(tmp_pat
 
 
 def test_a_job_of_fewer_steps_and_one_of_none(tmp_path: Path) -> None:
-    Recorder(0, 7, keep=3, folder=tmp_path).close()
+    TimelineRecorder(0, 7, keep=3, folder=tmp_path).close()
     assert list(tmp_path.iterdir()) == []
-    recorder = Recorder(0, 0, keep=3, folder=tmp_path)
+    recorder = TimelineRecorder(0, 0, keep=3, folder=tmp_path)
     record(recorder, 1)
     recorder.close()
     assert [step.number for step in read(tmp_path).steps] == [1]
@@ -132,7 +132,7 @@ def test_a_job_of_fewer_steps_and_one_of_none(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    recorder = Recorder(0, 5, keep=1, folder=tmp_path / "file")
+    recorder = TimelineRecorder(0, 5, keep=1, folder=tmp_path / "file")
     with caplog.at_level(logging.WARNING, "smp"):
         logging.getLogger("smp").addHandler(caplog.handler)
         try:
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(0, 0, keep=1, folder=tmp_path)
+    recorder = TimelineRecorder(0, 0, keep=1, folder=tmp_path)
     record(recorder, 1)
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
     record(recorder, 2)
@@ -408,7 +408,7 @@ def test_the_median_training_step_is_shown_and_evaluations_are_called_so(tmp_pat
         assert result.exit_code == 0, result.output
         return " ".join(result.output.split())
 
-    recorder = Recorder(0, 0)
+    recorder = TimelineRecorder(0, 0)
     for number, kinds, seconds in ((1, "FB", 0.3), (2, "FB", 0.2), (3, "FB", 0.1), (4, "F", 0.1), (5, "F", 0.1)):
         recorder.begin_step(number)
         for part, kind in enumerate(kinds):
@@ -432,7 +432,7 @@ def test_this_machine_says_who_it_is() -> None:
 
 
 def test_a_name_is_stored_once() -> None:
-    recorder = Recorder(0, 0, keep=1)
+    recorder = TimelineRecorder(0, 0, keep=1)
     recorder.begin_step(1)
     for _ in range(1000):
         recorder.add("F0 layer", "F", 0, "layer", 1.0, 2.0)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, together_with_reasons, untraced
+from smp_runtime.pipeline.partition.module_tree import ForeignUse, ModuleFlow, together_with_reasons, untraced
 from smp_runtime.pipeline.partition.tracing import trace
 from smp_runtime.tensors.nested import tensors_in
 
@@ -145,10 +145,10 @@ def test_flows_are_who_computes_with_whose_values():
     flows = trace(model, lambda: model(torch.ones(2, 4)), device="cpu").flows
     size = 2 * 4 * 4
     assert flows == [
-        Flow("", ("a",), size),
-        Flow("a", ("b", ""), size),
-        Flow("b", ("c",), size),
-        Flow("c", ("",), size),
+        ModuleFlow("", ("a",), size),
+        ModuleFlow("a", ("b", ""), size),
+        ModuleFlow("b", ("c",), size),
+        ModuleFlow("c", ("",), size),
     ]
 
 

@@ -20,7 +20,7 @@ import torch
 
 from smp_runtime.comm.control import ControlPlane, SoloCarrier
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
-from smp_runtime.pipeline.transport.transport import Transport
+from smp_runtime.pipeline.transport.transport import PipelineTransport
 
 CPU = torch.device("cpu")
 #: Longer than anything here takes, even on a busy machine.
@@ -42,7 +42,7 @@ class Box:
         self.messages: queue.SimpleQueue = queue.SimpleQueue()
         self.losses: queue.SimpleQueue = queue.SimpleQueue()
         kwargs.setdefault("on_message", lambda *message: self.messages.put(message))
-        self.transport = Transport(
+        self.transport = PipelineTransport(
             self.control, range(world), device=CPU, on_lost=lambda *loss: self.losses.put(loss), **kwargs
         )
         self.stage = self.transport.stage
@@ -449,9 +449,9 @@ def test_a_stage_that_does_not_connect_is_named(ranks):
     assert "SMP_TIMEOUT_SECONDS" in message
 
 
-def alone(**kwargs: Any) -> tuple[Transport, list]:
+def alone(**kwargs: Any) -> tuple[PipelineTransport, list]:
     got: list = []
-    transport = Transport(
+    transport = PipelineTransport(
         ControlPlane(SoloCarrier()),
         [0],
         device=CPU,

@@ -18,8 +18,8 @@ from smp_estimator.planning.request import Request, request_for
 from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import (
     Evaluated,
-    Region,
     Search,
+    SearchRegion,
     computes_no_less,
     keeps_no_less,
 )
@@ -182,8 +182,8 @@ class Job:
             return sum(self.kept[layer] for layer in part)
         return max(self.kept[layer] for layer in part) + (0 if at.memory == "offloaded" else self.hidden * len(part))
 
-    def region(self) -> Region:
-        return Region(self.space, self.needs(), CARD, self.evaluate, self.device)
+    def region(self) -> SearchRegion:
+        return SearchRegion(self.space, self.needs(), CARD, self.evaluate, self.device)
 
 
 def compared(seed: int) -> tuple[int, int]:
@@ -231,7 +231,7 @@ def test_a_budget_ends_the_search_and_says_what_might_be_missed() -> None:
         now[0] += 1.0
         return job.evaluate(at)
 
-    region = Region(job.space, job.needs(), CARD, slow, job.device)
+    region = SearchRegion(job.space, job.needs(), CARD, slow, job.device)
     whole = Search([job.region()]).run()
     cut = Search([region], budget=5, clock=lambda: now[0]).run()
     assert len(cut.judged) == 5 < len(whole.judged)
@@ -254,8 +254,8 @@ def test_two_clusters_are_compared_by_their_price() -> None:
         return Evaluated(2 * (found.seconds or 0), found.peak_bytes, found.fits)
 
     def named(weights: tuple[float, float]) -> str:
-        fast = Region(job.space, job.needs(), CARD, job.evaluate, job.device, weights[0], "fast")
-        slow = Region(job.space, job.needs(), CARD, halved, job.device, weights[1], "slow")
+        fast = SearchRegion(job.space, job.needs(), CARD, job.evaluate, job.device, weights[0], "fast")
+        slow = SearchRegion(job.space, job.needs(), CARD, halved, job.device, weights[1], "slow")
         best = Search([slow, fast]).run().best
         assert best is not None
         return best.region.name
@@ -353,11 +353,11 @@ def test_a_good_one_that_is_known_hides_no_better_one() -> None:
 
 def test_nothing_fits_and_that_is_proven() -> None:
     job = Job.drawn(3)
-    region = Region(job.space, job.needs(), CARD, lambda at: Evaluated(1.0, 10**15, False, "too large"), None)
+    region = SearchRegion(job.space, job.needs(), CARD, lambda at: Evaluated(1.0, 10**15, False, "too large"), None)
     none = Search([region]).run()
     assert none.best is None
     assert none.nearest is not None
-    small = Region(job.space, job.needs(), CARD, job.evaluate, 1000.0)
+    small = SearchRegion(job.space, job.needs(), CARD, job.evaluate, 1000.0)
     found = Search([small]).run()
     assert (found.best, found.judged, found.is_proven) == (None, (), True)  # the bounds of memory were enough
 

@@ -10,7 +10,7 @@ from smp_estimator.rehearsal.rehearse import _failure_text
 from smp_records.rehearsal import Failure
 from smp_tools.rehearsal import calls
 from smp_tools.rehearsal.calls import Agreement, CallLog, file_of_calls
-from smp_tools.rehearsal.message_log import Said
+from smp_tools.rehearsal.message_log import MessageLog
 
 SCRIPT = Path(__file__).with_name("gpt_script.py")
 PIPELINE = {"ddp": True, "pipeline_parallel_degree": 2, "microbatches": 2}
@@ -105,12 +105,12 @@ def test_what_a_script_asks_of_torch_is_written_each_time_with_its_size(log, tmp
 
 
 def test_what_was_said_is_heard_in_its_order_by_those_who_come_later(tmp_path):
-    said = Said()
+    said = MessageLog()
     for number in range(2):
         said.note(0, "smp.allgather", 3, range(8), number)
     said.note(0, "smp.allgather", 3, range(8), lambda: None)  # cannot travel
     said.leave(0, tmp_path)
-    later = Said([0, 4], tmp_path)
+    later = MessageLog([0, 4], tmp_path)
     assert [later.next(0, "smp.allgather", 3, range(8)) for _ in range(3)] == [(True, 0), (True, 1), (False, None)]
     assert later.next(0, "smp.barrier", 3, range(8)) == (False, None)
 

@@ -15,11 +15,11 @@ from smp_estimator.rehearsal.figures import links_of, save_links, save_memory
 from smp_estimator.rehearsal.rehearse import _environment
 from smp_records.rehearsal import (
     CollectiveCount,
-    Holder,
     KindReport,
     LinkCount,
     MemoryOverTime,
     ModuleWork,
+    PeakHolder,
     Rehearsal,
     RehearsalRequest,
     TimedBlock,
@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 def kind(stage, peak, **given):
-    holder = Holder(
+    holder = PeakHolder(
         kind="activation", module="blocks.3", phase="forward", operation="addmm.default", count=4, bytes=peak
     )
     values = {
@@ -130,7 +130,7 @@ def test_the_document_has_every_key_of_the_file():
         Rehearsal,
         RehearsalRequest,
         KindReport,
-        Holder,
+        PeakHolder,
         MemoryOverTime,
         CollectiveCount,
         LinkCount,

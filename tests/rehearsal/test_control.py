@@ -9,7 +9,7 @@ from smp_runtime.comm.authentication import Seal
 from smp_runtime.comm.control import Arrival
 from smp_runtime.errors import SMPUserError
 from smp_tools.rehearsal.control import Kinds, RehearsedControl
-from smp_tools.rehearsal.message_log import Said
+from smp_tools.rehearsal.message_log import MessageLog
 
 
 class Wire:
@@ -126,13 +126,15 @@ def test_the_last_ranks_hear_what_the_first_have_said(tmp_path):
     wires = {"changed": threading.Condition()}
     first, last = Kinds(topology, 8), Kinds(topology, 8, last=True)
     assert first.others == last.representatives == [topology.rank_at(Coordinates(stage, 1, 1)) for stage in range(2)]
-    everyone, heard = list(range(8)), [Said(), Said()]
+    everyone, heard = list(range(8)), [MessageLog(), MessageLog()]
     earlier = [RehearsedControl(Wire(stage, 2, wires), first, 8, heard=heard[stage]) for stage in range(2)]
     together(lambda: earlier[0].allgather("a", everyone), lambda: earlier[1].allgather("b", everyone))
     earlier[0].send("only you", last.representatives[1])
     for stage in range(2):
         heard[stage].leave(first.representatives[stage], tmp_path)
-    later = [RehearsedControl(Wire(stage, 2, wires), last, 8, said=Said(last.others, tmp_path)) for stage in range(2)]
+    later = [
+        RehearsedControl(Wire(stage, 2, wires), last, 8, said=MessageLog(last.others, tmp_path)) for stage in range(2)
+    ]
     found = together(lambda: later[0].allgather("c", everyone), lambda: later[1].allgather("d", everyone))
     expected = ["cd"[topology.coordinates(rank).pp] for rank in everyone]
     for rank, said in zip(first.representatives, "ab", strict=True):

@@ -12,12 +12,12 @@ from smp_records.rate_card import Measured
 from smp_runtime.activations import offloading
 from smp_runtime.tensors.torch_private import absent_store
 from smp_tools.rehearsal.fake_collectives import AbsentCollectives, CountedCollectives, DirectCollectives, Ledger
-from smp_tools.rehearsal.memory import LiveMemory, Where, by_kind
+from smp_tools.rehearsal.memory import LiveMemory, RankPhase, by_kind
 from smp_tools.rehearsal.phases import Phases
 from smp_tools.rehearsal.skip_compute_mode import Unperformed
-from smp_tools.rehearsal.work import Clock, ModuleTimes, TimedWork
+from smp_tools.rehearsal.work import ModuleTimes, TimedWork, WorkClock
 
-FORWARD = Where("forward", "blocks.1")
+FORWARD = RankPhase("forward", "blocks.1")
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_the_most_that_one_microbatch_holds_is_of_its_forward_pass():
         weights = torch.zeros(1000)
         for at["microbatch"], size in enumerate((10, 30, 20)):
             held[at["microbatch"]] = [torch.zeros(size), torch.zeros(size)]
-        at.update(where=Where("backward", ""), microbatch=1)
+        at.update(where=RankPhase("backward", ""), microbatch=1)
         gradient = torch.zeros(500)
         held[1].pop()
     assert memory.most_of_microbatch == 4 * 60
@@ -244,7 +244,7 @@ class Rates:
 
 
 def test_modules_work_is_that_of_their_operations():
-    clock = Clock()
+    clock = WorkClock()
     times = ModuleTimes(lambda: FORWARD, Rates(), clock)
     with Unperformed([times]):
         torch.zeros(2, 3) @ torch.zeros(3, 5)
@@ -254,14 +254,14 @@ def test_modules_work_is_that_of_their_operations():
 
 
 def test_measured_durations_are_spread_over_the_operations_of_a_module_as_the_rates_say():
-    inside, beside = Where("forward", "blocks.1.mlp.0"), Where("forward", "blocks.10")
+    inside, beside = RankPhase("forward", "blocks.1.mlp.0"), RankPhase("forward", "blocks.10")
     at = {"where": inside, "microbatch": 0}
     measured = [
         Measured(path="blocks.1.mlp", phase="forward", seconds=6.0, count=1),
         Measured(path="blocks.2", phase="forward", seconds=7.0, count=1),
         Measured(path="blocks.1.mlp", phase="backward", seconds=8.0, count=1),
     ]
-    clock = Clock()
+    clock = WorkClock()
     times = ModuleTimes(lambda: at["where"], Rates(), clock, measured)
     times.microbatch = lambda: at["microbatch"]
     small, large = (torch.zeros(1, 1),) * 2, (torch.zeros(1, 2), torch.zeros(2, 1))
@@ -287,7 +287,7 @@ def test_measured_durations_are_spread_over_the_operations_of_a_module_as_the_ra
 
 
 def test_a_collective_lets_the_rank_compute_until_it_is_waited_for():
-    clock = Clock()
+    clock = WorkClock()
     works = [TimedWork(AbsentCollectives(buffers=False).broadcast(torch.zeros(1), 0, None), clock, 3.0) for _ in "12"]
     clock.advance(2.0)
     works[0].wait()

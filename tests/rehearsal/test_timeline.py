@@ -10,9 +10,9 @@ from smp_estimator.rehearsal.figures import save_all
 from smp_estimator.rehearsal.timeline import job_timeline, save_timeline, timelines_of
 from smp_estimator.timeline import read_timeline
 from smp_records.rehearsal import TimedBlock
-from smp_tools.rehearsal.memory import Where
+from smp_tools.rehearsal.memory import RankPhase
 from smp_tools.rehearsal.skip_compute_mode import Unperformed
-from smp_tools.rehearsal.work import Clock, ModuleTimes
+from smp_tools.rehearsal.work import ModuleTimes, WorkClock
 from tests.rehearsal.test_command import GIB, kind, rehearsed
 
 
@@ -88,8 +88,8 @@ class Rates:
 
 
 def test_blocks_end_where_a_rank_waits_or_does_something_else():
-    clock, at, number = Clock(), {"phase": "forward"}, {"microbatch": 0}
-    times = ModuleTimes(lambda: Where(at["phase"], ""), Rates(), clock)
+    clock, at, number = WorkClock(), {"phase": "forward"}, {"microbatch": 0}
+    times = ModuleTimes(lambda: RankPhase(at["phase"], ""), Rates(), clock)
     times.keeps_blocks = True
     times.microbatch = lambda: number["microbatch"]
     row, column = torch.ones(1, 1), torch.ones(1, 1)  # two operations: multiply and add

@@ -7,20 +7,20 @@ import random
 import pytest
 import torch
 
-from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_runtime.reshape.runs import common, picked, put, runs_of
 
 
-def _region(draw: random.Random, shape: tuple[int, ...]) -> Region:
+def _region(draw: random.Random, shape: tuple[int, ...]) -> TensorRegion:
     axis, bounds = draw.choice([None, *range(len(shape))]), None
     if axis is not None:
         runs = draw.randint(1, min(3, (shape[axis] + 1) // 2))
         bounds = tuple(sorted(draw.sample(range(shape[axis] + 1), 2 * runs)))
-    region = Region.of(shape, axis, bounds)
+    region = TensorRegion.of(shape, axis, bounds)
     if draw.random() < 0.5:
         return region
     first = draw.randint(0, region.slice_elements)
-    return Region.of(shape, axis, bounds, (first, draw.randint(first, region.slice_elements)))
+    return TensorRegion.of(shape, axis, bounds, (first, draw.randint(first, region.slice_elements)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -52,5 +52,5 @@ def test_many_uneven_runs_are_picked_one_by_one():
 
 
 def test_neighbouring_runs_are_one():
-    assert len(runs_of(Region.of((6, 4), 1, (0, 4))).starts) == 1
-    assert len(runs_of(Region.of((6, 4), 0, (1, 2, 2, 5))).starts) == 1
+    assert len(runs_of(TensorRegion.of((6, 4), 1, (0, 4))).starts) == 1
+    assert len(runs_of(TensorRegion.of((6, 4), 0, (1, 2, 2, 5))).starts) == 1

@@ -23,7 +23,7 @@ from smp_records.records import FailureRecord
 from smp_runtime.comm import authentication, plain_data, rendezvous
 from smp_runtime.comm.authentication import ForgedError, Seal, SecretKeeper, secret_from_keeper
 from smp_runtime.comm.messages import CommGroup
-from smp_runtime.comm.waiting import Place
+from smp_runtime.comm.waiting import WaitingPlace
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.transport.messages import Fail
 
@@ -177,7 +177,7 @@ DATA = [
     collections.deque([1, 2], maxlen=3),
     [datetime.datetime(2024, 1, 2), datetime.timedelta(3), pathlib.Path("/a/b"), pathlib.PurePosixPath("c")],
     [torch.float16, torch.device("cpu"), torch.Size([1, 2])],
-    [Place("smp.init", ""), Fail(1, 2, "here", None), Group.PP],
+    [WaitingPlace("smp.init", ""), Fail(1, 2, "here", None), Group.PP],
     [FailureRecord(rank=1, error_type="E", message="m", traceback="t", when=1.0)],
 ]
 
@@ -234,7 +234,7 @@ class _Calls:
         lambda folder: _Calls(plain_data._record, "smp_runtime.comm.plain_data", "np", {}),
         lambda folder: _Calls(plain_data._record, "smp_runtime.comm.control_transports", "StoreCarrier", {}),
         lambda folder: _Calls(
-            plain_data._record, "smp_runtime.comm.waiting", "Place", {"call": "", "left": "", "more": 1}
+            plain_data._record, "smp_runtime.comm.waiting", "WaitingPlace", {"call": "", "left": "", "more": 1}
         ),
         lambda folder: _Calls(plain_data._tensor, pickle.dumps(_Calls(os.mkdir, folder))),
     ],

@@ -177,14 +177,14 @@ def _held():
         copied.append(sum(grad.nbytes for grad in grads if grad.untyped_storage().data_ptr() not in places))
 
     optimizer.optimizer.register_step_pre_hook(note)
-    made, alive, most = sharded_gradients._Filling.__init__, weakref.WeakSet(), [0]
+    made, alive, most = sharded_gradients.ReduceScatterInput.__init__, weakref.WeakSet(), [0]
 
     def filled(self, *given):
         made(self, *given)
         alive.add(self)
         most[0] = max(most[0], sum(filling.buffer.nbytes for filling in alive))
 
-    sharded_gradients._Filling.__init__ = filled
+    sharded_gradients.ReduceScatterInput.__init__ = filled
     try:
         for _ in range(2):
             optimizer.zero_grad()
@@ -193,7 +193,7 @@ def _held():
             kept = sum(flat.nbytes for flat in model.shards.gradients._ready.values())
             optimizer.step()
     finally:
-        sharded_gradients._Filling.__init__ = made
+        sharded_gradients.ReduceScatterInput.__init__ = made
     check_sharded(model)
     own = [s.optimized for s in shards if s.optimized.data_ptr() != s.stored.data_ptr()]
     moments = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()]

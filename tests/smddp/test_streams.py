@@ -24,7 +24,7 @@ def test_rows_are_one_block_only_where_they_follow_each_other():
 
 def _phases(order):
     from smp_config.smddp import BufferSizes
-    from smp_runtime.smddp.items import Item
+    from smp_runtime.smddp.items import GatherItem
     from smp_runtime.smddp.layout import HostGrid
     from smp_runtime.smddp.streams import StreamGather
 
@@ -39,10 +39,10 @@ def _phases(order):
         one, wide = torch.empty(4 * count, 2), torch.zeros(4 * count, 2, 2)
         lists = [torch.empty(count, 2) for _ in range(4)], [torch.empty(2 * count) for _ in range(4)]
         items = [
-            Item.into_one(one, shard, 4),
-            Item.into_one(wide[..., 0], shard, 4),
-            Item.into_list(lists[0], shard, 4),
-            Item.into_list(lists[1], shard, 4, through_one=True),
+            GatherItem.into_one(one, shard, 4),
+            GatherItem.into_one(wide[..., 0], shard, 4),
+            GatherItem.into_list(lists[0], shard, 4),
+            GatherItem.into_list(lists[1], shard, 4, through_one=True),
         ]
         work = gather.start(items)
         assert work.wait()
@@ -54,7 +54,7 @@ def _phases(order):
         # Pieces, by the free part of the sort buffer and, where that is too small, without it.
         for step in (64, 4096 if count > 1000 else 64):
             one.fill_(-1)
-            assert gather.start(Item.into_pieces(one, shard, 4, step)).wait()
+            assert gather.start(GatherItem.into_pieces(one, shard, 4, step)).wait()
             assert one.view(4, -1).tolist() == wanted
         # NCCL reports a list of tensors as one with a dimension more.
         reported = gather.start(items[3:]).get_future().value()

@@ -222,12 +222,12 @@ CALL_OF_A_MODULE = Messages(
     [
         (0, 1, "module(x)"),
         (1, 2, "names the tensors"),
-        (1, 3, "Call"),
+        (1, 3, "ForwardCall"),
         (3, 4, "bytes"),
         (4, 5, "its rank is in the step"),
         (5, 6, "a task"),
         (6, 5, "the baton"),
-        (5, 3, "Value, by completion.py"),
+        (5, 3, "ValueMessage, by completion.py"),
         (3, 2, "the result"),
     ],
 )

@@ -14,10 +14,10 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.module_conversion.in_place import planning
-from smp_runtime.module_conversion.in_place.equivalence_check import Call, NotEqualError, Proof
+from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, NotEqualError, Proof
 from smp_runtime.module_conversion.in_place.plan_inference import single
 from smp_runtime.module_conversion.in_place.planning import splits
-from smp_runtime.module_conversion.splitting import Split
+from smp_runtime.module_conversion.splitting import BlockSplit
 
 
 @pytest.fixture(autouse=True)
@@ -174,12 +174,12 @@ def test_the_proof_tells_right_from_wrong_and_leaves_block_and_random_numbers_al
     block, before = own_blocks.Alone(), torch.get_rng_state()
     state = {name: value.clone() for name, value in block.state_dict().items()}
     x = torch.randn(3, 7, own_blocks.WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    proof = Proof(block, Call((x,), {}), 2)
+    proof = Proof(block, BlockCall((x,), {}), 2)
     (right, *_) = single(block, ["mlp.gate", "attention.q"])
-    assert proof.of(Split(right.leaves)).summed == ()
+    assert proof.of(BlockSplit(right.leaves)).summed == ()
     wrong = {path: type(how)(columns=True) for path, how in right.leaves.items()}
     with pytest.raises(NotEqualError):
-        proof.of(Split(wrong))
+        proof.of(BlockSplit(wrong))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, state[name]) for name, value in block.state_dict().items())
 

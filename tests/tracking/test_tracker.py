@@ -191,7 +191,7 @@ def test_a_package_that_is_missing_is_told_before_anything_runs(solo, monkeypatc
 def test_settings_are_told_without_secrets(solo):
     session = solo({"microbatches": 2})
     environ = {"SM_HPS": '{"lr": 0.1, "api_token": "s3cret", "mp_parameters": {}}', "TRAINING_JOB_NAME": "job"}
-    told = run.Run.of(session.ranks, environ)
+    told = run.TrackedRun.of(session.ranks, environ)
     assert told.settings["lr"] == "0.1"
     assert "s3cret" not in str(told)
     assert "mp_parameters" not in told.settings

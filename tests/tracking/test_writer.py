@@ -12,7 +12,7 @@ import torch
 from smp_emulation.checked import emulated
 from smp_runtime.errors import SMPUserError
 from smp_tools.tracking import writer as module
-from smp_tools.tracking.points import LaterPoint, Point, checked
+from smp_tools.tracking.points import LaterPoint, MetricPoint, checked
 from smp_tools.tracking.writer import Writer
 
 
@@ -22,13 +22,13 @@ class Recorded:
     name = "recorded"
 
     def __init__(self, fails_at: int | None = None, waits: threading.Event | None = None) -> None:
-        self.points: list[Point] = []
+        self.points: list[MetricPoint] = []
         self.threads: set[str] = set()
         self.flushes = 0
         self.closed: list[bool] = []
         self._fails_at, self._waits = fails_at, waits
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricPoint]) -> None:
         self.threads.add(threading.current_thread().name)
         if self._waits is not None:
             self._waits.wait()

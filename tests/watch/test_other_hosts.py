@@ -15,7 +15,7 @@ from smp_launch.watch.hang_timeout import Patience
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.other_hosts import GLANCE, RECORDS, WHERE, OtherHost, answer
 from smp_launch.watch.position import Standing
-from smp_launch.watch.watch import Watch
+from smp_launch.watch.watch import HangWatch
 from smp_records import rank_record
 
 FOLLOW = (
@@ -65,7 +65,7 @@ def test_a_hang_on_another_host_is_found_by_the_leader(host, processes, tmp_path
     patience = Patience(1.0)
     for step in (1, 2, 3):
         patience.saw(step, float(step))
-    watch = Watch([LocalRanks(tmp_path / "own"), other], patience)
+    watch = HangWatch([LocalRanks(tmp_path / "own"), other], patience)
     deadline = time.monotonic() + 30
     while (hang := watch.look()) is None and time.monotonic() < deadline:
         time.sleep(0.05)

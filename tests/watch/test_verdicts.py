@@ -19,14 +19,14 @@ from smp_launch.watch import stacks
 from smp_launch.watch import watch as watches
 from smp_launch.watch.hang_timeout import Patience
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.position import Position, Standing, position_of
+from smp_launch.watch.position import RankPosition, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
 from smp_launch.watch.stacks import Frame, Thread, ask, parse
 from smp_launch.watch.states import State, is_active, state_of
 from smp_launch.watch.verdict import find
-from smp_launch.watch.watch import Watch
+from smp_launch.watch.watch import HangWatch
 from smp_records import rank_record
-from smp_records.rank_record import COLLECTIVE, PUBLIC, Call, Line, Waiting, Whereabouts
+from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, ScriptLine, Waiting, Whereabouts
 from smp_records.records import FailureRecord
 
 HERE = os.path.abspath(__file__)
@@ -34,11 +34,11 @@ EVERYONE = (0, 1, 2, 3)
 
 
 def public(number, name, line):
-    return Call(number, 0.0, PUBLIC, name, Line("train.py", line), number=number)
+    return JoinedCall(number, 0.0, PUBLIC, name, ScriptLine("train.py", line), number=number)
 
 
 def collective(number, line, name="all_reduce", size=8, members=EVERYONE):
-    return Call(number, 0.0, COLLECTIVE, name, Line("train.py", line), members, number, size, "float32")
+    return JoinedCall(number, 0.0, COLLECTIVE, name, ScriptLine("train.py", line), members, number, size, "float32")
 
 
 def position(rank, standing=Standing.WAITING, line=10, calls=(), wait=None, step=4, **more):
@@ -46,11 +46,13 @@ def position(rank, standing=Standing.WAITING, line=10, calls=(), wait=None, step
         100 + rank, rank, 1, 0.0, step, -1, "forward", "", "", 0.0, tuple(calls), (wait,) if wait else ()
     )
     call = wait.what if wait else "smp.barrier"
-    return Position(where, standing, more.pop("seconds", 61.0), Line("train.py", line), call=call, wait=wait, **more)
+    return RankPosition(
+        where, standing, more.pop("seconds", 61.0), ScriptLine("train.py", line), call=call, wait=wait, **more
+    )
 
 
 def waiting(number, line, whom=EVERYONE, what="all_reduce"):
-    return Waiting(0.0, what, whom, Line("train.py", line), number)
+    return Waiting(0.0, what, whom, ScriptLine("train.py", line), number)
 
 
 def of(*positions):
@@ -121,7 +123,9 @@ def test_other_shapes_in_the_same_collective():
 
 def test_a_rank_that_waits_elsewhere_has_left_out_a_call():
     positions = [position(r, calls=[collective(6, 9), collective(7, 10)], wait=waiting(7, 10)) for r in (0, 1)]
-    late = position(2, line=44, calls=[collective(6, 9)], wait=Waiting(0.0, "smp.barrier", (0,), Line("train.py", 44)))
+    late = position(
+        2, line=44, calls=[collective(6, 9)], wait=Waiting(0.0, "smp.barrier", (0,), ScriptLine("train.py", 44))
+    )
     found = of(*positions, late)
     assert found.rank == 2
     assert "train.py:44" in found.text
@@ -132,13 +136,15 @@ def test_a_stage_that_waits_for_one_that_left_out_a_step_is_not_blamed():
     """Its replica waits for it in a collective; it waits for the next stage, which has gone on to another call."""
     steps = [public(1, "the step a", 5), public(2, "the step a", 5)]
     first = position(
-        0, calls=[*steps, collective(6, 5, members=(0, 2))], wait=Waiting(0.0, "the step a", (1,), Line("train.py", 5))
+        0,
+        calls=[*steps, collective(6, 5, members=(0, 2))],
+        wait=Waiting(0.0, "the step a", (1,), ScriptLine("train.py", 5)),
     )
     replica = position(2, calls=[*steps, collective(7, 5, members=(0, 2))], wait=waiting(7, 5, (0, 2)))
     left_out = position(
         1,
         calls=[steps[0], public(2, "smp.barrier", 9), collective(6, 5, members=(1, 3))],
-        wait=Waiting(0.0, "smp.barrier", (0,), Line("train.py", 9)),
+        wait=Waiting(0.0, "smp.barrier", (0,), ScriptLine("train.py", 9)),
     )
     other = position(3, calls=[*steps, collective(7, 5, members=(1, 3))], wait=waiting(7, 5, (1, 3)))
     found = of(first, left_out, replica, other)
@@ -356,7 +362,7 @@ def look_until(watch, seconds=15.0):
 def test_the_watch_finds_a_stopped_process_and_writes_a_report(sleeper, tmp_path):
     sleeper(0, WAITS)
     stopped = sleeper(1)
-    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
+    watch = HangWatch([LocalRanks(tmp_path)], in_stride(0.5))
     os.kill(stopped.pid, signal.SIGSTOP)
     hang = look_until(watch)
     assert hang.verdict.rank == 1
@@ -387,7 +393,7 @@ def test_a_stopped_rank_s_main_thread_is_asked(sleeper, tmp_path, monkeypatch):
 def test_the_watch_waits_while_somebody_goes_on_whom_others_wait_for(sleeper, tmp_path):
     sleeper(0, WAITS)
     goes_on = sleeper(1, "import time\nwhile True: n.move(); time.sleep(0.02)")
-    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
+    watch = HangWatch([LocalRanks(tmp_path)], in_stride(0.5))
     assert look_until(watch, 2.0) is None
     os.kill(goes_on.pid, signal.SIGSTOP)
     assert look_until(watch).verdict.rank == 1
@@ -396,7 +402,7 @@ def test_the_watch_waits_while_somebody_goes_on_whom_others_wait_for(sleeper, tm
 def test_a_long_phase_that_was_declared_is_waited_for(sleeper, tmp_path):
     sleeper(0, WAITS)
     sleeper(1, "import time\nwith w.long_phase('evaluation', 3.0): time.sleep(1000)")
-    watch, began = Watch([LocalRanks(tmp_path)], in_stride(0.3)), time.monotonic()
+    watch, began = HangWatch([LocalRanks(tmp_path)], in_stride(0.3)), time.monotonic()
     assert look_until(watch).verdict.rank == 1
     assert time.monotonic() - began > 2.0
 
@@ -426,9 +432,9 @@ def test_a_rank_that_computes_is_waited_for_unless_patience_was_set(sleeper, tmp
     """Its child does, as an upload would; a rank that nobody waits for may do so for ever."""
     computes = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     sleeper(1, computes)
-    watch = Watch([LocalRanks(tmp_path)], in_stride(0.5))
+    watch = HangWatch([LocalRanks(tmp_path)], in_stride(0.5))
     assert look_until(watch).verdict.is_certain is False
-    alone = Watch([LocalRanks(tmp_path)], in_stride(None, most=0.5))
+    alone = HangWatch([LocalRanks(tmp_path)], in_stride(None, most=0.5))
     assert look_until(alone, 3.0) is None
     sleeper(0, WAITS)
     assert look_until(alone).verdict.rank == 1
@@ -437,14 +443,14 @@ def test_a_rank_that_computes_is_waited_for_unless_patience_was_set(sleeper, tmp
 def test_a_rank_that_nobody_waits_for_may_take_its_time(sleeper, tmp_path):
     sleeper(0, "import time\nwhile True: n.move(); time.sleep(0.02)")
     sleeper(1)
-    assert look_until(Watch([LocalRanks(tmp_path)], in_stride(0.3)), 1.5) is None
+    assert look_until(HangWatch([LocalRanks(tmp_path)], in_stride(0.3)), 1.5) is None
 
 
 def test_a_rank_that_has_left_while_another_waits_for_it(sleeper, tmp_path, monkeypatch):
     monkeypatch.setattr(watches, "_LEFT_SECONDS", 0.5)
     sleeper(0, WAITS)
     sleeper(1, "n.leave('ended'); import time; time.sleep(1000)")
-    hang = look_until(Watch([LocalRanks(tmp_path)], in_stride(1000.0)))
+    hang = look_until(HangWatch([LocalRanks(tmp_path)], in_stride(1000.0)))
     assert hang.verdict.rank == 1
     assert "ended its script after 2 steps" in hang.verdict.text
 

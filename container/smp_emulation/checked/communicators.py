@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from smp_emulation.checked.streams.execution import Item
+from smp_emulation.checked.streams.execution import QueuedWork
 from smp_emulation.checked.streams.faults import StreamFault
-from smp_emulation.checked.streams.futures import Point, StreamWork
+from smp_emulation.checked.streams.futures import StreamCollective, StreamPoint
 from smp_emulation.checked.streams.memory import view_of
 from smp_emulation.checked.streams.sites import site
 from smp_emulation.errors import CudaCallError
@@ -115,7 +115,7 @@ class Communicator(dist.ProcessGroupGloo):
         received: Sequence[torch.Tensor],
         take: Callable[[list[list[torch.Tensor]]], None],
         result: Any,
-    ) -> StreamWork:
+    ) -> StreamCollective:
         """A collective: everybody gives ``sent`` to everybody, and takes out of that what it needs.
 
         Args:
@@ -186,7 +186,7 @@ class Communicator(dist.ProcessGroupGloo):
         tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         job: Callable[[], None],
         result: Any,
-    ) -> StreamWork:
+    ) -> StreamCollective:
         """Queue it behind what the current stream has so far."""
         devices = self.devices
         sent, received = tensors
@@ -199,10 +199,10 @@ class Communicator(dist.ProcessGroupGloo):
             ]
             devices.touch(channel.lane, what, placed[0], placed[1])
             before = (current.last,) if current.last is not None and not current.last.done else ()
-            item = Item(None, before, f"{what} over {self._name}, asked for at {site()}", channel.begin(job))
+            item = QueuedWork(None, before, f"{what} over {self._name}, asked for at {site()}", channel.begin(job))
             devices.executor.queue(channel.lane, item)
-            point = Point(devices, number, channel.lane, item)
-        return StreamWork(point, [*sent, *received], result)
+            point = StreamPoint(devices, number, channel.lane, item)
+        return StreamCollective(point, [*sent, *received], result)
 
     def _channel(self, number: int, pair: tuple[int, ...]) -> _Channel:
         if pair not in self._channels:

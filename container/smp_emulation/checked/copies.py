@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_emulation.checked.streams.memory import Place, view_of
+from smp_emulation.checked.streams.memory import StoragePlace, view_of
 
 if TYPE_CHECKING:
     from smp_emulation.checked.streams.device import Devices
@@ -76,13 +76,13 @@ class Copies:
         if waits and into != out_of:
             devices.wait_on_host(what, [lane])
 
-    def _tracked(self, tensor: torch.Tensor) -> Place:
-        place = Place(None)
+    def _tracked(self, tensor: torch.Tensor) -> StoragePlace:
+        place = StoragePlace(None)
         self._devices.memory.register(tensor, place)
         return place
 
 
-def _elements(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+def _elements(tensor: torch.Tensor, place: StoragePlace) -> torch.Tensor:
     if place.device is None:
         return tensor.detach()
     if place.block is None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from smp_emulation.checked import random_numbers
 from smp_emulation.checked.copies import Copies
-from smp_emulation.checked.streams.memory import Place, view_of
+from smp_emulation.checked.streams.memory import StoragePlace, view_of
 from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _MIXES = ("aten::index", "aten::_index_put", "aten::_unsafe_index", "aten::_fore
 #: What norms with statistics change without saying so in their schemas: positions of arguments.
 _UNSAID = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
 
-_Touched = list[tuple[torch.Tensor, Place]]
+_Touched = list[tuple[torch.Tensor, StoragePlace]]
 
 
 class Operations(TorchDispatchMode):
@@ -72,7 +72,7 @@ class Operations(TorchDispatchMode):
         if func in _OF_SHAPES or _only_looks(func):
             return func(*args, **kwargs)
         number = next(p.device for p in places if p is not None and p.device is not None)
-        call = _Call(self._devices, func, flat, spec, number if asked is None else self._devices.index(asked))
+        call = _DeviceCall(self._devices, func, flat, spec, number if asked is None else self._devices.index(asked))
         if torch.Tag.inplace_view in func.tags:
             return self._reshape(call, func, args, kwargs)
         return self._queue(call)
@@ -80,7 +80,7 @@ class Operations(TorchDispatchMode):
     # -- host ------------------------------------------------------------------------------------------------------
 
     def _on_host(
-        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[Place | None]
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], places: list[StoragePlace | None]
     ) -> Any:
         if any(place is not None for place in places) and not _only_looks(func):
             written = {id(tensor) for tensor in _written(func, args, kwargs)}
@@ -97,7 +97,7 @@ class Operations(TorchDispatchMode):
         if not kwargs.get("pin_memory"):
             return func(*args, **kwargs)
         result = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
-        self._devices.memory.register(result, Place(None, pinned=True))
+        self._devices.memory.register(result, StoragePlace(None, pinned=True))
         return result
 
     # -- device ----------------------------------------------------------------------------------------------------
@@ -106,9 +106,9 @@ class Operations(TorchDispatchMode):
         """A factory: its result is new memory of a device; of a tensor among its arguments it takes the form only."""
         flat, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name != "pin_memory"}))
         forms = [_emptied(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        return self._queue(_Call(self._devices, func, forms, spec, number))
+        return self._queue(_DeviceCall(self._devices, func, forms, spec, number))
 
-    def _reshape(self, call: _Call, func: Any, args: Any, kwargs: Any) -> Any:
+    def _reshape(self, call: _DeviceCall, func: Any, args: Any, kwargs: Any) -> Any:
         """What changes the form of a tensor is done at once; its storage may grow."""
         result = func(*args, **kwargs)
         place = self._devices.memory.place_of(args[0])
@@ -120,7 +120,7 @@ class Operations(TorchDispatchMode):
             self._devices.memory.resize(place, size, call.lane)
         return result
 
-    def _queue(self, call: _Call) -> Any:
+    def _queue(self, call: _DeviceCall) -> Any:
         call.check_places()
         forms, spec = self._forms(call)
         if forms is None:
@@ -131,7 +131,7 @@ class Operations(TorchDispatchMode):
         call.queue(new)
         return call.results(tree_unflatten(made, spec))
 
-    def _forms(self, call: _Call) -> tuple[list[Any] | None, Any]:
+    def _forms(self, call: _DeviceCall) -> tuple[list[Any] | None, Any]:
         """The forms of all new tensors among the results; None where they depend on elements."""
         returns = call.func._schema.returns
         if not any(r.alias_info is None for r in returns):
@@ -149,7 +149,7 @@ class Operations(TorchDispatchMode):
             self._shapes[key] = [_Form.of(leaf) for leaf in results], spec
         return self._shapes[key]
 
-    def _at_once(self, call: _Call) -> Any:
+    def _at_once(self, call: _DeviceCall) -> Any:
         """What gives the host a number, or shapes that depend on elements: the host waits."""
         call.touch(())
         self._devices.wait_on_host(str(call.func), [call.lane])
@@ -177,11 +177,11 @@ class _Form:
     def of(cls, leaf: Any) -> Any:
         return cls(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def on(self, devices: Devices, call: _Call) -> torch.Tensor:
+    def on(self, devices: Devices, call: _DeviceCall) -> torch.Tensor:
         return devices.new_tensor(self.meta, call.number, call.lane)
 
 
-class _Call:
+class _DeviceCall:
     """An operation on a device with its arguments."""
 
     def __init__(self, devices: Devices, func: Any, flat: list[Any], spec: Any, number: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from smp_emulation.checked.copies import Copies
 from smp_emulation.checked.streams.device import ON_DEVICE
-from smp_emulation.checked.streams.memory import Place
+from smp_emulation.checked.streams.memory import StoragePlace
 from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class TensorNames:
         if self._is_pinned(tensor):
             return tensor
         made = tensor.clone(memory_format=torch.contiguous_format)
-        self._devices.memory.register(made, Place(None, pinned=True))
+        self._devices.memory.register(made, StoragePlace(None, pinned=True))
         return made
 
     def _resize(self, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from smp_emulation.covered import memory, ordering
 CUDA = torch.device("cuda")
 
 
-class Event(ordering.Event):
+class AcceleratorEvent(ordering.Event):
     """``torch.Event``: its first argument is a device."""
 
     def __init__(self, device: Any = None, *, enable_timing: bool = False, **more: Any) -> None:
@@ -73,5 +73,5 @@ CALLS = (
     ),
     instead("torch.accelerator.empty_cache", "freed memory of the process goes back to the system", memory.empty_cache),
     instead("torch.Stream", "a name, as torch.cuda.Stream", ordering.Stream),
-    instead("torch.Event", "remembers the time, as torch.cuda.Event", Event),
+    instead("torch.Event", "remembers the time, as torch.cuda.Event", AcceleratorEvent),
 )

@@ -22,8 +22,8 @@ class _Plain:
     pass
 
 
-class _Sample:
-    def __new__(cls) -> _Sample:
+class _SampleClass:
+    def __new__(cls) -> _SampleClass:
         return object.__new__(cls)
 
 
@@ -58,7 +58,7 @@ class BareNumbers:
         attributes = _attributes()
         self._before = address, attributes["__new__"]
         attributes["__new__"] = staticmethod(new)
-        self._point_to(_slot(_Sample).value or 0)
+        self._point_to(_slot(_SampleClass).value or 0)
         return True
 
     def uninstall(self) -> None:
@@ -81,7 +81,7 @@ def _slot(kind: type) -> ctypes.c_void_p:
 
 def _is_known() -> bool:
     """Whether classes with a ``__new__`` have one address in that place, others that of ``object``, and this type its own."""
-    ours, plain = _slot(_Sample).value, _slot(_Plain).value
+    ours, plain = _slot(_SampleClass).value, _slot(_Plain).value
     own = _slot(torch.device).value
     return (
         ours == _slot(_Another).value

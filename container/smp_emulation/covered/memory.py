@@ -9,7 +9,7 @@ import resource
 from collections import OrderedDict
 from typing import Any
 
-from smp_emulation.calls import Call, instead, nothing, refused
+from smp_emulation.calls import CoveredCall, instead, nothing, refused
 from smp_emulation.devices import NAME, index_of, memory_of_the_machine
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -127,7 +127,7 @@ def _set_fraction(fraction: float, device: Any = None) -> None:
 PROCESS = "this process's main memory"
 _POOL = "it manages memory of a GPU"
 
-CALLS: tuple[Call, ...] = (
+CALLS: tuple[CoveredCall, ...] = (
     *(
         instead(f"torch.cuda.{name}", PROCESS, allocated)
         for name in ("memory_allocated", "memory_reserved", "memory_cached")

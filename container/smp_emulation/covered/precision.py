@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, instead
+from smp_emulation.calls import CoveredCall, instead
 from smp_emulation.devices import kind_here
 
 
@@ -101,14 +101,16 @@ def _custom(original: Any) -> Any:
 
 
 CALLS = (
-    Call("torch.amp.autocast_mode.autocast.__init__", "the CPU's autocast, with the same element type", _autocast_init),
-    Call("torch.amp.GradScaler.__init__", "a scaler for the CPU", _scaler_init),
-    Call("torch.amp.custom_fwd", "acts in the CPU's autocast", _custom),
-    Call("torch.amp.custom_bwd", "acts in the CPU's autocast", _custom),
-    Call("torch.is_autocast_enabled", "the CPU's autocast", _is_enabled),
-    Call("torch.get_autocast_dtype", "the CPU's autocast", _dtype),
-    Call("torch.get_autocast_gpu_dtype", "the CPU's autocast", _gpu_dtype),
-    Call("torch.set_autocast_enabled", "the CPU's autocast", _set_enabled),
-    Call("torch.set_autocast_dtype", "the CPU's autocast", _set_dtype),
+    CoveredCall(
+        "torch.amp.autocast_mode.autocast.__init__", "the CPU's autocast, with the same element type", _autocast_init
+    ),
+    CoveredCall("torch.amp.GradScaler.__init__", "a scaler for the CPU", _scaler_init),
+    CoveredCall("torch.amp.custom_fwd", "acts in the CPU's autocast", _custom),
+    CoveredCall("torch.amp.custom_bwd", "acts in the CPU's autocast", _custom),
+    CoveredCall("torch.is_autocast_enabled", "the CPU's autocast", _is_enabled),
+    CoveredCall("torch.get_autocast_dtype", "the CPU's autocast", _dtype),
+    CoveredCall("torch.get_autocast_gpu_dtype", "the CPU's autocast", _gpu_dtype),
+    CoveredCall("torch.set_autocast_enabled", "the CPU's autocast", _set_enabled),
+    CoveredCall("torch.set_autocast_dtype", "the CPU's autocast", _set_dtype),
     instead("torch.cuda.amp.common.amp_definitely_not_available", "False", lambda: False),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, instead
+from smp_emulation.calls import CoveredCall, instead
 from smp_emulation.devices import here, kind_here
 
 logger = logging.getLogger("smp_emulation")
@@ -188,17 +188,17 @@ CALLS = (
     instead("torch.cuda.comm.reduce_add_coalesced", "sums", _sums),
     instead("torch.cuda.comm.scatter", "copies of parts", _parts),
     instead("torch.cuda.comm.gather", "one tensor", _together),
-    Call("torch.distributed.init_process_group", "gloo for NCCL, with a line in the log", _init_process_group),
-    Call("torch.distributed.ProcessGroupNCCL", "has Options, which are not read", _nccl_group, is_new=True),
-    Call("torch.distributed.new_group", "gloo for NCCL", _with_backend),
-    Call("torch.distributed.barrier", "without device_ids", _barrier),
+    CoveredCall("torch.distributed.init_process_group", "gloo for NCCL, with a line in the log", _init_process_group),
+    CoveredCall("torch.distributed.ProcessGroupNCCL", "has Options, which are not read", _nccl_group, is_new=True),
+    CoveredCall("torch.distributed.new_group", "gloo for NCCL", _with_backend),
+    CoveredCall("torch.distributed.barrier", "without device_ids", _barrier),
     *(
-        Call(f"torch.distributed.{name}", "the CPU for a CUDA device", _with_device)
+        CoveredCall(f"torch.distributed.{name}", "the CPU for a CUDA device", _with_device)
         for name in ("broadcast_object_list", "send_object_list", "recv_object_list")
     ),
     instead("torch.distributed.is_nccl_available", "True", lambda: True),
-    Call("torch.distributed.init_device_mesh", "a mesh of CPUs", _init_device_mesh),
-    Call("torch.distributed.DeviceMesh.__init__", "a mesh of CPUs", _device_mesh),
-    Call("torch.nn.parallel.DistributedDataParallel.__init__", "without device_ids", _ddp),
-    Call("torch.nn.DataParallel.__init__", "calls its module", _data_parallel),
+    CoveredCall("torch.distributed.init_device_mesh", "a mesh of CPUs", _init_device_mesh),
+    CoveredCall("torch.distributed.DeviceMesh.__init__", "a mesh of CPUs", _device_mesh),
+    CoveredCall("torch.nn.parallel.DistributedDataParallel.__init__", "without device_ids", _ddp),
+    CoveredCall("torch.nn.DataParallel.__init__", "calls its module", _data_parallel),
 )

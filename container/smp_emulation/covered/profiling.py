@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from smp_emulation.calls import Call, instead, nothing
+from smp_emulation.calls import CoveredCall, instead, nothing
 from smp_emulation.devices import index_of
 
 
@@ -94,7 +94,7 @@ class _PlanCache:
         return self
 
 
-CALLS: tuple[Call, ...] = (
+CALLS: tuple[CoveredCall, ...] = (
     instead("torch.cuda.nvtx.range_push", "counts the depth", _push),
     instead("torch.cuda.nvtx.range_pop", "counts the depth", _pop),
     instead("torch.cuda.nvtx.range_start", "0", lambda msg: 0),

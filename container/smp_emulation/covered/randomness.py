@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, instead
+from smp_emulation.calls import CoveredCall, instead
 from smp_emulation.devices import count, here, index_of
 
 
@@ -74,6 +74,6 @@ CALLS = (
     instead("torch.cuda.get_rng_state_all", _SHARED, _get_states),
     instead("torch.cuda.set_rng_state", _SHARED, _set_state),
     instead("torch.cuda.set_rng_state_all", _SHARED, _set_states),
-    Call("torch.cuda.default_generators", _SHARED, lambda original: (torch.default_generator,) * count()),
-    Call("torch.Generator", "a generator of the CPU", _generator),
+    CoveredCall("torch.cuda.default_generators", _SHARED, lambda original: (torch.default_generator,) * count()),
+    CoveredCall("torch.Generator", "a generator of the CPU", _generator),
 )

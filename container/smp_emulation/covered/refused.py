@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smp_emulation.calls import Call, instead, refused
+from smp_emulation.calls import CoveredCall, instead, refused
 from smp_emulation.errors import NeedsGpuError
 
 _GRAPH = "a CUDA graph is a recording of kernels"
@@ -33,7 +33,7 @@ def _no_device_here() -> None:
     )
 
 
-CALLS: tuple[Call, ...] = (
+CALLS: tuple[CoveredCall, ...] = (
     *(refused(f"torch.cuda.{name}", _GRAPH, _RUN_EAGERLY, is_class=True) for name in ("CUDAGraph", "graph")),
     *(refused(f"torch.cuda.{name}", _GRAPH, _RUN_EAGERLY) for name in ("make_graphed_callables", "graph_pool_handle")),
     refused("torch.accelerator.Graph", _GRAPH, _RUN_EAGERLY, is_class=True),
@@ -62,7 +62,7 @@ CALLS: tuple[Call, ...] = (
         for name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "unique_id", "init_rank")
     ),
     *(refused(f"torch.cuda.tunable.{name}", _TUNED) for name in ("tune_gemm_in_file", "mgpu_tune_gemm_in_file")),
-    Call(
+    CoveredCall(
         "torch.cuda._lazy_init",
         "refused: asks PyTorch's own code for a device",
         lambda original: _no_device_here,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import Call, asked_by_pytorch_or_us, instead, nothing
+from smp_emulation.calls import CoveredCall, asked_by_pytorch_or_us, instead, nothing
 from smp_emulation.devices import CPU, here, index_of, initialize
 
 #: Functions of ``torch`` with an argument ``device``.
@@ -203,29 +203,32 @@ def _type_of(name: str, among: Any = torch) -> Callable[[Any], Any]:
 TYPES = [f"{name}Tensor" for name in "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()]
 
 CALLS = (
-    *(Call(name, "the CPU for a CUDA device, plain memory for pinned", _with_device) for name in FACTORIES),
-    Call("torch.Tensor.to", "the CPU for a CUDA device; a copy for 'cpu', as from a GPU", _tensor_to),
-    Call("torch.Tensor.cuda", "the tensor itself", _tensor_cuda),
-    Call("torch.Tensor.cpu", "a copy, as from a GPU", _tensor_cpu),
-    Call("torch.Tensor.type", "names and takes types of torch.cuda", _tensor_type),
-    Call("torch.Tensor.is_cuda", "True for scripts", _is_cuda),
-    Call("torch.Tensor.get_device", "the current device, for scripts", _get_device),
+    *(CoveredCall(name, "the CPU for a CUDA device, plain memory for pinned", _with_device) for name in FACTORIES),
+    CoveredCall("torch.Tensor.to", "the CPU for a CUDA device; a copy for 'cpu', as from a GPU", _tensor_to),
+    CoveredCall("torch.Tensor.cuda", "the tensor itself", _tensor_cuda),
+    CoveredCall("torch.Tensor.cpu", "a copy, as from a GPU", _tensor_cpu),
+    CoveredCall("torch.Tensor.type", "names and takes types of torch.cuda", _tensor_type),
+    CoveredCall("torch.Tensor.is_cuda", "True for scripts", _is_cuda),
+    CoveredCall("torch.Tensor.get_device", "the current device, for scripts", _get_device),
     instead("torch.Tensor.pin_memory", "the tensor itself", lambda self, device=None: self),
     instead("torch.Tensor.is_pinned", "False", lambda self, device=None: False),
     instead("torch.Tensor.record_stream", "nothing to remember", nothing),
-    *(Call(f"torch.{kind}.cuda", "the storage itself", _storage_cuda) for kind in ("UntypedStorage", "TypedStorage")),
     *(
-        Call(f"torch.{kind}.to", "the CPU for a CUDA device", _storage_to)
+        CoveredCall(f"torch.{kind}.cuda", "the storage itself", _storage_cuda)
         for kind in ("UntypedStorage", "TypedStorage")
     ),
-    Call("torch.set_default_tensor_type", "the CPU's type", _default_tensor_type),
-    Call("torch.set_default_device", "the CPU for a CUDA device", _taking_device(0)),
-    Call("torch.utils._device.DeviceContext.__init__", "the CPU for a CUDA device", _taking_device(1)),
-    Call("torch.nn.Module.to", "the CPU for a CUDA device", _taking_device(1)),
-    Call("torch.nn.Module.to_empty", "the CPU for a CUDA device", _taking_device(1)),
-    *(Call(f"torch.cuda.{name}", f"makes torch.{name}", _type_of(name)) for name in TYPES),
     *(
-        Call(f"torch.cuda.sparse.{name}", f"makes torch.sparse.{name}", _type_of(name, torch.sparse))
+        CoveredCall(f"torch.{kind}.to", "the CPU for a CUDA device", _storage_to)
+        for kind in ("UntypedStorage", "TypedStorage")
+    ),
+    CoveredCall("torch.set_default_tensor_type", "the CPU's type", _default_tensor_type),
+    CoveredCall("torch.set_default_device", "the CPU for a CUDA device", _taking_device(0)),
+    CoveredCall("torch.utils._device.DeviceContext.__init__", "the CPU for a CUDA device", _taking_device(1)),
+    CoveredCall("torch.nn.Module.to", "the CPU for a CUDA device", _taking_device(1)),
+    CoveredCall("torch.nn.Module.to_empty", "the CPU for a CUDA device", _taking_device(1)),
+    *(CoveredCall(f"torch.cuda.{name}", f"makes torch.{name}", _type_of(name)) for name in TYPES),
+    *(
+        CoveredCall(f"torch.cuda.sparse.{name}", f"makes torch.sparse.{name}", _type_of(name, torch.sparse))
         for name in TYPES
         if hasattr(torch.sparse, name)
     ),

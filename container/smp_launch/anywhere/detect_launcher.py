@@ -40,7 +40,7 @@ _POD_RANK, _PODS, _RENDEZVOUS = "PET_NODE_RANK", "PET_NNODES", "PET_RDZV_ENDPOIN
 _POD_ADDRESS, _POD_PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
 
 
-class Kind(str, enum.Enum):
+class LauncherKind(str, enum.Enum):
     """What was recognised; the value is its name for people."""
 
     OPTIONS = "--hosts and --host-rank"
@@ -85,7 +85,7 @@ class Surroundings:
         port: there; 0 for any that is free.
     """
 
-    kind: Kind
+    kind: LauncherKind
     host: str
     ranks: int
     first_rank: int
@@ -98,7 +98,7 @@ class Surroundings:
     @property
     def uses_mpi(self) -> bool:
         """Whether MPI brings the ranks together."""
-        return self.kind is Kind.MPI
+        return self.kind is LauncherKind.MPI
 
     @property
     def one_host(self) -> bool:
@@ -107,7 +107,7 @@ class Surroundings:
 
     def describe(self) -> str:
         """``a step of SLURM (srun): 2 ranks here (2 to 3 of 4), which meet at node1:29400``, for the log."""
-        if self.kind is Kind.SLURM_ALLOCATION:
+        if self.kind is LauncherKind.SLURM_ALLOCATION:
             return f"{self.kind.value}, on {self.host}"
         last = self.first_rank + self.ranks - 1
         if self.is_rank:
@@ -140,7 +140,7 @@ def recognise(environ: Mapping[str, str], given: Given) -> Surroundings:
         if place_of_step(environ) is not None:
             return _of_hosts_of_step(environ, given)
         if environ.get("SLURM_JOB_ID") and not environ.get(ELASTIC_VARIABLE):
-            return Surroundings(Kind.SLURM_ALLOCATION, _host_name(environ), 0, 0, 0)
+            return Surroundings(LauncherKind.SLURM_ALLOCATION, _host_name(environ), 0, 0, 0)
         return _of_sagemaker(environ, given) or _of_machine(environ, given)
     if (given.processes or 1) > 1:
         raise ConfigError(
@@ -198,7 +198,7 @@ def _of_options(environ: Mapping[str, str], given: Given) -> Surroundings:
         )
     ranks = _ranks(environ, given)
     host = environ.get("SMP_HOST") or f"{socket.gethostname()}-{mine}"
-    return Surroundings(Kind.OPTIONS, host, ranks, mine * ranks, hosts * ranks, address=address, port=int(port))
+    return Surroundings(LauncherKind.OPTIONS, host, ranks, mine * ranks, hosts * ranks, address=address, port=int(port))
 
 
 def _is_pod(environ: Mapping[str, str]) -> bool:
@@ -234,7 +234,7 @@ def _of_pod(environ: Mapping[str, str], given: Given) -> Surroundings:
         )
     asked = environ.get(POD_PROCESSES_VARIABLE, "")
     ranks = given.processes or (int(asked) if is_count(asked) and int(asked) else _ranks(environ, given))
-    return _of_hosts(Kind.KUBERNETES, environ, ranks, int(pods), int(mine), address, int(port or 0))
+    return _of_hosts(LauncherKind.KUBERNETES, environ, ranks, int(pods), int(mine), address, int(port or 0))
 
 
 def _tasks_are_hosts(environ: Mapping[str, str]) -> bool:
@@ -246,7 +246,7 @@ def _of_hosts_of_step(environ: Mapping[str, str], given: Given) -> Surroundings:
     if place is None:
         raise AssertionError("this is no step of SLURM")
     address, port = _meeting_place_of_step(environ)
-    return _of_hosts(Kind.SLURM_STEP, environ, _ranks(environ, given), place.size, place.rank, address, port)
+    return _of_hosts(LauncherKind.SLURM_STEP, environ, _ranks(environ, given), place.size, place.rank, address, port)
 
 
 def _meeting_place_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -274,17 +274,17 @@ def _of_rank(started: Started, environ: Mapping[str, str]) -> Surroundings:
     host = _host_name(environ)
     if started.launcher.speaks_mpi:
         local, ranks = (environ.get(f"OMPI_COMM_WORLD_LOCAL_{what}", "") for what in ("RANK", "SIZE"))
-        kind, address, port = Kind.MPI, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
+        kind, address, port = LauncherKind.MPI, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
     elif started.launcher is Launcher.SLURM:
         address, number = _meeting_place_of_step(environ)
-        local, port, kind = environ.get("SLURM_LOCALID", ""), str(number), Kind.SLURM_STEP
+        local, port, kind = environ.get("SLURM_LOCALID", ""), str(number), LauncherKind.SLURM_STEP
         ranks = _tasks_here(environ)
     else:
         local, ranks = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
         if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1 and "SMP_HOST" not in environ:
             host = f"{host}-{environ['GROUP_RANK']}"  # agents are hosts; containers may have one name
-        kind, address, port = Kind.TORCH, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
-    if kind is not Kind.MPI and not (address and port):
+        kind, address, port = LauncherKind.TORCH, environ.get(ADDRESS_VARIABLE, ""), environ.get(PORT_VARIABLE, "")
+    if kind is not LauncherKind.MPI and not (address and port):
         raise ConfigError(
             f"{started.said}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}, where the ranks are to meet: "
             f"{started.launcher.value} sets them; set both to the host and a free port of rank 0"
@@ -327,16 +327,18 @@ def _of_sagemaker(environ: Mapping[str, str], given: Given) -> Surroundings | No
     asked = environ.get(PORT_VARIABLE)
     port = _port(asked) if asked else derived_port(environ.get("TRAINING_JOB_NAME", ""), *hosts)
     named = {**environ, "SMP_HOST": str(here)}
-    return _of_hosts(Kind.SAGEMAKER, named, _ranks(environ, given), len(hosts), hosts.index(here), str(hosts[0]), port)
+    return _of_hosts(
+        LauncherKind.SAGEMAKER, named, _ranks(environ, given), len(hosts), hosts.index(here), str(hosts[0]), port
+    )
 
 
 def _of_machine(environ: Mapping[str, str], given: Given) -> Surroundings:
     ranks = _ranks(environ, given)
-    return _of_hosts(Kind.MACHINE, environ, ranks, 1, 0, "", 0)
+    return _of_hosts(LauncherKind.MACHINE, environ, ranks, 1, 0, "", 0)
 
 
 def _of_hosts(
-    kind: Kind, environ: Mapping[str, str], ranks: int, hosts: int, mine: int, address: str, port: int
+    kind: LauncherKind, environ: Mapping[str, str], ranks: int, hosts: int, mine: int, address: str, port: int
 ) -> Surroundings:
     """One host of several, each of which has as many ranks."""
     if hosts == 1:

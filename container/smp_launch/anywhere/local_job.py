@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from smp_config.errors import ConfigError
 from smp_config.machine.launchers import SECRET_VARIABLE, job_secret
 from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts, restart_count
-from smp_launch.anywhere.detect_launcher import Kind, Surroundings
+from smp_launch.anywhere.detect_launcher import LauncherKind, Surroundings
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.errors import LaunchError
 from smp_launch.failures.failure import Cause, FailureCollector
@@ -33,7 +33,7 @@ from smp_launch.supervision.restarts import Attempt, Restarts
 from smp_launch.supervision.supervise import (
     FAILURE_PATIENCE,
     FAILURE_PATIENCE_ALONE,
-    Outcome,
+    ProgramOutcome,
     Supervisor,
     exit_code,
     grace_seconds,
@@ -44,7 +44,7 @@ from smp_launch.warm.standby import Standby, standby
 from smp_launch.watch.hang_timeout import Patience
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
-from smp_launch.watch.watch import Watch
+from smp_launch.watch.watch import HangWatch
 from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class LocalJob:
     def command(self, ready: Standby | None = None, *, is_restart: bool = False) -> list[str]:
         """What this process runs, or becomes; ``ready`` is what ranks that are started again need not import."""
         surroundings = self.surroundings
-        if surroundings.kind is Kind.SLURM_ALLOCATION:
+        if surroundings.kind is LauncherKind.SLURM_ALLOCATION:
             return [*_SRUN, *self.again]
         local = str(surroundings.local_rank) if surroundings.is_rank else "{}"
         rank = program("smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words)
@@ -199,7 +199,7 @@ class LocalJob:
             if patience.watches or keeps:
                 passed[FOLDER_VARIABLE] = str(reports)
             if patience.watches:
-                supervisor.watch = Watch([LocalRanks(reports, wakes=True)], patience, surroundings.size)
+                supervisor.watch = HangWatch([LocalRanks(reports, wakes=True)], patience, surroundings.size)
             is_restart = restart_count(environ) > 0
             if is_restart:
                 ready.hurry()
@@ -212,7 +212,7 @@ class LocalJob:
             step = last_step(reports, cause.rank) if cause else None
             return Attempt(code, cause, step, outcome.stopped_by is not None)
 
-    def _verdict(self, outcome: Outcome, collector: FailureCollector) -> tuple[int, Cause | None]:
+    def _verdict(self, outcome: ProgramOutcome, collector: FailureCollector) -> tuple[int, Cause | None]:
         if outcome.hang is not None:
             if (report := write_report(Path.cwd(), outcome.hang)) is not None:
                 say(f"the report on the hang is {report}")

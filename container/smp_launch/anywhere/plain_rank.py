@@ -15,8 +15,8 @@ from pathlib import Path
 
 from smp_config.machine.interfaces import LOOPBACK, interface_towards
 from smp_config.machine.launchers import ADDRESS_VARIABLE, PORT_VARIABLE, PROCESS_MODE_VARIABLE
-from smp_launch.anywhere.detect_launcher import Kind, Surroundings
-from smp_launch.ranks.script import Place, Program, Wrapper, run_to_end
+from smp_launch.anywhere.detect_launcher import LauncherKind, Surroundings
+from smp_launch.ranks.script import Program, RankPlace, Wrapper, run_to_end
 from smp_launch.ranks.torch_entry_points import make_findable
 from smp_launch.sagemaker.environment import cpu_count
 
@@ -43,12 +43,12 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code; where other ranks are, a failing script ends the process instead.
     """
-    place = Place()
+    place = RankPlace()
     wrapper = Wrapper("smp_launch.anywhere.plain_rank", arguments)
     return run_to_end(place, lambda: enter(place, arguments), wrapper)
 
 
-def enter(place: Place, arguments: Sequence[str]) -> Program:
+def enter(place: RankPlace, arguments: Sequence[str]) -> Program:
     """Make this process the rank that its environment says, tell ``place`` which, and give its program."""
     local, _, script, *words = arguments
     surroundings = from_text(os.environ.pop(SURROUNDINGS_VARIABLE))
@@ -89,7 +89,7 @@ def rank_variables(surroundings: Surroundings, local: int, with_parameters: bool
         "SMP_LOCAL_RANK": str(local),
         "SMP_LOCAL_SIZE": str(surroundings.ranks),
         "SMP_HOST": surroundings.host,
-        PROCESS_MODE_VARIABLE: str(int(surroundings.kind is Kind.MACHINE)),
+        PROCESS_MODE_VARIABLE: str(int(surroundings.kind is LauncherKind.MACHINE)),
     }
     if not surroundings.uses_mpi:
         values |= {
@@ -128,7 +128,7 @@ def to_text(surroundings: Surroundings) -> str:
 def from_text(text: str) -> Surroundings:
     """The opposite of :func:`to_text`."""
     given: Mapping[str, object] = json.loads(text)
-    return Surroundings(**{**given, "kind": Kind(given["kind"])})  # type: ignore[arg-type]  # as they were written
+    return Surroundings(**{**given, "kind": LauncherKind(given["kind"])})  # type: ignore[arg-type]  # as they were written
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from smp_config.formats.values import dictionary
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
 from smp_config.machine.disk_space import full_disk, no_more_files
 from smp_config.parameters import ModelParallelParameters
-from smp_launch.anywhere.detect_launcher import Given, Kind, recognise
+from smp_launch.anywhere.detect_launcher import Given, LauncherKind, recognise
 from smp_launch.anywhere.local_job import LocalJob, plan
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
@@ -75,7 +75,7 @@ def run_script(
 
 def _run(job: LocalJob, failure_file: str | None, environ: Mapping[str, str]) -> int:
     try:
-        if job.surroundings.is_rank or job.surroundings.kind is Kind.SLURM_ALLOCATION:
+        if job.surroundings.is_rank or job.surroundings.kind is LauncherKind.SLURM_ALLOCATION:
             job.become(environ)
         lifeline = environ.get(LIFELINE_VARIABLE) == "1"
         with StopRequests(lifeline, patience=grace_seconds(environ) + LAST_RESORT) as stop:
@@ -107,7 +107,7 @@ def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:
     return code
 
 
-def _parameters(given: str | None, kind: Kind, environ: Mapping[str, str]) -> ModelParallelParameters | None:
+def _parameters(given: str | None, kind: LauncherKind, environ: Mapping[str, str]) -> ModelParallelParameters | None:
     """Those of the command line, else of the environment, else of a SageMaker job.
 
     Raises:
@@ -124,6 +124,6 @@ def _parameters(given: str | None, kind: Kind, environ: Mapping[str, str]) -> Mo
                 f"{PARAMETERS_VARIABLE} is no JSON ({error}); it holds the job's mp_parameters: correct or unset it, or give "
                 "--parameters"
             ) from None
-    elif kind is Kind.SAGEMAKER:
+    elif kind is LauncherKind.SAGEMAKER:
         found = decoded_hyperparameter(Tree.from_environment(environ).read_config("hyperparameters").get(MP_PARAMETERS))
     return None if found is None else ModelParallelParameters.from_mp_parameters(found)

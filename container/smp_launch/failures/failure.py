@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from smp_records.records import FAILURE_CHARACTERS, FailureRecord, parse_failure
 
 if TYPE_CHECKING:
-    from smp_launch.machine.output import Line
+    from smp_launch.machine.output import OutputLine
 
 #: Of a failing rank's record, which it leaves whole where the launcher runs on its machine; its line is cut, and may be lost.
 REPORT_SUFFIX = ".json"
@@ -114,7 +114,7 @@ class FailureCollector:
         """Whether a rank is known to have failed."""
         return bool(self.records or self._ended(_BY_SIGNAL) or self._ended(_BY_CODE))
 
-    def take(self, line: Line) -> list[str]:
+    def take(self, line: OutputLine) -> list[str]:
         """Hear a line.
 
         Returns:

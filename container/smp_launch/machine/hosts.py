@@ -22,7 +22,7 @@ SIMULATED_VARIABLE = "SMP_LAUNCH_HOSTS_ON_ONE_MACHINE"
 LAYOUT_VARIABLE = "SMP_LAUNCH_LAYOUT"
 
 
-class Kind(str, enum.Enum):
+class ScriptKind(str, enum.Enum):
     """What starts the script, and which library it may import."""
 
     #: One process per host, started directly.
@@ -38,7 +38,7 @@ class Layout:
 
     hosts: tuple[str, ...]
     processes_per_host: int
-    kind: Kind
+    kind: ScriptKind
     simulated: bool = False
 
     @classmethod
@@ -65,7 +65,7 @@ class Layout:
                 )
         if not settings.uses_mpi:
             # Without mpirun the hosts know nothing of each other; each is a world of one.
-            return cls((current_host,), 1, Kind.SCRIPT, simulated)
+            return cls((current_host,), 1, ScriptKind.SCRIPT, simulated)
         data = settings.data_parallel is not None and settings.data_parallel.enabled
         processes = mpi.processes_per_host if mpi else None
         if processes is None and data:
@@ -88,7 +88,13 @@ class Layout:
                 f"the job has {len(hosts) * processes} ranks = processes_per_host {processes} × {len(hosts)} host(s), and no "
                 f"job has more than {MOST_RANKS:,}: lower one of the two"
             )
-        kind = Kind.DATA_PARALLEL if data else Kind.MODEL_PARALLEL if settings.model_parallel else Kind.MPI
+        kind = (
+            ScriptKind.DATA_PARALLEL
+            if data
+            else ScriptKind.MODEL_PARALLEL
+            if settings.model_parallel
+            else ScriptKind.MPI
+        )
         layout = cls(tuple(hosts), processes, kind, simulated)
         if settings.model_parallel is not None:
             settings.model_parallel.topology(layout.world_size)
@@ -146,4 +152,4 @@ class Layout:
     def from_environment(cls, environ: Mapping[str, str]) -> Layout:
         """The layout that the leader handed to this rank."""
         given = json.loads(environ[LAYOUT_VARIABLE])
-        return cls(**{**given, "hosts": tuple(given["hosts"]), "kind": Kind(given["kind"])})
+        return cls(**{**given, "hosts": tuple(given["hosts"]), "kind": ScriptKind(given["kind"])})

@@ -28,7 +28,7 @@ _LONGEST_LINE = (1 << 20) - (1 << 17)
 
 
 @dataclass(frozen=True)
-class Line:
+class OutputLine:
     """One line, without its line break. ``rank`` is None for what mpirun itself says."""
 
     text: str
@@ -49,9 +49,9 @@ class LineAssembler:
     _held: bytes = b""
     _cut_of: int | None = None
 
-    def feed(self, data: bytes) -> list[Line]:
+    def feed(self, data: bytes) -> list[OutputLine]:
         """Add what was read; the lines that it completes."""
-        lines: list[Line] = []
+        lines: list[OutputLine] = []
         if self.tags != "fragments":
             self._append(_UNTAGGED, data, lines)
             return lines
@@ -67,9 +67,9 @@ class LineAssembler:
         self._append(self._rank, rest, lines)
         return lines
 
-    def finish(self) -> list[Line]:
+    def finish(self) -> list[OutputLine]:
         """The lines that never got their line break."""
-        lines: list[Line] = []
+        lines: list[OutputLine] = []
         held, self._held = self._held, b""
         self._append(self._rank, held, lines)
         for rank, partial in sorted(self._partial.items()):
@@ -78,7 +78,7 @@ class LineAssembler:
         self._partial.clear()
         return lines
 
-    def _append(self, rank: int, data: bytes, lines: list[Line]) -> None:
+    def _append(self, rank: int, data: bytes, lines: list[OutputLine]) -> None:
         at = 0
         while at < len(data):
             end = data.find(b"\n", at)
@@ -96,7 +96,7 @@ class LineAssembler:
                 # A tag stands before every piece of a rank; what follows a line's end without one is mpirun's.
                 rank = self._rank = _UNTAGGED
 
-    def _cut(self, rank: int, lines: list[Line]) -> None:
+    def _cut(self, rank: int, lines: list[OutputLine]) -> None:
         """Pass on what there is of a line that is too long to wait for its end."""
         partial = self._partial[rank]
         end = _last_character(partial)
@@ -106,14 +106,14 @@ class LineAssembler:
         # The next piece has no tag, and is this rank's, too.
         self._cut_of = line.rank
 
-    def _line(self, rank: int, raw: bytes) -> Line:
+    def _line(self, rank: int, raw: bytes) -> OutputLine:
         if self.tags == "lines" and (tag := _TAG.match(raw)):
             rank = int(tag[1])
             raw = raw[tag.end() :].removeprefix(b" ")
         elif self._cut_of is not None:
             rank = self._cut_of
         text = raw.decode("utf-8", "replace").removesuffix("\r")
-        return Line(text, None if rank == _UNTAGGED else rank)
+        return OutputLine(text, None if rank == _UNTAGGED else rank)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from smp_config.recovery import COUNT_VARIABLE, PARAMETERS_VARIABLE, READERS_VAR
 from smp_config.shrink_degrees import fitted, readers
 from smp_config.smddp import BufferSizes
 from smp_launch.isolated import program
-from smp_launch.machine.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.machine.hosts import LAYOUT_VARIABLE, Layout, ScriptKind
 from smp_launch.machine.locked_folders import STATUS_VARIABLE
 from smp_launch.machine.network import PORT_VARIABLE, reserved_port, usable_interface
 from smp_launch.machine.signals import LIFELINE_VARIABLE
@@ -69,7 +69,7 @@ class Job:
         custom = tuple(option for text in texts for option in parse_mpi_options(text))
         merge((), custom).raise_for_conflicts()
         buffers = BufferSizes.from_environment(variables(custom), environ)
-        mpi = None if layout.kind is Kind.SCRIPT else OpenMpi.find(environ)
+        mpi = None if layout.kind is ScriptKind.SCRIPT else OpenMpi.find(environ)
         patience, restarts = Patience.from_environment(environ), max_restarts(environ)
         spares = tuple(training.hosts[len(layout.hosts) :]) if mpi is not None else ()
         parameters = settings.model_parallel
@@ -107,7 +107,7 @@ class Job:
         if self.readers is not None and self.parameters is not None:
             values[PARAMETERS_VARIABLE] = json.dumps(self.parameters.to_mp_parameters())
             values[READERS_VARIABLE] = str(self.readers)
-        if self.layout.kind is not Kind.DATA_PARALLEL or PORT_VARIABLE in environ:
+        if self.layout.kind is not ScriptKind.DATA_PARALLEL or PORT_VARIABLE in environ:
             yield values
         else:
             # The first rank, which the others connect to, is on this host.

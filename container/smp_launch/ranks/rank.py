@@ -14,10 +14,10 @@ from pathlib import Path
 from smp_config.machine.launchers import PROCESS_MODE_VARIABLE
 from smp_config.recovery import FOLDER_VARIABLE, PARAMETERS_VARIABLE
 from smp_launch.errors import LaunchError
-from smp_launch.machine.hosts import LAYOUT_VARIABLE, Kind, Layout
+from smp_launch.machine.hosts import LAYOUT_VARIABLE, Layout, ScriptKind
 from smp_launch.machine.network import network_defaults, usable_interface
 from smp_launch.machine.rank_pipes import REPORT_VARIABLE
-from smp_launch.ranks.script import Place, Program, Wrapper, run_to_end
+from smp_launch.ranks.script import Program, RankPlace, Wrapper, run_to_end
 from smp_launch.ranks.torch_entry_points import make_findable
 from smp_launch.sagemaker.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.sagemaker.tree import BASE_VARIABLE, Tree
@@ -37,17 +37,17 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code; where mpirun runs the ranks, a failing script ends the process instead.
     """
-    place = Place()
+    place = RankPlace()
     return run_to_end(place, lambda: enter(place, arguments), Wrapper("smp_launch.ranks.rank", arguments))
 
 
-def enter(place: Place, arguments: Sequence[str]) -> Program:
+def enter(place: RankPlace, arguments: Sequence[str]) -> Program:
     """Make this process the rank that its environment says, tell ``place`` which, and give its program."""
     words = list(arguments)
     if words[:1] == ["--"]:
         words = words[1:]
     layout = Layout.from_environment(os.environ)
-    place.is_alone = layout.kind is Kind.SCRIPT
+    place.is_alone = layout.kind is ScriptKind.SCRIPT
     place.rank = _rank_of(layout, os.environ)
     place.host = layout.host_of(place.rank)
     place.has_input = False
@@ -76,10 +76,10 @@ def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dic
         "MASTER_ADDR": _LOCALHOST if layout.one_machine else layout.leader,
         "GLOO_SOCKET_IFNAME": interface,
     }
-    if layout.kind is not Kind.SCRIPT:
+    if layout.kind is not ScriptKind.SCRIPT:
         # Open MPI counts per machine; simulated hosts share one.
         values |= {"OMPI_COMM_WORLD_LOCAL_RANK": local, "OMPI_COMM_WORLD_LOCAL_SIZE": str(layout.processes_per_host)}
-    if layout.kind is Kind.DATA_PARALLEL:
+    if layout.kind is ScriptKind.DATA_PARALLEL:
         values |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(layout.world_size),
@@ -108,7 +108,7 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
             "and --rank-by from custom_mpi_options"
         )
     training = TrainingEnvironment.read(tree, environ, host)
-    if layout.kind is not Kind.SCRIPT and tuple(training.hosts) != layout.hosts:
+    if layout.kind is not ScriptKind.SCRIPT and tuple(training.hosts) != layout.hosts:
         now = environ.get(PARAMETERS_VARIABLE)
         training = training.over(layout.hosts, json.loads(now) if now else None)
     if layout.simulated and environ.get(FOLDER_VARIABLE):
@@ -120,7 +120,7 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     wanted = rank_variables(layout, rank, interface, cpu_count())
     for name in _USER_MAY_SET & environ.keys():
         wanted.pop(name)
-    if layout.kind is Kind.MODEL_PARALLEL:
+    if layout.kind is ScriptKind.MODEL_PARALLEL:
         environ.pop("LOCAL_RANK", None)
     environ.pop(LAYOUT_VARIABLE, None)
     hosts = 1 if layout.one_machine else len(layout.hosts)
@@ -132,13 +132,16 @@ def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tr
     environ[BASE_VARIABLE] = str(tree.base)
     environ["SMP_CHECKPOINT_DIR"] = str(tree.base / "checkpoints")
     make_findable(
-        environ, tree.code_dir, smddp=layout.kind is Kind.DATA_PARALLEL, libraries=layout.kind is Kind.MODEL_PARALLEL
+        environ,
+        tree.code_dir,
+        smddp=layout.kind is ScriptKind.DATA_PARALLEL,
+        libraries=layout.kind is ScriptKind.MODEL_PARALLEL,
     )
     return tree
 
 
 def _rank_of(layout: Layout, environ: MutableMapping[str, str]) -> int:
-    if layout.kind is Kind.SCRIPT:
+    if layout.kind is ScriptKind.SCRIPT:
         return 0
     for name in _RANK_VARIABLES:
         if name in environ:

@@ -32,7 +32,7 @@ from smp_records.records import text_of
 
 
 @dataclass
-class Place:
+class RankPlace:
     """Which rank this is, as far as it is known when something fails."""
 
     rank: int = 0
@@ -70,7 +70,7 @@ class Wrapper:
     arguments: Sequence[str]
 
 
-def run_to_end(place: Place, enter: Callable[[], Program], wrapper: Wrapper) -> int:
+def run_to_end(place: RankPlace, enter: Callable[[], Program], wrapper: Wrapper) -> int:
     """Run a rank's script.
 
     Args:
@@ -103,7 +103,7 @@ def run_to_end(place: Place, enter: Callable[[], Program], wrapper: Wrapper) -> 
     return code
 
 
-def _end_failed(place: Place, error: BaseException, folders: Iterable[str]) -> int:
+def _end_failed(place: RankPlace, error: BaseException, folders: Iterable[str]) -> int:
     """Tell why the script has ended; returns the exit code, which is 0 where it has ended well."""
     code: object = 1
     if isinstance(error, SystemExit) and not is_of_debugger(error):
@@ -125,7 +125,7 @@ def _end_failed(place: Place, error: BaseException, folders: Iterable[str]) -> i
     return code if isinstance(code, int) and 0 < code < 256 else 1
 
 
-def _settle(place: Place) -> None:
+def _settle(place: RankPlace) -> None:
     """Write to the launcher itself, and let signals mean what they mean in a program of its own."""
     if place.pipes is not None:
         take_pipes(place.pipes, place.rank)
@@ -138,7 +138,7 @@ def _settle(place: Place) -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _begin(place: Place, program: Program) -> None:
+def _begin(place: RankPlace, program: Program) -> None:
     """From now on this process is watched, can be stopped, and writes as a rank."""
     rank_record.begin(os.environ, place.rank)
     if place.is_supervised:
@@ -148,7 +148,7 @@ def _begin(place: Place, program: Program) -> None:
     forgive_parameters(program.words)
 
 
-def _tell(place: Place, error: BaseException, name: str | None = None) -> None:
+def _tell(place: RankPlace, error: BaseException, name: str | None = None) -> None:
     if place.is_supervised:
         fatal_errors.tell(place.rank, place.host, error, name)
 
@@ -243,7 +243,7 @@ def _run_python(program: Program) -> None:
     exec(code, module.__dict__)
 
 
-def _run_shell(place: Place, program: Program) -> None:
+def _run_shell(place: RankPlace, program: Program) -> None:
     """Run the script with bash; a stop reaches bash and everything it started, and all may finish.
 
     mpirun forwards SIGUSR2 to the whole process group, and it would end whatever does not expect it. So bash and its

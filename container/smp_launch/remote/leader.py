@@ -27,7 +27,7 @@ from smp_launch.supervision.restarts import Attempt, Restarts
 from smp_launch.supervision.supervise import (
     FAILURE_PATIENCE,
     FAILURE_PATIENCE_ALONE,
-    Outcome,
+    ProgramOutcome,
     Supervisor,
     exit_code,
     grace_seconds,
@@ -37,7 +37,7 @@ from smp_launch.supervision.supervise import (
 from smp_launch.warm.standby import Standby, standby
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
-from smp_launch.watch.watch import Watch
+from smp_launch.watch.watch import HangWatch
 from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
@@ -154,18 +154,18 @@ def _start(
         return Attempt(code, cause, step, is_final, is_host_lost=bool(lost))
 
 
-def _watch(job: Job, records: Path, others: OtherHosts | None, passed: dict[str, str]) -> Watch | None:
+def _watch(job: Job, records: Path, others: OtherHosts | None, passed: dict[str, str]) -> HangWatch | None:
     """The watch over all ranks, which are told in ``passed`` where to keep their records; None where it is not wanted."""
     if job.patience.watches or job.restarts:
         passed[FOLDER_VARIABLE] = str(records)
     if not job.patience.watches:
         return None
     there = others.ranks(job.layout.ranks_of()) if others is not None else ()
-    return Watch([LocalRanks(records, wakes=True), *there], job.patience)
+    return HangWatch([LocalRanks(records, wakes=True), *there], job.patience)
 
 
 def _verdict(
-    job: Job, outcome: Outcome, collector: FailureCollector, others: OtherHosts | None
+    job: Job, outcome: ProgramOutcome, collector: FailureCollector, others: OtherHosts | None
 ) -> tuple[int, Cause | None]:
     """The exit code of a start, and why it failed, if it did."""
     if outcome.hang is not None:
@@ -191,7 +191,7 @@ def _lost_host(lost: list[str], when: float | None, collector: FailureCollector)
     )
 
 
-def cause_of(collector: FailureCollector, outcome: Outcome, program: str) -> Cause:
+def cause_of(collector: FailureCollector, outcome: ProgramOutcome, program: str) -> Cause:
     """Why a run of ``program`` failed, by how it ended and what its ranks have told."""
     if outcome.overdue and not collector.records and outcome.stopped_by:
         return Cause(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_launch.failures.fatal_errors import EXIT_SECONDS
-from smp_launch.machine.output import ENDED_PREFIX, STARTED_PREFIX, Line, LineAssembler, WholeLines
+from smp_launch.machine.output import ENDED_PREFIX, STARTED_PREFIX, LineAssembler, OutputLine, WholeLines
 from smp_launch.machine.processes import adopt_orphans, descendants, is_ending, kill_descendants, reap, watch_end
 from smp_launch.machine.rank_pipes import DESCRIPTORS, end_pipes, make_pipes, open_pipe
 from smp_launch.sagemaker.environment import seconds_of
@@ -27,7 +27,7 @@ from smp_records.records import FAILURE_PREFIX
 if TYPE_CHECKING:
     from smp_launch.failures.failure import FailureCollector
     from smp_launch.machine.signals import StopRequests
-    from smp_launch.watch.watch import Hang, Watch
+    from smp_launch.watch.watch import Hang, HangWatch
 
 #: Overrides the seconds that ranks have after a request to stop.
 GRACE_VARIABLE = "SMP_LAUNCH_GRACE_SECONDS"
@@ -72,7 +72,7 @@ _MARKS = tuple(mark.encode() for mark in (STARTED_PREFIX, FAILURE_PREFIX))
 
 
 @dataclass
-class Outcome:
+class ProgramOutcome:
     """How the program ended.
 
     Attributes:
@@ -125,11 +125,11 @@ class Supervisor:
     tags: str | None = None
     apart: Collection[int] = ()
     spare: Collection[int] = ()
-    watch: Watch | None = None
+    watch: HangWatch | None = None
     pipes: Path | None = None
     _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
     _process: subprocess.Popen[bytes] = field(init=False)
-    _outcome: Outcome = field(init=False, default_factory=lambda: Outcome(0))
+    _outcome: ProgramOutcome = field(init=False, default_factory=lambda: ProgramOutcome(0))
     _deadline: float = field(init=False, default=float("inf"))
     _why: str = field(init=False, default="")
     _open_pipes: set[int] = field(init=False, default_factory=set)
@@ -142,7 +142,7 @@ class Supervisor:
     _stop_sent: bool = field(init=False, default=False)
     _orphans_ended: bool = field(init=False, default=False)
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str], cwd: str | os.PathLike[str]) -> Outcome:
+    def run(self, command: Sequence[str], environ: Mapping[str, str], cwd: str | os.PathLike[str]) -> ProgramOutcome:
         """Run to the end. No process that it started is alive when it returns."""
         adopt_orphans()
         self._outcome.ended_unheard = set() if self.local else None
@@ -261,11 +261,11 @@ class Supervisor:
             write(lines, descriptor)
         else:
             texts = lines.decode("utf-8", "replace").split("\n")[:-1]
-            show([shown for text in texts for shown in self._take(Line(text, rank))], descriptor)
+            show([shown for text in texts for shown in self._take(OutputLine(text, rank))], descriptor)
         if not data:
             self._close_pipe(pipe)
 
-    def _take(self, line: Line) -> list[str]:
+    def _take(self, line: OutputLine) -> list[str]:
         """Hear a line; returns what is shown for it."""
         if started := _STARTED.search(line.text):
             self._on_rank_start(int(started[1]), int(started[2]))
@@ -427,7 +427,7 @@ def stop_code(reason: str) -> int:
     return _STOP_CODES.get(reason, 143)
 
 
-def exit_code(outcome: Outcome) -> int:
+def exit_code(outcome: ProgramOutcome) -> int:
     """The exit code of a run that did not end well, as a shell has them."""
     if outcome.stopped_by:
         return stop_code(outcome.stopped_by)

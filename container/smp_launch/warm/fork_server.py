@@ -234,11 +234,11 @@ def wait_for_report(listener: socket.socket) -> NoReturn:
 
 def make_ready(report: Mapping[str, Any], listener: socket.socket) -> str | None:
     """Import what the rank has; why no rank can be forked from this process then, None where it can."""
-    from smp_launch.ranks.script import Place, whole_lines  # which has weight, and a job may never come so far
+    from smp_launch.ranks.script import RankPlace, whole_lines  # which has weight, and a job may never come so far
 
     before = Shared.now()
     wrapper = importlib.import_module(str(report["module"]))
-    entered = wrapper.enter(Place(), report["arguments"])
+    entered = wrapper.enter(RankPlace(), report["arguments"])
     whole_lines()
     entered.lead_imports()
     prepare(report["names"], is_waited_for(listener))

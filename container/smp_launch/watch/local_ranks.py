@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from smp_launch.watch import stacks
-from smp_launch.watch.position import Position, position_of
+from smp_launch.watch.position import RankPosition, position_of
 from smp_launch.watch.states import is_active, states_with_children
 from smp_records import rank_record
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SAMPLE_SECONDS = 0.5
 
 
-class Ranks(Protocol):
+class WatchedRanks(Protocol):
     """The ranks of one machine. Times are those of the monotonic clock of whoever asks."""
 
     def glances(self) -> Mapping[int, Glance]:
@@ -29,12 +29,12 @@ class Ranks(Protocol):
     def ask(self) -> None:
         """Have the positions made ready, for a verdict that may end the job."""
 
-    def positions(self) -> Mapping[int, Position]:
+    def positions(self) -> Mapping[int, RankPosition]:
         """Where each rank is; none of those that cannot be reached."""
 
 
 class LocalRanks:
-    """See :class:`Ranks`.
+    """See :class:`WatchedRanks`.
 
     Args:
         folder: where the ranks keep their records.
@@ -46,7 +46,7 @@ class LocalRanks:
         self._wakes = wakes
 
     def glances(self) -> dict[int, Glance]:
-        """See :class:`Ranks`."""
+        """See :class:`WatchedRanks`."""
         found = {}
         for name in self._names():
             if (glance := rank_record.glance(self._folder / name)) is not None:
@@ -60,10 +60,10 @@ class LocalRanks:
             return []
 
     def ask(self) -> None:
-        """See :class:`Ranks`; nothing has to be made ready here."""
+        """See :class:`WatchedRanks`; nothing has to be made ready here."""
 
-    def positions(self) -> dict[int, Position]:
-        """See :class:`Ranks`; takes half a second, in which it is seen who computes."""
+    def positions(self) -> dict[int, RankPosition]:
+        """See :class:`WatchedRanks`; takes half a second, in which it is seen who computes."""
         records = rank_record.read_all(self._folder)
         pids = {rank: where.pid for rank, where in records.items()}
         states = states_with_children(pids.values())

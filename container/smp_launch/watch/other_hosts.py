@@ -17,7 +17,7 @@ from typing import IO
 from pydantic import TypeAdapter, ValidationError
 
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.position import Position  # noqa: TC001 - as above
+from smp_launch.watch.position import RankPosition  # noqa: TC001 - as above
 from smp_records.rank_record import Glance  # noqa: TC001 - pydantic reads it
 
 #: Requests of the leader.
@@ -41,7 +41,7 @@ class _Answer:
 
     now: float
     glances: dict[int, Glance]
-    positions: dict[int, Position] | None = None
+    positions: dict[int, RankPosition] | None = None
 
 
 _answers = TypeAdapter(_Answer)
@@ -57,7 +57,7 @@ def answer(request: str, folder: Path) -> str | None:
 
 
 class OtherHost:
-    """See :class:`~smp_launch.watch.local_ranks.Ranks`: the ranks of a host, over its connection.
+    """See :class:`~smp_launch.watch.local_ranks.WatchedRanks`: the ranks of a host, over its connection.
 
     Args:
         requests: what is written to the host.
@@ -71,23 +71,23 @@ class OtherHost:
         self._answers = answers
         self._heard = bytearray()
         self._glances: dict[int, Glance] = {}
-        self._positions: dict[int, Position] | None = None
+        self._positions: dict[int, RankPosition] | None = None
         self._is_asked = False
 
     def glances(self) -> dict[int, Glance]:
-        """See :class:`Ranks`: what the host has said last; it is asked anew."""
+        """See :class:`WatchedRanks`: what the host has said last; it is asked anew."""
         self._hear(0.0)
         if not self._is_asked:
             self._request(GLANCE)
         return self._glances
 
     def ask(self) -> None:
-        """See :class:`Ranks`."""
+        """See :class:`WatchedRanks`."""
         self._positions = None
         self._request(WHERE)
 
-    def positions(self) -> Mapping[int, Position]:
-        """See :class:`Ranks`."""
+    def positions(self) -> Mapping[int, RankPosition]:
+        """See :class:`WatchedRanks`."""
         deadline = time.monotonic() + _PATIENCE
         while self._positions is None and (left := deadline - time.monotonic()) > 0 and self._hear(left):
             pass
@@ -134,7 +134,7 @@ class OtherHost:
             self._positions = {rank: position for rank, position in found.items() if rank in self._ranks}
 
 
-def _shifted(position: Position, later: float) -> Position:
+def _shifted(position: RankPosition, later: float) -> RankPosition:
     """The same by another clock."""
     where = position.where
     moved = dataclasses.replace(where, when=where.when + later, long_until=where.long_until + later)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from smp_launch.watch.stacks import Frame, Thread  # noqa: TC001 - pydantic reads the class
 from smp_launch.watch.states import State  # noqa: TC001 - as above
-from smp_records.rank_record import BETWEEN, Line, Waiting, Whereabouts
+from smp_records.rank_record import BETWEEN, ScriptLine, Waiting, Whereabouts
 from smp_records.script_lines import is_ours, is_script_s, is_standard
 
 _LOADER = os.path.join("torch", "utils", "data", "")
@@ -35,7 +35,7 @@ class Standing(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Position:
+class RankPosition:
     """One rank of a job that does not go on.
 
     Attributes:
@@ -52,7 +52,7 @@ class Position:
     where: Whereabouts
     standing: Standing
     seconds: float
-    line: Line
+    line: ScriptLine
     doing: str = ""
     call: str = ""
     wait: Waiting | None = None
@@ -89,7 +89,7 @@ def moment(where: Whereabouts) -> str:
 
 def position_of(
     where: Whereabouts, state: State, threads: Sequence[Thread], now: float, *, is_active: bool
-) -> Position:
+) -> RankPosition:
     """Where a rank stands.
 
     Args:
@@ -118,7 +118,7 @@ def position_of(
         call = wait.what
     if standing is Standing.WAITING and wait is not None and not line:
         line = wait.line
-    return Position(where, standing, seconds, line, doing, call, wait, is_active, compiling, tuple(threads))
+    return RankPosition(where, standing, seconds, line, doing, call, wait, is_active, compiling, tuple(threads))
 
 
 def _of_script(threads: Sequence[Thread], main: int) -> Thread | None:
@@ -164,9 +164,9 @@ def _doing(thread: Thread) -> str:
     return "does not go on"
 
 
-def _line(thread: Thread) -> Line:
+def _line(thread: Thread) -> ScriptLine:
     frame = next((frame for frame in thread.frames if is_script_s(frame.file)), None)
-    return Line(frame.file, frame.line) if frame is not None else Line("", 0)
+    return ScriptLine(frame.file, frame.line) if frame is not None else ScriptLine("", 0)
 
 
 def _call(thread: Thread) -> str:

@@ -17,7 +17,7 @@ from smp_launch.watch.states import State
 from smp_records import rank_record
 
 if TYPE_CHECKING:
-    from smp_launch.watch.position import Position
+    from smp_launch.watch.position import RankPosition
     from smp_launch.watch.watch import Hang
 
 #: In the folder of the job's output.
@@ -39,12 +39,12 @@ def cause_of_hang(hang: Hang, host_of: Callable[[int], str]) -> Cause:
     return Cause(f"{who}: {hang.verdict.text}", detail, rank=rank)
 
 
-def summary(positions: Mapping[int, Position]) -> str:
+def summary(positions: Mapping[int, RankPosition]) -> str:
     """A line for each rank."""
     return "\n".join(describe(position) for position in positions.values())
 
 
-def describe(position: Position) -> str:
+def describe(position: RankPosition) -> str:
     """Where a rank stands, in one line."""
     where = position.where
     step = f"step {where.step}, " if where.step else ""

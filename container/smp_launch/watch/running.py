@@ -11,12 +11,12 @@ from smp_config.errors import ConfigError
 from smp_launch.sagemaker.environment import JOB_NAME_VARIABLE
 from smp_launch.watch.hang_timeout import Patience
 from smp_launch.watch.local_ranks import LocalRanks
-from smp_launch.watch.verdict import Verdict, find
-from smp_launch.watch.watch import Watch
+from smp_launch.watch.verdict import HangVerdict, find
+from smp_launch.watch.watch import HangWatch
 from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from smp_launch.watch.position import Position
+    from smp_launch.watch.position import RankPosition
 
 #: Seconds without a sign of life after which a rank is said to stand still, when somebody asks.
 _STILL_SECONDS = 2.0
@@ -70,9 +70,9 @@ def named(name: str) -> RunningJob:
     raise ConfigError(f"{len(chosen)} running jobs have names that begin with {name!r}; say which: {there}")
 
 
-def positions_of(job: RunningJob) -> tuple[dict[int, Position], Verdict | None]:
+def positions_of(job: RunningJob) -> tuple[dict[int, RankPosition], HangVerdict | None]:
     """Where each rank is now, and what keeps those that stand still; None where all go on."""
-    watch = Watch([LocalRanks(job.folder)], Patience(given=_STILL_SECONDS))
+    watch = HangWatch([LocalRanks(job.folder)], Patience(given=_STILL_SECONDS))
     positions = watch.positions()
     still = watch.standing_still(positions)
     return positions, find(still, max(p.seconds for p in still.values())) if still else None

@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smp_config.formats.rank_lists import ranks_text
-from smp_launch.watch.position import Position, Standing, moment
-from smp_records.rank_record import COLLECTIVE, PUBLIC, Call, Whereabouts
+from smp_launch.watch.position import RankPosition, Standing, moment
+from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, Whereabouts
 
 #: Groups of waiting ranks that a headline tells of.
 _SHOWN_GROUPS = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Why a job hangs.
 
     Attributes:
@@ -29,7 +29,7 @@ class Verdict:
     is_certain: bool = True
 
 
-def find(positions: Mapping[int, Position], seconds: float) -> Verdict:
+def find(positions: Mapping[int, RankPosition], seconds: float) -> HangVerdict:
     """The verdict over ranks that do not go on.
 
     Args:
@@ -40,7 +40,7 @@ def find(positions: Mapping[int, Position], seconds: float) -> Verdict:
     stopped = [p for p in everyone if p.standing is Standing.STOPPED]
     if stopped:
         first = max(stopped, key=lambda p: p.seconds)
-        return Verdict(first.rank, _stopped(first) + _waiting(everyone, {p.rank for p in stopped}))
+        return HangVerdict(first.rank, _stopped(first) + _waiting(everyone, {p.rank for p in stopped}))
     if (short := _uneven(positions)) is not None:
         return short
     in_script = [p for p in everyone if p.standing is Standing.SCRIPT]
@@ -52,14 +52,14 @@ def find(positions: Mapping[int, Position], seconds: float) -> Verdict:
     return _circle(everyone, seconds)
 
 
-def _stopped(position: Position) -> str:
+def _stopped(position: RankPosition) -> str:
     return (
         f"{position.doing} since {position.seconds:.0f} s, {moment(position.where)}, last seen at {position.at()}; kill -CONT "
         f"{position.where.pid} lets it go on"
     )
 
 
-def _of_script(in_script: Sequence[Position], everyone: Sequence[Position]) -> Verdict:
+def _of_script(in_script: Sequence[RankPosition], everyone: Sequence[RankPosition]) -> HangVerdict:
     """Some ranks are in the script's code: of these, those that others wait for, longest first."""
     awaited = {rank for p in everyone for rank in p.whom}
     blamed = [p for p in in_script if p.rank in awaited] or list(in_script)
@@ -71,14 +71,14 @@ def _of_script(in_script: Sequence[Position], everyone: Sequence[Position]) -> V
     also = f" (and so {_ranks(p.rank for p in others)})" if others else ""
     doing = "computes, or moves data, but does not go on" if first.is_active else first.doing or "does not go on"
     text = f"has been at {first.at()} for {first.seconds:.0f} s{also}, {moment(first.where)}: it {doing}"
-    return Verdict(
+    return HangVerdict(
         first.rank,
         text + _waiting(everyone, {p.rank for p in in_script}),
         is_certain=not (first.is_active or first.is_compiling),
     )
 
 
-def _uneven(positions: Mapping[int, Position]) -> Verdict | None:
+def _uneven(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
     """A rank has ended its script while others wait for it."""
     gone = {p.rank for p in positions.values() if p.standing is Standing.LEFT}
     for waiting in positions.values():
@@ -86,7 +86,7 @@ def _uneven(positions: Mapping[int, Position]) -> Verdict | None:
         if waiting.standing is Standing.WAITING and missed:
             rank = min(missed)
             theirs, ours = positions[rank].where, waiting.where
-            return Verdict(
+            return HangVerdict(
                 rank,
                 f"has ended its script after {theirs.step} steps, while rank {waiting.rank} waits for it in {waiting.call}, at "
                 f"{waiting.at()}, in step {ours.step}; let all ranks run the same number of steps (drop_last=True, a sampler with "
@@ -95,7 +95,7 @@ def _uneven(positions: Mapping[int, Position]) -> Verdict | None:
     return None
 
 
-def _mismatch(positions: Mapping[int, Position]) -> Verdict | None:
+def _mismatch(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
     """Members of a group have begun the same collective with other tensors, or another one."""
     for members, number in _open_collectives(positions):
         calls = {rank: call for rank in members if (call := _collective(positions, rank, members, number)) is not None}
@@ -103,7 +103,7 @@ def _mismatch(positions: Mapping[int, Position]) -> Verdict | None:
         if len(kinds) > 1:
             odd = _deviant(calls, lambda call: call.content)
             other = next(rank for rank in calls if calls[rank].content != calls[odd].content)
-            return Verdict(
+            return HangVerdict(
                 odd,
                 f"has called {calls[odd].content} at {positions[odd].at()}, but rank {other} {calls[other].content} at "
                 f"{positions[other].at()}, as collective {number} of ranks {ranks_text(members)}; all ranks of a group must make "
@@ -112,7 +112,7 @@ def _mismatch(positions: Mapping[int, Position]) -> Verdict | None:
     return None
 
 
-def _missing_collective(positions: Mapping[int, Position]) -> Verdict | None:
+def _missing_collective(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
     """A member of a group has not begun the collective in which others wait, since it waits elsewhere itself."""
     for members, number in _open_collectives(positions):
         behind = [
@@ -128,7 +128,7 @@ def _missing_collective(positions: Mapping[int, Position]) -> Verdict | None:
                 if (public := _other_call(involved)) is not None:
                     return public
             late, first = positions[behind[0]], waiting[0]
-            return Verdict(
+            return HangVerdict(
                 late.rank,
                 f"has not made the call {first.call} that rank {first.rank} made at {first.at()}: it waits in {late.call} at "
                 f"{late.at()}, {moment(late.where)}; all ranks of {ranks_text(members)} must make the same calls in the same order",
@@ -136,7 +136,7 @@ def _missing_collective(positions: Mapping[int, Position]) -> Verdict | None:
     return None
 
 
-def _other_call(positions: Mapping[int, Position]) -> Verdict | None:
+def _other_call(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
     """Ranks have called different functions of this library, as their script's how-manieth call."""
     public = {rank: {c.number: c for c in p.where.calls if c.kind == PUBLIC} for rank, p in positions.items()}
     numbers = sorted(set.union(*(set(calls) for calls in public.values()))) if public else []
@@ -151,7 +151,7 @@ def _other_call(positions: Mapping[int, Position]) -> Verdict | None:
         if len(calls) == 2 and goes_on_as_other and _next_name(public[other], number) != calls[odd].name:
             odd, other = other, odd
         made, missed = calls[odd], calls[other]
-        return Verdict(
+        return HangVerdict(
             odd,
             f"has called {made.name} at {made.line}, where rank {other} called {missed.name} at {missed.line}: it has left that "
             "call out, or made one that the others have not; make the same calls on every rank: look for an `if` on the rank",
@@ -159,7 +159,7 @@ def _other_call(positions: Mapping[int, Position]) -> Verdict | None:
     return None
 
 
-def _circle(everyone: Sequence[Position], seconds: float) -> Verdict:
+def _circle(everyone: Sequence[RankPosition], seconds: float) -> HangVerdict:
     """All wait, and nothing says which of them should not."""
     lines = Counter((p.call, p.line) for p in everyone)
     first = min(everyone, key=lambda p: (lines[p.call, p.line], -p.rank))
@@ -168,17 +168,19 @@ def _circle(everyone: Sequence[Position], seconds: float) -> Verdict:
     if len(lines) == 1 and others:
         text += f"; all ranks wait there for {seconds:.0f} s: the connection between them may be broken"
     is_certain = not any(p.is_active for p in everyone)
-    return Verdict(first.rank, text + _waiting(everyone, {first.rank}), is_certain)
+    return HangVerdict(first.rank, text + _waiting(everyone, {first.rank}), is_certain)
 
 
-def _open_collectives(positions: Mapping[int, Position]) -> list[tuple[tuple[int, ...], int]]:
+def _open_collectives(positions: Mapping[int, RankPosition]) -> list[tuple[tuple[int, ...], int]]:
     """Group and number of the collectives in which ranks wait, those of the smallest number first."""
     found = {(p.wait.whom, p.wait.number) for p in positions.values() if p.wait is not None and p.wait.number}
     return sorted(found, key=lambda pair: (pair[1], pair[0]))
 
 
-def _collective(positions: Mapping[int, Position], rank: int, members: tuple[int, ...], number: int) -> Call | None:
-    calls: Iterable[Call] = positions[rank].where.calls if rank in positions else ()
+def _collective(
+    positions: Mapping[int, RankPosition], rank: int, members: tuple[int, ...], number: int
+) -> JoinedCall | None:
+    calls: Iterable[JoinedCall] = positions[rank].where.calls if rank in positions else ()
     return next(
         (c for c in calls if c.kind == COLLECTIVE and c.members == members and c.number == number),
         None,
@@ -190,23 +192,23 @@ def _count(where: Whereabouts, members: tuple[int, ...]) -> int:
     return max((c.number for c in where.calls if c.kind == COLLECTIVE and c.members == members), default=0)
 
 
-def _is_ahead(position: Position, other: Position) -> bool:
+def _is_ahead(position: RankPosition, other: RankPosition) -> bool:
     """Whether a rank has begun a collective that another of the same group has not."""
     groups = {call.members for call in position.where.calls if call.kind == COLLECTIVE and other.rank in call.members}
     return any(_count(position.where, members) > _count(other.where, members) for members in groups)
 
 
-def _deviant(calls: Mapping[int, Call], key: Callable[[Call], str]) -> int:
+def _deviant(calls: Mapping[int, JoinedCall], key: Callable[[JoinedCall], str]) -> int:
     """The rank whose call fewest others have made; of as many, the last."""
     votes = Counter(key(call) for call in calls.values())
     return min(calls, key=lambda rank: (votes[key(calls[rank])], -rank))
 
 
-def _next_name(calls: Mapping[int, Call], number: int) -> str:
+def _next_name(calls: Mapping[int, JoinedCall], number: int) -> str:
     return calls[number + 1].name if number + 1 in calls else ""
 
 
-def _waiting(everyone: Iterable[Position], apart: Collection[int]) -> str:
+def _waiting(everyone: Iterable[RankPosition], apart: Collection[int]) -> str:
     """Who waits where, for the end of a sentence."""
     places: dict[str, list[int]] = defaultdict(list)
     for p in everyone:

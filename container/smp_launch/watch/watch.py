@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_launch.machine.processes import all_processes, below
-from smp_launch.watch.position import Position, Standing
+from smp_launch.watch.position import RankPosition, Standing
 from smp_launch.watch.states import name_of, state_of
-from smp_launch.watch.verdict import Verdict, find
+from smp_launch.watch.verdict import HangVerdict, find
 
 if TYPE_CHECKING:
     from smp_launch.watch.hang_timeout import Patience
-    from smp_launch.watch.local_ranks import Ranks
+    from smp_launch.watch.local_ranks import WatchedRanks
     from smp_records.rank_record import Glance
 
 #: Seconds between two looks, at most; less where patience is short.
@@ -37,12 +37,12 @@ class Hang:
         positions: of all ranks, those that went on among them.
     """
 
-    verdict: Verdict
+    verdict: HangVerdict
     seconds: float
-    positions: Mapping[int, Position]
+    positions: Mapping[int, RankPosition]
 
 
-class Watch:
+class HangWatch:
     """Looks at the ranks of a job now and then; use it from one thread.
 
     Args:
@@ -51,7 +51,7 @@ class Watch:
         patience: how long nothing may happen.
     """
 
-    def __init__(self, machines: Sequence[Ranks], patience: Patience, size: int = 0) -> None:
+    def __init__(self, machines: Sequence[WatchedRanks], patience: Patience, size: int = 0) -> None:
         self._machines = machines
         self._patience = patience
         self._size = size
@@ -108,7 +108,7 @@ class Watch:
                     f"process {pid}, {name_of(pid)}, through which the ranks run, is stopped (by SIGSTOP, or by a debugger) since "
                     f"{now - since:.0f} s; kill -CONT {pid} would have let it go on"
                 )
-                return Hang(Verdict(None, text), now - since, {})
+                return Hang(HangVerdict(None, text), now - since, {})
         return None
 
     def examine(self) -> Hang | None:
@@ -120,13 +120,13 @@ class Watch:
         seconds = max((p.seconds for p in still.values() if p.standing is not Standing.LEFT), default=0.0)
         return Hang(find(still, seconds), seconds, positions)
 
-    def positions(self) -> dict[int, Position]:
+    def positions(self) -> dict[int, RankPosition]:
         """Where each rank is now, with its stacks; takes half a second, and some more where hosts do not answer."""
         for ranks in self._machines:
             ranks.ask()
         return dict(sorted((rank, place) for ranks in self._machines for rank, place in ranks.positions().items()))
 
-    def standing_still(self, positions: Mapping[int, Position]) -> dict[int, Position]:
+    def standing_still(self, positions: Mapping[int, RankPosition]) -> dict[int, RankPosition]:
         """Ranks that stand still and wait for none that goes on, and those that have left for which they wait."""
         patience = min(self._patience.seconds, _LEFT_SECONDS) * 0.8
         gone = {rank for rank, p in positions.items() if p.standing is Standing.LEFT}

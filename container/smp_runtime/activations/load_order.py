@@ -12,18 +12,18 @@ from typing import NamedTuple
 Place = tuple[int | None, tuple[int, ...]]
 
 
-class Key(NamedTuple):
+class RegionKey(NamedTuple):
     """A use of a region."""
 
     place: Place  # microbatch, and call numbers of the pipeline task that runs it forward
     number: int  # position among the regions of that task
 
 
-class Entry(NamedTuple):
+class TapeEntry(NamedTuple):
     """One task of the tape."""
 
     kind: str  # "F" or "B"
-    key: Key
+    key: RegionKey
 
 
 class Tape:
@@ -31,9 +31,9 @@ class Tape:
 
     def __init__(self, horizon: int) -> None:
         self._horizon = horizon
-        self._record: list[tuple[Hashable, Entry]] = []
-        self._last: list[tuple[Hashable, Entry]] = []
-        self._expected: list[Entry] | None = None
+        self._record: list[tuple[Hashable, TapeEntry]] = []
+        self._last: list[tuple[Hashable, TapeEntry]] = []
+        self._expected: list[TapeEntry] | None = None
         self._position = 0
         self._has_begun = False
         self._numbers: dict[Place, int] = {}
@@ -48,11 +48,11 @@ class Tape:
         self._position = 0
         self._numbers.clear()
 
-    def new_key(self, place: Place) -> Key:
+    def new_key(self, place: Place) -> RegionKey:
         """The name of a region's use that begins now."""
         number = self._numbers.get(place, 0)
         self._numbers[place] = number + 1
-        return Key(place, number)
+        return RegionKey(place, number)
 
     def requests(self) -> list[int]:
         """Of the microbatch of this step with most of them, how many regions each request of another stage has run."""
@@ -62,7 +62,7 @@ class Tape:
                 found.setdefault(microbatch, []).append(count)
         return max(found.values(), key=len, default=[])
 
-    def note(self, entry: Entry, action: Hashable = None, order: Sequence[Hashable] | None = None) -> None:
+    def note(self, entry: TapeEntry, action: Hashable = None, order: Sequence[Hashable] | None = None) -> None:
         """A task begins.
 
         Args:
@@ -80,7 +80,7 @@ class Tape:
                 self._expected = None
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TapeEntry]:
         """The step so far."""
         return [entry for _, entry in self._record]
 
@@ -89,7 +89,7 @@ class Tape:
         """Whether the step has done what was expected so far."""
         return self._expected is not None
 
-    def coming(self, live: Iterable[Key]) -> list[Key]:
+    def coming(self, live: Iterable[RegionKey]) -> list[RegionKey]:
         """The uses in backward within the horizon.
 
         Args:
@@ -103,12 +103,12 @@ class Tape:
         newest_first.sort(key=lambda key: -1 if key.place[0] is None else key.place[0])
         return newest_first[: self._horizon]
 
-    def _in_order(self, order: Sequence[Hashable] | None) -> list[Entry] | None:
+    def _in_order(self, order: Sequence[Hashable] | None) -> list[TapeEntry] | None:
         if not self._last:
             return None
         if order is None:
             return [entry for _, entry in self._last]
-        done: dict[Hashable, list[Entry]] = {}
+        done: dict[Hashable, list[TapeEntry]] = {}
         for action, entry in self._last:
             done.setdefault(action, []).append(entry)
         planned = [entry for action in order for entry in done.get(action, ())]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from smp_runtime.activations.load_order import Entry, Key, Tape
+from smp_runtime.activations.load_order import RegionKey, Tape, TapeEntry
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import backward_pass
 
@@ -64,7 +64,7 @@ class Stored:
             )
 
 
-class Use(Protocol):
+class RegionUse(Protocol):
     """A use of a region, as the offloader sees it."""
 
     stored: list[Stored]
@@ -101,7 +101,7 @@ class Offloader:
         self._where = where
         self._lock = threading.RLock()
         #: Uses whose backward pass has not begun, in the order of their forward passes.
-        self._live: dict[Key, weakref.ref[Use]] = {}
+        self._live: dict[RegionKey, weakref.ref[RegionUse]] = {}
         self._by_tensor: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_Movable]]] = {}
         self._leaving: list[_Leaving] = []
         is_gpu = device.type == "cuda"
@@ -131,33 +131,33 @@ class Offloader:
 
     # -- what regions report ---------------------------------------------------------------------------------------
 
-    def forward_begins(self, use: Use) -> None:
+    def forward_begins(self, use: RegionUse) -> None:
         """A region is about to run."""
         if backward_pass() != -1:
             return  # part of a backward pass, and gone with it
         place, action, order = self._where()
         use.key = self.tape.new_key(place)
         self._live[use.key] = weakref.ref(use)
-        self.tape.note(Entry("F", use.key), action, order)
+        self.tape.note(TapeEntry("F", use.key), action, order)
         self._settle(use)
 
-    def forward_ended(self, use: Use) -> None:
+    def forward_ended(self, use: RegionUse) -> None:
         """A region has run; its arguments may leave."""
         if use.key is not None:
             self._settle(None)
 
-    def backward_begins(self, use: Use) -> None:
+    def backward_begins(self, use: RegionUse) -> None:
         """A region is about to be run again."""
         if use.key is not None and self._live.pop(use.key, None) is not None:
             _, action, order = self._where()
-            self.tape.note(Entry("B", use.key), action, order)
+            self.tape.note(TapeEntry("B", use.key), action, order)
         for stored in use.stored:
             if isinstance(stored, _Movable) and stored.tensor is None:
                 self.figures.late += 1
                 stored.load()
         self._settle(use)
 
-    def _settle(self, now: Use | None) -> None:
+    def _settle(self, now: RegionUse | None) -> None:
         """Let go of what is not used soon, then load what is."""
         live = {key: use for key, weak in self._live.items() if (use := weak()) is not None}
         if len(live) < len(self._live):

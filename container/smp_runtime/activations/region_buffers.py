@@ -23,7 +23,7 @@ from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 _changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
-class _Seen(NamedTuple):
+class _NewBuffer(NamedTuple):
     """A buffer before the first run."""
 
     module: nn.Module
@@ -41,7 +41,7 @@ class RegionBuffers:
     """
 
     def __init__(self, function: Any) -> None:
-        self._seen: list[_Seen] = []
+        self._seen: list[_NewBuffer] = []
         #: What a second run gets copies of: the elements before the first run, or None for those that are there.
         self._apart: list[tuple[nn.Module, str, torch.Tensor | None]] = []
         for module in _modules_of(function):
@@ -59,7 +59,7 @@ class RegionBuffers:
                     continue
                 copies = known is None or name in known
                 copy = buffer.detach().clone() if copies else None
-                self._seen.append(_Seen(module, name, buffer, _version(buffer), copy))
+                self._seen.append(_NewBuffer(module, name, buffer, _version(buffer), copy))
 
     def forward_ended(self) -> None:
         """The first run has ended: see what it has changed."""

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from smp_runtime.activations.activations import Activations
 
 
-class _Here(threading.local):
+class _RegionState(threading.local):
     """Whether the calling thread runs inside a region: the outermost one counts."""
 
     inside = False
 
 
-_here = _Here()
+_here = _RegionState()
 
 
 def is_off() -> bool:

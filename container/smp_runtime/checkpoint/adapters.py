@@ -11,7 +11,7 @@ import torch
 
 from smp_runtime.checkpoint.export import PretrainedSaver, has_adapters, is_split, refuse_unpartitioned
 from smp_runtime.checkpoint.files.manifest import TensorRecord
-from smp_runtime.checkpoint.files.name_translation import Traced
+from smp_runtime.checkpoint.files.name_translation import TranslatedTensor
 from smp_runtime.checkpoint.files.opened_files import local_path
 from smp_runtime.checkpoint.folder_transaction import refuse_if_any_failed
 from smp_runtime.errors import CheckpointError, SMPUserError
@@ -150,7 +150,7 @@ def _taken(
 
     module: Any = model.module
     leaves = {
-        name: Traced.leaf(name, TensorRecord(shape, str(dtype).removeprefix("torch.")))
+        name: TranslatedTensor.leaf(name, TensorRecord(shape, str(dtype).removeprefix("torch.")))
         for name, shape, dtype in described
     }
     state: dict[str, Any] = {alias: leaves[name] for alias, name in _aliases(model, leaves).items()}
@@ -160,13 +160,13 @@ def _taken(
             chosen = get_peft_model_state_dict(
                 module, state_dict=dict(state), adapter_name=adapter, save_embedding_layers=save_embedding_layers
             )
-        past = [n for n, v in chosen.items() if isinstance(v, torch.Tensor) and not isinstance(v, Traced)]
+        past = [n for n, v in chosen.items() if isinstance(v, torch.Tensor) and not isinstance(v, TranslatedTensor)]
         if past and (model.shards is not None or model.pipeline is not None):
             raise SMPUserError(
                 f"it reads {past[0]!r} of adapter {adapter!r} from the module itself, of which this rank has only a part; save "
                 "such adapters with smp.save_checkpoint, or train them with data parallelism only"
             )
-        names |= {name for value in chosen.values() if isinstance(value, Traced) for name in value.sources}
+        names |= {name for value in chosen.values() if isinstance(value, TranslatedTensor) for name in value.sources}
     return names
 
 

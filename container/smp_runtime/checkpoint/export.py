@@ -11,7 +11,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import TensorRecord
-from smp_runtime.checkpoint.files.name_translation import Traced, Translate, each_once
+from smp_runtime.checkpoint.files.name_translation import Translate, TranslatedTensor, each_once
 from smp_runtime.checkpoint.files.opened_files import local_path
 from smp_runtime.checkpoint.files.transformers_format import (
     LARGEST_FILE,
@@ -58,10 +58,10 @@ def write_streamed(model: DistributedModel, rename: Translate, write: Callable[[
 def _planned(described: list[TensorShape], stream: Iterator[tuple[str, torch.Tensor]], rename: Translate) -> Planned:
     place = {name: number for number, (name, *_) in enumerate(described)}
     leaves = {
-        name: Traced.leaf(name, TensorRecord(shape, str(dtype).removeprefix("torch.")))
+        name: TranslatedTensor.leaf(name, TensorRecord(shape, str(dtype).removeprefix("torch.")))
         for name, shape, dtype in described
     }
-    renamed = {name: value for name, value in rename(leaves).items() if isinstance(value, Traced)}
+    renamed = {name: value for name, value in rename(leaves).items() if isinstance(value, TranslatedTensor)}
     # A tensor that is made of several can be written when the last of them is there.
     ordered = sorted(renamed.items(), key=lambda item: max(place[name] for name in item[1].sources))
     tensors = each_once(dict(ordered))
@@ -69,7 +69,7 @@ def _planned(described: list[TensorShape], stream: Iterator[tuple[str, torch.Ten
     here: dict[str, torch.Tensor] = {}
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, Traced):
+        if not isinstance(tensor, TranslatedTensor):
             return tensor
         while any(name not in here for name in tensor.sources):
             here.update([next(stream)])

@@ -73,7 +73,7 @@ def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs)
     )
 
 
-def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _Seen) -> FoundCheckpoint | None:
+def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _FolderContents) -> FoundCheckpoint | None:
     """The same, of what was seen; None where that is not what there is any more. Raises as :func:`find_checkpoint`."""
     names = [name for name, _ in seen.listed[0] if all(name in dict(view) for view in seen.listed)]
     candidates = _candidates(seen.listed, set(seen.pointed), tag)
@@ -98,14 +98,16 @@ def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _Se
     raise CheckpointError(f"{'; '.join(refused)}; {_previous([])}")
 
 
-def _different(session: Session, name: str, seen: _Seen) -> list[str]:
+def _different(session: Session, name: str, seen: _FolderContents) -> list[str]:
     """Why hosts have no save of a checkpoint in common; all ranks call it."""
     here = [why for c in seen.found.values() if c.name == name and c.manifest is None for why in c.problems]
     found = _merged(session.ranks.control.allgather(here, list(range(session.ranks.control.size))))
     return found or ["hosts have different saves of it"]
 
 
-def _warn(session: Session, wanted: Path, chosen: FoundCheckpoint, refused: Sequence[str], seen: _Seen | None) -> None:
+def _warn(
+    session: Session, wanted: Path, chosen: FoundCheckpoint, refused: Sequence[str], seen: _FolderContents | None
+) -> None:
     """Say what else than one might think is resumed; with ``seen``, also that ``newest`` names one that is not."""
     if refused and session.ranks.rank == 0:
         logger.warning("%s; resuming from %s instead", "; ".join(refused), chosen.folder)
@@ -124,14 +126,14 @@ def _warn(session: Session, wanted: Path, chosen: FoundCheckpoint, refused: Sequ
             )
 
 
-def _has_changed(session: Session, path: Path, seen: _Seen) -> bool:
+def _has_changed(session: Session, path: Path, seen: _FolderContents) -> bool:
     """Whether another job has saved meanwhile, so that what looks damaged may be no more than gone; all ranks call it."""
     now = _look(session, path)
     return (now.listed, now.pointed) != (seen.listed, seen.pointed)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _FolderContents:
     """What a rank finds in a folder.
 
     Attributes:
@@ -145,7 +147,7 @@ class _Seen:
     pointed: list[str | None]
 
 
-def _look(session: Session, path: Path) -> _Seen:
+def _look(session: Session, path: Path) -> _FolderContents:
     """What there is now; all ranks call it."""
     found: dict[_Key, FoundCheckpoint] = {}
     failure = None
@@ -158,7 +160,7 @@ def _look(session: Session, path: Path) -> _Seen:
     for rank, (_, _, why, host) in enumerate(views):
         if why:
             raise met_by(f"rank {rank} cannot look for checkpoints in {path} ({why}); check the path", rank, host)
-    return _Seen(found, [listed for listed, *_ in views], [pointed for _, pointed, *_ in views])
+    return _FolderContents(found, [listed for listed, *_ in views], [pointed for _, pointed, *_ in views])
 
 
 def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag: str | None) -> list[_Key]:

@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Who saves into a folder, for the message of the other job.
 
     Attributes:
@@ -70,13 +70,13 @@ class Holder:
     beats: int = 0
 
     @classmethod
-    def of_this_process(cls) -> Holder:
+    def of_this_process(cls) -> LockHolder:
         """As others see this process."""
         job = os.environ.get("TRAINING_JOB_NAME", "")
         return cls(host_name(), os.getpid(), _machine(), _started(os.getpid()), job, time.time())
 
     @classmethod
-    def read(cls, path: Path) -> Holder | None:
+    def read(cls, path: Path) -> LockHolder | None:
         """From a lock's file; None if it does not say."""
         try:
             data = json.loads(read_text(path, most=1 << 16))
@@ -123,7 +123,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._me = Holder.of_this_process()
+        self._me = LockHolder.of_this_process()
         self._descriptor = -1
         self._over = threading.Event()
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -161,7 +161,7 @@ class FolderLock:
             raise
         if not has_locks:
             time.sleep(_RACE_SECONDS)  # a file tells nobody that another job writes it
-            if Holder.read(self.path) != self._me:  # another job came at the same time, and wrote last
+            if LockHolder.read(self.path) != self._me:  # another job came at the same time, and wrote last
                 raise self._taken()
             threading.Thread(target=self._beat, name="smp-saving", daemon=True).start()
         self._descriptor = descriptor
@@ -173,14 +173,14 @@ class FolderLock:
         Raises:
             CheckpointError: it has not.
         """
-        holder = Holder.read(self.path)
+        holder = LockHolder.read(self.path)
         if holder is None or holder.is_me:
             return
         ended = holder.has_ended()
         deadline = time.monotonic() + _DEAD_SECONDS
         while ended is None and time.monotonic() < deadline:
             time.sleep(min(0.2, _DEAD_SECONDS))  # nor that its holder beats
-            if Holder.read(self.path) != holder:  # it has said that it lives
+            if LockHolder.read(self.path) != holder:  # it has said that it lives
                 ended = False
         if ended is False:
             raise self._taken()
@@ -192,12 +192,12 @@ class FolderLock:
             with contextlib.suppress(OSError):  # the next one may succeed; others wait for several
                 self._write(dataclasses.replace(self._me, beats=beats), self._descriptor)
 
-    def _write(self, holder: Holder, descriptor: int) -> None:
+    def _write(self, holder: LockHolder, descriptor: int) -> None:
         # In one call, and with blanks over a former content, since a reader may come at any time.
         os.pwrite(descriptor, holder.to_json().encode().ljust(1024) + b"\n", 0)
 
     def _taken(self) -> CheckpointError:
-        holder = Holder.read(self.path)
+        holder = LockHolder.read(self.path)
         return CheckpointError(
             f"another job saves into {self.path.parent} ({holder or 'it does not say who it is'}; it holds {self.path.name}), and "
             "two would mix and remove each other's checkpoints: give each job a folder of its own, or end the other one first"

@@ -23,7 +23,7 @@ from smp_runtime.checkpoint.files.manifest import (
     name_of_former,
     newest_name,
 )
-from smp_runtime.checkpoint.folder_lock import Holder, SavingLocks
+from smp_runtime.checkpoint.folder_lock import LockHolder, SavingLocks
 from smp_runtime.checkpoint.rank_agreement import heard, met_by, told
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
@@ -87,7 +87,7 @@ class FolderTransaction:
         separate = sum(keeps for keeps, _, _ in found) > 1
         self.hosts = [names.index(name) for _, name, _ in found] if separate else None
 
-    def commit(self, exchange: Exchange, verdict: Verdict | None, keep: int | None) -> None:
+    def commit(self, exchange: Exchange, verdict: SaveVerdict | None, keep: int | None) -> None:
         """Write the manifest, rename the folder, point ``newest`` at it, and remove old ones.
 
         Hosts with folders of their own go through this step by step: nothing is removed before all have the new
@@ -188,7 +188,7 @@ class FolderTransaction:
             self._locks.hold(self.final.parent)
             writing.mkdir()
         try:
-            write_text(Holder.of_this_process().to_json(), writing / _OWNER)
+            write_text(LockHolder.of_this_process().to_json(), writing / _OWNER)
             write_text(token, writing / _TOKEN)
         except Exception:
             shutil.rmtree(writing, ignore_errors=True)
@@ -203,7 +203,7 @@ class FolderTransaction:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SaveVerdict:
     """What rank 0 makes of the reports of all.
 
     Attributes:
@@ -240,7 +240,7 @@ def refuse_if_any_failed(
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _FolderSnapshot:
     """What a folder was when it was looked into, as long as nothing has come into it or gone.
 
     Attributes:
@@ -260,15 +260,15 @@ class SeenFolders:
     outlives_regrouping = True
 
     def __init__(self) -> None:
-        self._seen: dict[Path, _Seen] = {}
+        self._seen: dict[Path, _FolderSnapshot] = {}
 
-    def look(self, folders: Iterable[Path]) -> dict[Path, _Seen]:
+    def look(self, folders: Iterable[Path]) -> dict[Path, _FolderSnapshot]:
         """Return what each folder is, of those that are still there."""
         found = {folder: seen for folder in folders if (seen := self._look(folder)) is not None}
         self._seen = found
         return found
 
-    def _look(self, folder: Path) -> _Seen | None:
+    def _look(self, folder: Path) -> _FolderSnapshot | None:
         try:
             about = folder.stat()
         except OSError:
@@ -278,7 +278,7 @@ class SeenFolders:
         if known is not None and known.stamp == stamp:
             return known
         found = inspect_folder(folder)
-        return _Seen(stamp, None if found.manifest is None else found.manifest.saved, found.is_whole)
+        return _FolderSnapshot(stamp, None if found.manifest is None else found.manifest.saved, found.is_whole)
 
 
 def prune(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None) -> list[str]:
@@ -329,7 +329,7 @@ def remove_leftovers(final: Path, separate: bool) -> list[str]:
 
 def _is_left_over(folder: Path) -> bool:
     """Whether nobody writes a checkpoint there any more."""
-    holder = Holder.read(folder / _OWNER)
+    holder = LockHolder.read(folder / _OWNER)
     if holder is None or holder.is_me:
         return True
     ended = holder.has_ended()

@@ -48,10 +48,10 @@ from smp_runtime.checkpoint.full.full_loading import (
 )
 from smp_runtime.checkpoint.full.named_optimizer import NamedState, fitted, with_names
 from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
-from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.checkpoint.load_partial import PartialLoad
 from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.comm.control import host_name
-from smp_runtime.data.position import Positions
+from smp_runtime.data.position import SourcePositions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.optim.kinds.expected_state import refuse_state_of_others
 from smp_runtime.optim.whole_state import HALF_KEY
@@ -180,7 +180,7 @@ def resume(
         try:
             opened = _open(session, file, model, optimizer, translate_function, strict=strict, trusted=trusted)
             positions = opened.positions if goes_on else {}
-            Positions.of(session.ranks).check(positions)
+            SourcePositions.of(session.ranks).check(positions)
         except Exception as error:  # whatever it is, the other ranks must not load either
             failure = error
         mine = (_identities(file) != before, opened.save_id if opened is not None else None)
@@ -208,7 +208,7 @@ def resume(
     plan.load()
     if optimizer is not None and optimizer_state is not None and not is_by_name:
         load_full_state(model, optimizer, optimizer_state)
-    Positions.of(session.ranks).load(positions)
+    SourcePositions.of(session.ranks).load(positions)
     return content
 
 
@@ -222,7 +222,7 @@ class _Opened:
         positions: in data sets; empty where nobody counted.
     """
 
-    plan: Loading
+    plan: PartialLoad
     content: Any
     optimizer_state: dict[str, Any] | None
     save_id: str | None
@@ -323,7 +323,7 @@ def plan_weights(
     *,
     strict: bool = True,
     states: WithStates | None = None,
-) -> Loading:
+) -> PartialLoad:
     """Full weights on their way into a model of any topology: checked; ``load()`` of the result loads them.
 
     Files are mapped and read tensor by tensor; each rank copies its own part.
@@ -343,7 +343,7 @@ def plan_weights(
     reader = FullReader(path, renamed(state, model.module), model)
     checkpoint = FoundCheckpoint(path.name, path, reader.manifest)
     if states is None:
-        return Loading(session, checkpoint, model, None, strict=strict, states=False, reader=reader)
+        return PartialLoad(session, checkpoint, model, None, strict=strict, states=False, reader=reader)
     moved = {former: name for name, former in renamed({name: name for name in state}, model.module).items()}
     reader.add_states(states, moved)
     return FullLoading(session, checkpoint, model, states, strict=strict, reader=reader)

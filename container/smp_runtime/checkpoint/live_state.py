@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from smp_runtime.checkpoint.files.tensor_regions import Region
-from smp_runtime.data.position import Positions
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
+from smp_runtime.data.position import SourcePositions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.tensor_parallel.random_tracker import tracker_state
 from smp_runtime.tensors.parameter_attributes import get_data
@@ -36,7 +36,7 @@ class Holding:
 
     name: str
     tensor: torch.Tensor
-    region: Region
+    region: TensorRegion
     record: ParameterRecord | None = None
 
     @property
@@ -57,13 +57,13 @@ class Updated:
     group: int
     parameter: nn.Parameter
     updated: nn.Parameter | None
-    region: Region
+    region: TensorRegion
     record: ParameterRecord
 
 
-def region_of(record: ParameterRecord, flat: tuple[int, int] | None = None) -> Region:
+def region_of(record: ParameterRecord, flat: tuple[int, int] | None = None) -> TensorRegion:
     """A part of this rank's slice of a parameter; all of it by default."""
-    return Region.of(record.shape, record.placement.tensor_axis, record.placement.tensor_slice, flat)
+    return TensorRegion.of(record.shape, record.placement.tensor_axis, record.placement.tensor_slice, flat)
 
 
 def saved_records(model: DistributedModel) -> list[ParameterRecord]:
@@ -104,7 +104,7 @@ def buffers(model: DistributedModel) -> Iterator[Holding]:
     persistent = set(model.module.state_dict(keep_vars=True))
     for name, buffer in model.local_named_buffers(remove_duplicate=False):
         if name in persistent:
-            yield Holding(name, buffer, Region.of(tuple(buffer.shape)))
+            yield Holding(name, buffer, TensorRegion.of(tuple(buffer.shape)))
 
 
 def extras(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -157,7 +157,7 @@ def random_state(session: Session) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ScriptPosition:
     """What a script's calls move on between two steps without touching the model: kept, a later save has it as it was.
 
     Attributes:
@@ -169,9 +169,9 @@ class Moment:
     positions: dict[str, dict[str, Any]]
 
     @classmethod
-    def now(cls, session: Session) -> Moment:
+    def now(cls, session: Session) -> ScriptPosition:
         """As it is."""
-        return cls(random_state(session), Positions.of(session.ranks).state())
+        return cls(random_state(session), SourcePositions.of(session.ranks).state())
 
 
 def check_random_state(state: Any) -> None:

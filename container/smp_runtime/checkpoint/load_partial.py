@@ -11,7 +11,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MODULE, PARTITION, POSITIONS, FoundCheckpoint, Manifest
-from smp_runtime.checkpoint.files.name_translation import Names, Traced, read_into
+from smp_runtime.checkpoint.files.name_translation import CheckpointNames, TranslatedTensor, read_into
 from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.live_state import (
     Holding,
@@ -30,7 +30,7 @@ from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import unshared
 
 if TYPE_CHECKING:
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 
-class Loading:
+class PartialLoad:
     """One partial checkpoint on its way into this rank's model and optimizer.
 
     Args:
@@ -76,8 +76,8 @@ class Loading:
         self._title = f"the checkpoint {checkpoint.folder.parent / checkpoint.name}"
         records = saved_records(model)
         to_ours = [ours for _, ours in session.module_manager.translate_functions]
-        self._names = Names(self.manifest, [(r.names, tuple(r.shape)) for r in records], to_ours)
-        self._of: dict[str, Traced] = {}
+        self._names = CheckpointNames(self.manifest, [(r.names, tuple(r.shape)) for r in records], to_ours)
+        self._of: dict[str, TranslatedTensor] = {}
         self._check_model()
         if self._states and optimizer is not None:
             self._check_groups(updated(model, optimizer), len(optimizer.original_groups()))
@@ -219,7 +219,7 @@ class Loading:
         half = sorted(name for name in self.manifest.files if name.startswith("fp16_states_"))[:1]
         return {*first, *half} if self._optimizer is not None else set()
 
-    def _files_of(self, key: str, source: str, name: str, region: Region) -> list[str]:
+    def _files_of(self, key: str, source: str, name: str, region: TensorRegion) -> list[str]:
         plain = self._of[name].is_leaf_of_checkpoint
         return self.reader.files_with(key, source, region if plain else None)
 

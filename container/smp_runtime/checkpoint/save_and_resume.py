@@ -27,13 +27,13 @@ from smp_runtime.checkpoint.files.transformers_format import CONFIG, INDEX
 from smp_runtime.checkpoint.find_checkpoint import Needed, find_checkpoint
 from smp_runtime.checkpoint.folder_lock import LOCK
 from smp_runtime.checkpoint.live_state import check_random_state, random_file, restore_random_state
-from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.checkpoint.load_partial import PartialLoad
 from smp_runtime.checkpoint.memory.copying import Copier
 from smp_runtime.checkpoint.memory.newest import MemoryState, Recovery, newest_state
 from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.comm.control import host_name
-from smp_runtime.data.position import Positions
+from smp_runtime.data.position import SourcePositions
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -123,7 +123,11 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
     _check_optimizer(optimizer)
 
     def content(save_id: str | None = None) -> bytes:
-        found = user_content if save_id is None else wrapped(user_content, save_id, Positions.of(session.ranks).state())
+        found = (
+            user_content
+            if save_id is None
+            else wrapped(user_content, save_id, SourcePositions.of(session.ranks).state())
+        )
         return user_content_bytes(found, trusted=trust_user_content)
 
     with here().within(SAVE):
@@ -309,7 +313,7 @@ def resume_from_checkpoint(
                 logger.info("going on from the state in memory, after %d steps", state.manifest.steps)
             return content
     Recovery.of(session).end()
-    plans: dict[str, Loading] = {}
+    plans: dict[str, PartialLoad] = {}
 
     def needs(checkpoint: FoundCheckpoint) -> Needed:
         plan = plans[checkpoint.name] = wants.plan(session, checkpoint)
@@ -330,18 +334,20 @@ class _Wants:
     sharded_state: bool
     trusted: bool
 
-    def plan(self, session: Session, checkpoint: FoundCheckpoint, reader: CheckpointReader | None = None) -> Loading:
+    def plan(
+        self, session: Session, checkpoint: FoundCheckpoint, reader: CheckpointReader | None = None
+    ) -> PartialLoad:
         """How it would be loaded; raises CheckpointError where it does not fit."""
         sharded = session.ranks.cfg.sharded_data_parallel_degree > 1
         if checkpoint.manifest is not None:
             sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
         states = self.sharded_state or not sharded
-        return Loading(
+        return PartialLoad(
             session, checkpoint, self.model, self.optimizer, strict=self.strict, states=states, reader=reader
         )
 
 
-def _load(session: Session, plan: Loading, wants: _Wants) -> Any:
+def _load(session: Session, plan: PartialLoad, wants: _Wants) -> Any:
     """Load what was found; gives the script's content. Nothing is loaded where this raises CheckpointError before it begins."""
     if (
         wants.load_optimizer
@@ -366,12 +372,12 @@ def _load(session: Session, plan: Loading, wants: _Wants) -> Any:
         random_state = plan.reader.content(random_file(session.ranks.rank)) if plan.same_topology else None
         check_random_state(random_state)
         positions = plan.positions() if wants.load_optimizer else {}
-        Positions.of(session.ranks).check(positions)
+        SourcePositions.of(session.ranks).check(positions)
     plan.adopt_partition()
     with _raised_on_all(session):
         plan.load()
         restore_random_state(session, random_state, plan.same_topology)
-        Positions.of(session.ranks).load(positions)
+        SourcePositions.of(session.ranks).load(positions)
     if wants.load_optimizer and plan.manifest.steps:  # else the weights begin a training of their own
         session.progress.set_position(plan.manifest.steps)
     return content

@@ -32,10 +32,10 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
-from smp_runtime.checkpoint.folder_transaction import FolderTransaction, Verdict, not_saved, words_of
-from smp_runtime.checkpoint.live_state import Moment, random_file, updated
+from smp_runtime.checkpoint.folder_transaction import FolderTransaction, SaveVerdict, not_saved, words_of
+from smp_runtime.checkpoint.live_state import ScriptPosition, random_file, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
-from smp_runtime.checkpoint.save_plan import Apart, Contents, Share, contents_of, optimizer_record
+from smp_runtime.checkpoint.save_plan import Apart, Contents, WriteShare, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
 
@@ -147,7 +147,7 @@ class Saver:
         keep: int | None,
         in_background: bool,
         has_content: bool = True,
-        moment: Moment | None = None,
+        moment: ScriptPosition | None = None,
     ) -> None:
         """Save a checkpoint; every rank calls it. See ``save_checkpoint``.
 
@@ -182,10 +182,10 @@ class Saver:
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
         try:
             apart = Apart(self._copied, self._sharding_group(model)) if exchange is not None else None
-            made = contents_of(session, model, optimizer, Share(session, transaction.hosts), apart)
+            made = contents_of(session, model, optimizer, WriteShare(session, transaction.hosts), apart)
             report = Report(None, {}, made.pieces, made.parameters, made.buffers)
             first = made.first
-            moment = moment or Moment.now(session)
+            moment = moment or ScriptPosition.now(session)
             jobs = self._jobs(made, model, content, transaction, moment, snapshot=exchange is not None)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             report.failure = words_of(error)
@@ -226,7 +226,7 @@ class Saver:
         model: DistributedModel,
         content: bytes,
         transaction: FolderTransaction,
-        moment: Moment,
+        moment: ScriptPosition,
         *,
         snapshot: bool,
     ) -> dict[str, Callable[[], Any]]:
@@ -265,7 +265,7 @@ class Saver:
         return buffer
 
 
-def files_of_job(model: DistributedModel, content: bytes, moment: Moment) -> dict[str, bytes]:
+def files_of_job(model: DistributedModel, content: bytes, moment: ScriptPosition) -> dict[str, bytes]:
     """What a checkpoint has once, whatever the number of ranks, beside its manifest.
 
     Args:
@@ -325,16 +325,16 @@ def _complete(
     transaction.commit(exchange, verdict, keep)
 
 
-def _verdict(transaction: FolderTransaction, described: Described | None, reports: list[Any]) -> Verdict:
+def _verdict(transaction: FolderTransaction, described: Described | None, reports: list[Any]) -> SaveVerdict:
     """The manifest's text, or why there is none; never raises, since the other ranks wait for it."""
     try:
         found = [Report.from_json(report) for report in reports]
         broken = [(rank, report.host, report.failure) for rank, report in enumerate(found) if report.failure]
         if described is not None and not broken:
-            return Verdict(merge(described, found, transaction.token).to_json())
+            return SaveVerdict(merge(described, found, transaction.token).to_json())
     except Exception as error:
         broken = [(0, host_name(), words_of(error))]
-    return Verdict(None, not_saved(transaction.final, broken))
+    return SaveVerdict(None, not_saved(transaction.final, broken))
 
 
 def describe(

@@ -19,7 +19,7 @@ from smp_runtime.optim.whole_state import is_elementwise
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -68,7 +68,7 @@ class Contents:
         self.pieces.setdefault(file, {}).setdefault(key, {})[name] = piece
 
 
-class Share:
+class WriteShare:
     """Which of the ranks that have the same elements writes them.
 
     Args:
@@ -144,7 +144,7 @@ def contents_of(
     session: Session,
     model: DistributedModel,
     optimizer: DistributedOptimizer | None,
-    share: Share,
+    share: WriteShare,
     apart: Apart | None = None,
     *,
     as_held: bool = False,
@@ -213,14 +213,14 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _piece(region: Region) -> Piece:
+def _piece(region: TensorRegion) -> Piece:
     return Piece(
         None if region.axis is None else region.cuts,
         None if region.is_slice else (region.first, region.last),
     )
 
 
-def _module_file(made: Contents, model: DistributedModel, share: Share) -> None:
+def _module_file(made: Contents, model: DistributedModel, share: WriteShare) -> None:
     """``model_*.pt``: everything that replicas have alike, under all of its names, in the order of the model."""
     if not share.writes(1):
         return
@@ -256,7 +256,7 @@ def _module_file(made: Contents, model: DistributedModel, share: Share) -> None:
     made.files[file] = build
 
 
-def _shard_file(made: Contents, model: DistributedModel, share: Share, parts: int, flat: FlatGroups) -> None:
+def _shard_file(made: Contents, model: DistributedModel, share: WriteShare, parts: int, flat: FlatGroups) -> None:
     """``model_<pp>_<tp>_<shard>.pt``: parts of sharded parameters that no optimizer has."""
     if model.shards is None:
         return
@@ -285,7 +285,7 @@ def _master_file(
     session: Session,
     model: DistributedModel,
     optimizer: DistributedOptimizer | None,
-    share: Share,
+    share: WriteShare,
     parts: int,
     flat: FlatGroups,
 ) -> None:
@@ -320,7 +320,7 @@ def _optimizer_file(
     model: DistributedModel,
     optimizer: DistributedOptimizer,
     entries: Sequence[Updated],
-    share: Share,
+    share: WriteShare,
     parts: int,
     flat: FlatGroups,
 ) -> None:
@@ -417,7 +417,7 @@ _Place = tuple[int, int, int, int]
 
 
 def flat_groups(
-    session: Session, model: DistributedModel, entries: Sequence[Updated], share: Share, apart: Apart | None
+    session: Session, model: DistributedModel, entries: Sequence[Updated], share: WriteShare, apart: Apart | None
 ) -> tuple[FlatGroups, Callable[[], None]]:
     """Give every rank of the sharding group its even part of every parameter.
 

@@ -107,7 +107,7 @@ class Reducing:
         return self._result
 
 
-class Transport(Protocol):
+class BucketTransport(Protocol):
     """Averages buckets over a group of ranks.
 
     Attributes:

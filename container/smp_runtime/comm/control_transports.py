@@ -32,7 +32,7 @@ from smp_runtime.comm.authentication import (
     secret_of,
 )
 from smp_runtime.comm.rendezvous import store_at_meeting_place
-from smp_runtime.comm.waiting import FAILED, Place, Wait, script_s_call, timeout_seconds
+from smp_runtime.comm.waiting import FAILED, Wait, WaitingPlace, script_s_call, timeout_seconds
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.tensors.torch_private import default_store
 
@@ -65,7 +65,7 @@ class SoloCarrier:
         """See :class:`Carrier`."""
         raise SMPUserError(f"cannot receive from rank {source}: this job has one process")
 
-    def look(self, other: int, *, asks: bool) -> Place | None:
+    def look(self, other: int, *, asks: bool) -> WaitingPlace | None:
         """See :class:`Carrier`."""
         return None
 
@@ -95,7 +95,7 @@ class MpiCarrier:
         self.seal = Seal(self._comm.bcast(secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else None))
         #: Who is told when this rank leaves. In a large job not all: a connection to each would be made for that.
         self._contacts = set(range(self.size)) if self.size <= _TELLS_ALL else set()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, WaitingPlace] = {}
         self._told: list[Any] = []  # requests that are not complete
         atexit.register(self._at_exit)
 
@@ -115,18 +115,18 @@ class MpiCarrier:
                 wait.pause()
         return message.recv()
 
-    def look(self, other: int, *, asks: bool) -> Place | None:
+    def look(self, other: int, *, asks: bool) -> WaitingPlace | None:
         """See :class:`Carrier`."""
         if asks and not self._has_left(other):
             self._places.pop(other, None)
-            self._tell(other, Place(self.call or script_s_call()), asks=True)
+            self._tell(other, WaitingPlace(self.call or script_s_call()), asks=True)
         self._hear()
         return self._places.get(other)
 
     def went_on(self) -> None:
         """Who has heard where this rank was asks again."""
 
-    def _tell(self, other: int, place: Place, *, asks: bool) -> None:
+    def _tell(self, other: int, place: WaitingPlace, *, asks: bool) -> None:
         self._told = [request for request in self._told if not request.test()[0]]
         self._told.append(self._comm.isend((asks, place), dest=other, tag=_PLACES_CHANNEL))
 
@@ -141,7 +141,7 @@ class MpiCarrier:
             if not self._has_left(source):
                 self._places[source] = place
             if asked:
-                self._tell(source, Place(self.call or script_s_call()), asks=False)
+                self._tell(source, WaitingPlace(self.call or script_s_call()), asks=False)
 
     def _has_left(self, other: int) -> bool:
         return other in self._places and bool(self._places[other].left)
@@ -151,7 +151,7 @@ class MpiCarrier:
         if left == FAILED or self._mpi.Is_finalized():
             return  # mpirun ends the others
         for other in self._contacts - {self.rank}:
-            self._tell(other, Place(left=left), asks=False)
+            self._tell(other, WaitingPlace(left=left), asks=False)
 
     def _at_exit(self) -> None:
         """Where an exception ends the process, see to its end before ``MPI_Finalize``, which would wait for the others."""
@@ -351,30 +351,30 @@ class StoreCarrier:
                 "make the same calls, and look for the first error of that rank"
             ) from None
 
-    def look(self, other: int, *, asks: bool) -> Place | None:
+    def look(self, other: int, *, asks: bool) -> WaitingPlace | None:
         """See :class:`Carrier`."""
         if asks:
-            self._tell(Place(self.call or script_s_call()))
+            self._tell(WaitingPlace(self.call or script_s_call()))
         key = self._place(other)
         if not self._has_met or not self._store.check([key]):
             return None
         told = self._store.get(key)
         try:
             words = json.loads(told if self._seal is None else self._seal.open(key, told))
-            return Place(str(words["call"]), str(words["left"]))
+            return WaitingPlace(str(words["call"]), str(words["left"]))
         except (ValueError, LookupError, TypeError):  # a stranger's: it says nothing of that rank
             return None
 
     def went_on(self) -> None:
         """This rank waits no more. The key stays: another rank may be about to read it, and would wait for it."""
-        self._tell(Place())
+        self._tell(WaitingPlace())
 
     def close(self, left: str) -> None:
         """See :class:`Carrier`; the store itself closes with the last reference to it."""
         with contextlib.suppress(RuntimeError):  # it is gone with the rank that had it
-            self._tell(Place(left=left))
+            self._tell(WaitingPlace(left=left))
 
-    def _tell(self, place: Place) -> None:
+    def _tell(self, place: WaitingPlace) -> None:
         if self._has_met:
             key, words = self._place(self.rank), json.dumps(asdict(place)).encode()
             self._store.set(key, words if self._seal is None else self._seal.close(key, words))  # type: ignore[arg-type]  # as above

@@ -40,7 +40,7 @@ def timeout_seconds() -> float:
 
 
 @dataclass(frozen=True)
-class Place:
+class WaitingPlace:
     """Where a rank is, as it has told."""
 
     call: str = ""  # the public call in which it waits
@@ -69,7 +69,7 @@ class Carrier(Protocol):
     def receive(self, source: int, channel: int) -> Any:
         """The next object from rank ``source`` on this channel."""
 
-    def look(self, other: int, *, asks: bool) -> Place | None:
+    def look(self, other: int, *, asks: bool) -> WaitingPlace | None:
         """Where rank ``other`` is, as far as it has told.
 
         Args:

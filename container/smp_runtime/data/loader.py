@@ -109,11 +109,11 @@ class DataLoader(torch_data.DataLoader[Any]):
         self.source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`smp_runtime.data.position.Source.state_dict`; of what the script was given."""
+        """See :meth:`smp_runtime.data.position.SampleSource.state_dict`; of what the script was given."""
         return self.source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`smp_runtime.data.position.Source.load_state_dict`."""
+        """See :meth:`smp_runtime.data.position.SampleSource.load_state_dict`."""
         self.source.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # more than PyTorch's own kind of iterator

@@ -51,7 +51,7 @@ def place_among_readers(num_replicas: int | None, rank: int | None) -> tuple[int
 
 
 @dataclass
-class Position:
+class DataPosition:
     """A place in the order of a data set.
 
     Attributes:
@@ -103,7 +103,7 @@ class Loader(Protocol):
         """So many ranks share a batch of all of them from now on, where it were ``before``."""
 
 
-class Source:
+class SampleSource:
     """What gives samples in an order of the job: what is common to the sampler and to streams.
 
     Args:
@@ -115,7 +115,7 @@ class Source:
     def _begin_source(self, seed: int | None, name: str | None, *, kept: bool) -> None:
         """The last that a constructor does, since a resumed checkpoint may know this source."""
         self.seed_of_order = seed
-        self.position = Position()
+        self.position = DataPosition()
         self.is_kept = kept
         self.times_regrouped = 0
         self.loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
@@ -125,7 +125,7 @@ class Source:
         if sessions.is_initialized():
             Sources.of(sessions.current().ranks).add(self)
         if kept and sessions.is_initialized():
-            Positions.of(sessions.current().ranks).add(self, name)
+            SourcePositions.of(sessions.current().ranks).add(self, name)
 
     # -- other numbers of ranks ------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Source:
         """
         self.check_state(state)
         epoch, index = state["epoch"], state["index"]
-        self.position = Position(epoch, index, first=index, is_resumed=True, is_numbered=self.position.is_numbered)
+        self.position = DataPosition(epoch, index, first=index, is_resumed=True, is_numbered=self.position.is_numbered)
         self._resume_at(state["epoch"], state["seed"])
 
     def check_state(self, state: Any) -> None:
@@ -226,38 +226,38 @@ class Sources:
     outlives_regrouping = True
 
     def __init__(self) -> None:
-        self._sources: list[weakref.ref[Source]] = []
+        self._sources: list[weakref.ref[SampleSource]] = []
 
     @classmethod
     def of(cls, ranks: Ranks) -> Sources:
         """Those of a job; always the same object."""
         return ranks.keep(cls, cls)
 
-    def add(self, source: Source) -> None:
+    def add(self, source: SampleSource) -> None:
         """One was made."""
         self._sources = [reference for reference in self._sources if reference() is not None]
         self._sources.append(weakref.ref(source))
 
-    def alive(self) -> list[Source]:
+    def alive(self) -> list[SampleSource]:
         """In the order in which they were made, the same on all ranks."""
         return [source for reference in self._sources if (source := reference()) is not None]
 
 
-class Positions:
+class SourcePositions:
     """The sources of a job that checkpoints keep, by name."""
 
     outlives_regrouping = True
 
     def __init__(self) -> None:
-        self._sources: dict[str, weakref.ref[Source]] = {}
+        self._sources: dict[str, weakref.ref[SampleSource]] = {}
         self._waiting: dict[str, Mapping[str, Any]] = {}
 
     @classmethod
-    def of(cls, ranks: Ranks) -> Positions:
+    def of(cls, ranks: Ranks) -> SourcePositions:
         """Those of a job; always the same object."""
         return ranks.keep(cls, cls)
 
-    def add(self, source: Source, name: str | None) -> None:
+    def add(self, source: SampleSource, name: str | None) -> None:
         """Keep a source; one that a resumed checkpoint knows goes on where it was."""
         alive = self._alive()
         if name is None:
@@ -295,5 +295,5 @@ class Positions:
             if name in states:
                 source.load_state_dict(states[name])
 
-    def _alive(self) -> dict[str, Source]:
+    def _alive(self) -> dict[str, SampleSource]:
         return {name: source for name, reference in self._sources.items() if (source := reference()) is not None}

@@ -11,11 +11,11 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
-from smp_runtime.data.position import Source, place_among_readers
+from smp_runtime.data.position import SampleSource, place_among_readers
 from smp_runtime.errors import SMPUserError
 
 
-class DistributedSampler(TorchSampler[Any], Source):
+class DistributedSampler(TorchSampler[Any], SampleSource):
     """A ``torch.utils.data.DistributedSampler`` that goes on where the job was, with any number of ranks.
 
     The order of an epoch follows from ``seed`` and ``epoch`` alone and is that of PyTorch's sampler. Rank r of n takes the

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from smp_runtime.data.position import Source, place_among_readers
+from smp_runtime.data.position import SampleSource, place_among_readers
 from smp_runtime.errors import SMPUserError
 
 #: What workers are told: the epoch, the index at which the pass begins, and samples in a rank's batch.
@@ -18,7 +18,7 @@ _EPOCH, _START, _BATCH = range(3)
 _NOTHING = -1
 
 
-class DistributedStream(IterableDataset[Any], Source):
+class DistributedStream(IterableDataset[Any], SampleSource):
     """This rank's share of an iterable data set, from where the job was.
 
     Of each n samples that follow one another rank r of n takes the r-th, as with

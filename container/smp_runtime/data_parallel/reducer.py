@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from smp_config import Group
-from smp_runtime.comm.buckets import Bucket, Transport, Travel, make_buckets
+from smp_runtime.comm.buckets import Bucket, BucketTransport, Travel, make_buckets
 from smp_runtime.comm.flag_all_reduce import Flags, to_device, travel_by_host
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport, Peers
 from smp_runtime.data_parallel.sparse_gradients import SparseReducer
@@ -62,7 +62,7 @@ class GradientReducer:
         reduce_dtype: torch.dtype | None = None,
         bucket_view: bool = False,
         buckets: Sequence[Bucket] | None = None,
-        transport: Transport | None = None,
+        transport: BucketTransport | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._group = group
@@ -72,7 +72,7 @@ class GradientReducer:
         self._overlap = overlap
         self._reduce_dtype = reduce_dtype
         self._bucket_view = bucket_view
-        self._transport: Transport = transport or AllReduceTransport(collectives, group)
+        self._transport: BucketTransport = transport or AllReduceTransport(collectives, group)
         count = len(self._parameters)
         self._expected: list[int] | None = None  # how often backward adds to each gradient, learned in a window
         self._seen = [0] * count
@@ -103,7 +103,7 @@ class GradientReducer:
         """Indices of the parameters of each bucket, in the order of launching."""
         return [list(bucket.indices) for bucket in self._buckets]
 
-    def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], Transport]) -> None:
+    def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], BucketTransport]) -> None:
         """Replace the transport, between windows; ``make`` gets the parameters, and over whom they are averaged."""
         self._transport = make(self._parameters, Peers(self._group, self._collectives))
         self._set_buckets(self._buckets)
@@ -296,7 +296,7 @@ class ReducerSet:
         """Indices of the parameters of each bucket, reducer after reducer."""
         return [bucket for reducer in self._reducers for bucket in reducer.bucket_order]
 
-    def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], Transport]) -> None:
+    def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], BucketTransport]) -> None:
         """Replace every reducer's transport, as of one."""
         for reducer in self._reducers:
             reducer.use_transport(make)

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class Invariants:
     """Does nothing where the model calls the checks of a job.
 
-    ``smp_tools/numerics/invariants.py`` keeps a subclass in its place, unless ``check_invariants`` is false. ``part`` is the part of the
-    model that lies on this rank, and ``placed`` what the strategies have made of it: :class:`.LocalPart` and :class:`.Placed`.
+    ``smp_tools/numerics/invariants.py`` keeps a subclass in its place, unless ``check_invariants`` is false. ``part`` is the part
+    of the model that lies on this rank (:class:`.LocalPart`), and ``placed`` what the strategies have made of it
+    (:class:`.ParallelState`).
     """
 
     outlives_regrouping = True

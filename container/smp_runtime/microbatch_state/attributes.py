@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from smp_runtime.microbatch_state.attribute_watch import AttributeWatch
-from smp_runtime.microbatch_state.entries import ABSENT, Entries, Slot, Taken
+from smp_runtime.microbatch_state.entries import ABSENT, Entries, ModuleSlot, Taken
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _Key = tuple[int, str]
 class _Attribute:
     """One that forward passes change."""
 
-    slot: Slot  # where it is
+    slot: ModuleSlot  # where it is
     base: Taken  # what was there when the step began
     returns: bool = True  # whether a microbatch leaves it as it found it
     is_carried: bool = False  # whether a microbatch reads it before it sets it

@@ -52,7 +52,7 @@ def eagerly() -> Iterator[None]:
         _Eagerly.count -= 1
 
 
-class Kind:
+class BlockClass:
     """Blocks of one class: they share a compiled function, and run eagerly together where it cannot be compiled.
 
     Args:
@@ -76,7 +76,7 @@ class CompiledForward:
     """Stands in for the compiled method of a block; a copy of the block, or one read from a file, has its own again."""
 
     def __init__(
-        self, block: nn.Module, path: str, kind: Kind, interrupts: Callable[[nn.Module], str | None] | None = None
+        self, block: nn.Module, path: str, kind: BlockClass, interrupts: Callable[[nn.Module], str | None] | None = None
     ) -> None:
         self._block = block
         self._path = path
@@ -187,13 +187,13 @@ class Compiling:
         for reason in dict.fromkeys(reasons.values()):
             paths = [path for path, said in reasons.items() if said == reason]
             self._say(f"{len(paths)} of {len(found)} blocks ({paths[0]} …) are not compiled and run eagerly: {reason}")
-        kinds: dict[tuple[type, str], Kind] = {}
+        kinds: dict[tuple[type, str], BlockClass] = {}
         for path, (block, backend) in found.items():
             if path in reasons:
                 continue
             key, method = (type(block), backend), _method_of(type(block))
             if key not in kinds:
-                kinds[key] = Kind(type(block), method, backend, tells=self.tells)
+                kinds[key] = BlockClass(type(block), method, backend, tells=self.tells)
             block.__dict__[method] = CompiledForward(block, path, kinds[key], self.interrupts)
         if not found and self.repeated is not None:
             self._say(

@@ -47,7 +47,7 @@ class Taken(NamedTuple):
         return _is_equal(self.value, other.value)
 
 
-class Slot(NamedTuple):
+class ModuleSlot(NamedTuple):
     """A place on a module: an entry of its ``__dict__``, its parameters or its buffers, or a flag of a parameter."""
 
     holder: Any
@@ -92,14 +92,14 @@ class Entries:
         #: A registry of TorchScript is no dictionary, and cannot get or lose anything.
         holders = [*map(vars, modules), *(each for each in registries if isinstance(each, dict)), *flagged.values()]
         self._before: list[tuple[Any, dict[str, Taken]]] = [
-            (holder, {key: Slot(holder, key).take() for key in self._keys(holder)}) for holder in holders
+            (holder, {key: ModuleSlot(holder, key).take() for key in self._keys(holder)}) for holder in holders
         ]
 
-    def slots(self) -> Iterator[tuple[Slot, Taken]]:
+    def slots(self) -> Iterator[tuple[ModuleSlot, Taken]]:
         """All places that had something or have it now, and what they had."""
         for holder, before in self._before:
             for key in dict.fromkeys((*self._keys(holder), *before)):
-                yield Slot(holder, key), before.get(key, Taken(ABSENT))
+                yield ModuleSlot(holder, key), before.get(key, Taken(ABSENT))
 
     def put_back(self) -> None:
         """All is as it was, entries in their order."""
@@ -109,7 +109,7 @@ class Entries:
                 holder.clear()
                 holder.update(left_out)
             for key, taken in before.items():
-                Slot(holder, key).put(taken)
+                ModuleSlot(holder, key).put(taken)
 
     def _keys(self, holder: Any) -> list[str]:
         if not isinstance(holder, dict):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class _Part(NamedTuple):
+class _FlaggedModule(NamedTuple):
     """A module with all that is in it."""
 
     modules: list[nn.Module]  # itself and those in it; ``places`` are theirs among all modules
@@ -68,7 +68,7 @@ class ModuleFlags:
         self._parameters = [(module._parameters, name) for module in plain.values() for name in module._parameters]
         self._names = [(path, name) for path, module in plain.items() for name in module._parameters]
         self._stages = [stage_of(path) for path, _ in self._names]
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _FlaggedModule] = {}
         #: When the step began.
         self._training = self._requires = b""
         #: Whether modules may have other flags than at the beginning of the step.
@@ -184,7 +184,7 @@ class ModuleFlags:
             self._freeze(part, flags[len(part.modules) :])
             self._differs = True
 
-    def _freeze(self, part: _Part, requires: bytes) -> None:
+    def _freeze(self, part: _FlaggedModule, requires: bytes) -> None:
         """Let the parameters in a part require gradients as they did, where adapters may have been switched."""
         if not self._has_adapters:
             return
@@ -194,21 +194,21 @@ class ModuleFlags:
                 if parameter is not None and parameter.requires_grad != bool(flag):
                     parameter.requires_grad_(bool(flag))
 
-    def _at_begin(self, part: _Part) -> bytes:
+    def _at_begin(self, part: _FlaggedModule) -> bytes:
         is_whole = len(part.places) == len(self._all)
         training = self._training if is_whole else bytes(map(self._training.__getitem__, part.places))
         return training + self._requires_at_begin(part)
 
-    def _requires_at_begin(self, part: _Part) -> bytes:
+    def _requires_at_begin(self, part: _FlaggedModule) -> bytes:
         return bytes(map(self._requires.__getitem__, part.inside_places)) if self._has_adapters else b""
 
-    def _part(self, path: str) -> _Part:
+    def _part(self, path: str) -> _FlaggedModule:
         if path not in self._parts:
             modules = [module for module in self._find(path).modules() if id(module) in self._place]
             held = {id(module._parameters) for module in modules}
             inside = [place for place, (holder, _) in enumerate(self._parameters) if id(holder) in held]
             foreign = [place for place in inside if self._stages[place] != self._stage]
-            self._parts[path] = _Part(
+            self._parts[path] = _FlaggedModule(
                 modules,
                 [self._place[id(module)] for module in modules],
                 [self._parameters[place] for place in foreign],

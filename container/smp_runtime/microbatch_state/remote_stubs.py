@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.microbatch_state.entries import Slot, Taken
+from smp_runtime.microbatch_state.entries import ModuleSlot, Taken
 from smp_runtime.tensors.lazy_tensor import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, changes_in_place
 from smp_runtime.tensors.nested import argument_tensors, leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
@@ -189,10 +189,10 @@ class AbsentAttributes:
         stage_of: Callable[[str], int],
         is_local: Callable[[str], bool],
     ) -> None:
-        self._former: list[tuple[Slot, Taken]] = []
+        self._former: list[tuple[ModuleSlot, Taken]] = []
         for path, name in attributes:
             if path in modules and not is_local(path):
-                slot = Slot(vars(modules[path]), name)
+                slot = ModuleSlot(vars(modules[path]), name)
                 self._former.append((slot, slot.take()))
                 slot.put(Taken(AbsentAttribute(path, name, stage_of(path))))
 

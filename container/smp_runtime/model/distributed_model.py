@@ -22,8 +22,8 @@ from smp_runtime.job.invariants import invariants_of
 from smp_runtime.microbatch_state.blueprint import Blueprint
 from smp_runtime.model import recipe
 from smp_runtime.model.backward import Backward
-from smp_runtime.model.gradient_accumulation import GradientWindow
-from smp_runtime.model.local_part import LocalPart, Placed, own_attributes
+from smp_runtime.model.gradient_accumulation import GradientAccumulation
+from smp_runtime.model.local_part import LocalPart, ParallelState, own_attributes
 from smp_runtime.model.options import WrapperOptions, check_arguments, check_shared
 from smp_runtime.model.placement_report import describe_placement
 from smp_runtime.model.replicas import Replicas
@@ -149,9 +149,9 @@ class DistributedModel(WrappedModule):
         # Weak, since a part must not keep the wrapper alive.
         trains, loss_scale = weakref.WeakMethod(self._trains), weakref.WeakMethod(self._loss_scale)
         self._part = part = LocalPart(self.module, ranks.rank_in(Group.PP))
-        self._placed = placed = Placed()
+        self._placed = placed = ParallelState()
         self._stages = Stages(part, session, self.precision, options.tracing)
-        self._window = GradientWindow(
+        self._window = GradientAccumulation(
             ranks,
             lambda: (ask := trains()) is not None and ask(),
             passes_per_reduction=options.backward_passes_per_step,

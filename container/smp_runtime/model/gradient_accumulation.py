@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _NEVER = 2**62
 
 
-class GradientWindow:
+class GradientAccumulation:
     """Says when gradients of a model are reduced, and who takes part.
 
     Args:

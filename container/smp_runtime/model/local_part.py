@@ -55,7 +55,7 @@ class LocalPart:
         """Whether a module is on this rank."""
         return self.stage_of is None or self.stage_of(path) == self.stage
 
-    def compile(self, ranks: Ranks, placed: Placed) -> None:
+    def compile(self, ranks: Ranks, placed: ParallelState) -> None:
         """Have blocks of this rank compiled: repeated ones if the configuration says so, and those of ``smp.compile``."""
         cfg, shards = ranks.cfg, placed.shards
 
@@ -105,7 +105,7 @@ class LocalPart:
 
 
 @dataclass
-class Placed:
+class ParallelState:
     """What the recipe has made of this rank's part; nothing before the model is partitioned."""
 
     #: What the optimizer updates instead of the parameters; None when it updates the parameters.

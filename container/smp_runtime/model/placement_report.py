@@ -39,7 +39,7 @@ def describe_placement(part: LocalPart, shards: ShardedParameters | None, ranks:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _SharedItem:
     """Something that is shared out.
 
     Attributes:
@@ -64,7 +64,7 @@ def _split(part: LocalPart, records: Sequence[ParameterRecord], who: str, degree
         inside |= {record.name for record in mine}
         former = getattr(module, "replaced_class", None)
         what = f"{former} → {type(module).__name__}" if former else type(module).__name__
-        rows.append(_Row(path or "(model)", what, _elements(mine), sum(map(_local_elements, mine))))
+        rows.append(_SharedItem(path or "(model)", what, _elements(mine), sum(map(_local_elements, mine))))
     held = sum(_local_elements(r) * r.parameter.element_size() for r in records)
     total = sum(_elements([r]) * r.parameter.element_size() for r in records)
     lines = [f"Tensor parallelism over {degree} ranks: {who} holds {_share(held, total)} of parameters"]
@@ -124,7 +124,9 @@ def _sharded(shards: ShardedParameters, records: Sequence[ParameterRecord], who:
     if shards.units:
         names = Counter(unit.name for unit in shards.units)
         rows = [
-            _Row(unit.name or "(model)", str(unit.dtype).removeprefix("torch."), unit.filled, unit.shard_elements)
+            _SharedItem(
+                unit.name or "(model)", str(unit.dtype).removeprefix("torch."), unit.filled, unit.shard_elements
+            )
             for unit in shards.units
         ]
         lines += _listed(rows, apart=any(count > 1 for count in names.values()))
@@ -144,9 +146,9 @@ def _sharded(shards: ShardedParameters, records: Sequence[ParameterRecord], who:
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def _listed(rows: Sequence[_Row], apart: bool = False) -> list[str]:
+def _listed(rows: Sequence[_SharedItem], apart: bool = False) -> list[str]:
     """A table of what is shared out, alike ones of numbered modules as one row; ``apart`` lists each."""
-    groups: dict[tuple[str, str, int, int], list[_Row]] = {}
+    groups: dict[tuple[str, str, int, int], list[_SharedItem]] = {}
     for number, row in enumerate(rows):
         pattern = f"{number}" if apart else _NUMBER.sub("#", row.path)
         groups.setdefault((pattern, row.what, row.whole, row.here), []).append(row)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.model.backward import Backward
-    from smp_runtime.model.gradient_accumulation import GradientWindow
-    from smp_runtime.model.local_part import Placed
+    from smp_runtime.model.gradient_accumulation import GradientAccumulation
+    from smp_runtime.model.local_part import ParallelState
     from smp_runtime.model.replicas import Replicas
     from smp_runtime.model.stages import Stages
 
@@ -36,7 +36,12 @@ def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
 
 
 def place(
-    ranks: Ranks, stages: Stages, replicas: Replicas, window: GradientWindow, backward: Backward, placed: Placed
+    ranks: Ranks,
+    stages: Stages,
+    replicas: Replicas,
+    window: GradientAccumulation,
+    backward: Backward,
+    placed: ParallelState,
 ) -> None:
     """Give this rank's part of the model its place: create, shard, move, agree, cast, share out state, reduce."""
     part, cfg, precision = stages.part, ranks.cfg, stages.precision

@@ -19,8 +19,8 @@ from smp_runtime.job.invariants import invariants_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.gradient_accumulation import GradientWindow
-    from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.gradient_accumulation import GradientAccumulation
+    from smp_runtime.model.local_part import LocalPart, ParallelState
 
 #: Ranks that have changed shards are counted in units of one, what :class:`.Invariants` add up in units of this.
 _GATHERING = 1 << 20
@@ -37,7 +37,13 @@ class Replicas:
     """
 
     def __init__(
-        self, part: LocalPart, placed: Placed, ranks: Ranks, window: GradientWindow, *, broadcasts_buffers: bool
+        self,
+        part: LocalPart,
+        placed: ParallelState,
+        ranks: Ranks,
+        window: GradientAccumulation,
+        *,
+        broadcasts_buffers: bool,
     ) -> None:
         self._part = part
         self._placed = placed

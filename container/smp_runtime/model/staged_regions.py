@@ -1,7 +1,7 @@
 """Regions on the stages of a pipeline: each runs, and runs again, where its modules are.
 
 Neighbours of an ``nn.Sequential`` that lie on another stage than the ``nn.Sequential`` itself are called together, as one
-request to a :class:`Group`, a module that only the pipeline knows. Inside, every member draws the random numbers that it
+request to a :class:`RegionGroup`, a module that only the pipeline knows. Inside, every member draws the random numbers that it
 would draw if it were called alone.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 
-class Placement:
+class RegionPlacement:
     """Where the regions of a model lie.
 
     Args:
@@ -137,13 +137,13 @@ class Placement:
         return task_seed(self._context.seed, self._context.replica, task.microbatch, path, number)
 
     def _group(self, call: GroupCall) -> nn.Module:
-        return Group([(path, self._context.modules[path]) for path in call.members], self, call)
+        return RegionGroup([(path, self._context.modules[path]) for path in call.members], self, call)
 
 
-class Group(nn.Module):
+class RegionGroup(nn.Module):
     """Modules of one stage that are called one after the other, as one region."""
 
-    def __init__(self, members: Sequence[tuple[str, nn.Module]], placement: Placement, call: GroupCall) -> None:
+    def __init__(self, members: Sequence[tuple[str, nn.Module]], placement: RegionPlacement, call: GroupCall) -> None:
         super().__init__()
         self._members = list(members)  # in a plain list: they belong to the model
         self._placement = placement

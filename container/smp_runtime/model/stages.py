@@ -23,10 +23,10 @@ from smp_runtime.microbatch_state.remote_stubs import (
     make_absent_in_place,
 )
 from smp_runtime.model.creation import manual_of
-from smp_runtime.model.staged_regions import Placement
+from smp_runtime.model.staged_regions import RegionPlacement
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import materialize
-from smp_runtime.pipeline.agreement.sharing import Share
+from smp_runtime.pipeline.agreement.sharing import PipelineAgreement
 from smp_runtime.pipeline.execution.failures import FirstStepFailures
 from smp_runtime.pipeline.execution.rank_pipeline import Pipeline, PipelineSettings
 from smp_runtime.pipeline.observe.module_recorder import ModuleRecorder
@@ -75,7 +75,7 @@ class Stages:
         self.partitioned = self._ranks.size(Group.PP) == 1
         self.pipeline: Pipeline | None = None
         self.assignment: Assignment | None = None
-        self.regions: Placement | None = None
+        self.regions: RegionPlacement | None = None
         self._absent_attributes: AbsentAttributes | None = None
         if self.partitioned:
             self._record_modules()
@@ -189,10 +189,10 @@ class Stages:
                 ),
             ),
         )
-        self.regions = Placement(self.pipeline, is_manual=not ranks.cfg.auto_partition)
+        self.regions = RegionPlacement(self.pipeline, is_manual=not ranks.cfg.auto_partition)
         self.partitioned = True
 
-    def _sharing(self) -> Share | None:
+    def _sharing(self) -> PipelineAgreement | None:
         """Gives the values of all pipelines that must plan one order; every root rank calls it at the same step. None: no other.
 
         Tensor parallel peers must, and all that gather each other's parameters as they run, or on request.
@@ -202,14 +202,14 @@ class Stages:
             ranks.cfg.deterministic_server or ranks.cfg.deterministic or ranks.cfg.sharded_data_parallel_degree > 1
         )
         members = ranks.members(Group.DP if all_agree else Group.TP)
-        return Share(ranks.control, members) if all_agree or len(members) > 1 else None
+        return PipelineAgreement(ranks.control, members) if all_agree or len(members) > 1 else None
 
-    def _meeting(self) -> Share | None:
+    def _meeting(self) -> PipelineAgreement | None:
         """The same for those whose ranks take part in collectives with this one's while modules run."""
         ranks = self._ranks
         sharing = ranks.members(Group.SHARD) if ranks.cfg.sharded_data_parallel_degree > 1 else [ranks.rank]
         members = sorted({peer for rank in sharing for peer in ranks.topology.group_of(Group.TP, rank)})
-        return Share(ranks.control, members) if len(members) > 1 else None
+        return PipelineAgreement(ranks.control, members) if len(members) > 1 else None
 
     def _task_begins(self, microbatch: int | None) -> None:
         self._ranks.step.microbatch = microbatch

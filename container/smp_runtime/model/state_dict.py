@@ -21,7 +21,7 @@ from smp_runtime.tensors.torch_private import IncompatibleKeys
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.local_part import LocalPart, ParallelState
 
 PARTIAL_KEY = "_smp_is_partial"
 
@@ -37,7 +37,7 @@ class TensorShape(NamedTuple):
 class ModelState:
     """Gathers the ``state_dict`` of a module wherever its parts are, and loads one."""
 
-    def __init__(self, part: LocalPart, placed: Placed, ranks: Ranks) -> None:
+    def __init__(self, part: LocalPart, placed: ParallelState, ranks: Ranks) -> None:
         self._part = part
         self._placed = placed
         self._ranks = ranks

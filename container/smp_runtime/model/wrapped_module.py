@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.session import Session
-    from smp_runtime.model.gradient_accumulation import GradientWindow
-    from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.gradient_accumulation import GradientAccumulation
+    from smp_runtime.model.local_part import LocalPart, ParallelState
     from smp_runtime.model.stages import Stages
     from smp_runtime.model.state_dict import ModelState
     from smp_runtime.parameters.precision import Precision
@@ -42,14 +42,14 @@ class WrappedModule(nn.Module):
     module: nn.Module
     precision: Precision
     _part: LocalPart
-    _placed: Placed
+    _placed: ParallelState
     _ranks: Ranks
     _post_partition_hooks: OrderedDict[int, Callable[..., Any]]
     _post_step_hooks: OrderedDict[int, Callable[..., Any]]
     _session: Session
     _stages: Stages
     _state: ModelState
-    _window: GradientWindow
+    _window: GradientAccumulation
 
     def __getattr__(self, name: str) -> Any:
         try:

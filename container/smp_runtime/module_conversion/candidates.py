@@ -20,7 +20,7 @@ from smp_runtime.nn.sharded.linear import is_linear
 from smp_runtime.tensor_parallel.block_entry import SharedInput
 
 if TYPE_CHECKING:
-    from smp_runtime.module_conversion.splitting import Split
+    from smp_runtime.module_conversion.splitting import BlockSplit
     from smp_runtime.nn.sharded.vocabulary import Tie
 
 #: PEFT's list of the modules of a layer that hold adapters, and where the adapted module is.
@@ -58,7 +58,7 @@ def is_taken(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
 def outermost(
     module: nn.Module,
     automatic: Mapping[str, Any],
-    in_place: Mapping[int, Split],
+    in_place: Mapping[int, BlockSplit],
     ties: Mapping[int, Tie],
     left_alone: Callable[[str, str], None],
 ) -> list[Candidate]:
@@ -70,14 +70,14 @@ def outermost(
         ties: by the ``id`` of each embedding and head that is split over the vocabulary, with which it shares its weight.
         left_alone: hears of what is not distributed as it was marked: how it is called, and why.
     """
-    return list(_Search(automatic, in_place, ties, left_alone).below(module, ""))
+    return list(_CandidateSearch(automatic, in_place, ties, left_alone).below(module, ""))
 
 
-class _Search:
+class _CandidateSearch:
     def __init__(
         self,
         automatic: Mapping[str, Any],
-        in_place: Mapping[int, Split],
+        in_place: Mapping[int, BlockSplit],
         ties: Mapping[int, Tie],
         left_alone: Callable[[str, str], None],
     ) -> None:

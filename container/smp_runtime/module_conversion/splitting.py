@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from smp_runtime.nn.sharded.linear import LinearSplit
     from smp_runtime.nn.sharded.tables import Tables
-    from smp_runtime.tensor_parallel.deferred import Part
+    from smp_runtime.tensor_parallel.deferred import DeferredSlice
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 _WHOLE_NUMBERS = "_smp_whole_numbers"
@@ -33,7 +33,7 @@ Number = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Split:
+class BlockSplit:
     """How a block is split.
 
     Attributes:
@@ -56,11 +56,11 @@ class Split:
     tables: Mapping[str, Tables] = field(default_factory=dict)
     replicated: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
-    arguments: tuple[Part, ...] = ()
-    results: tuple[Part, ...] = ()
+    arguments: tuple[DeferredSlice, ...] = ()
+    results: tuple[DeferredSlice, ...] = ()
 
 
-def require_all(block: nn.Module, split: Split, made: Container[int]) -> None:
+def require_all(block: nn.Module, split: BlockSplit, made: Container[int]) -> None:
     """All linear maps of a split must have been replaced: ``made`` has the ``id`` of those that were.
 
     Raises:
@@ -75,7 +75,7 @@ def require_all(block: nn.Module, split: Split, made: Container[int]) -> None:
             )
 
 
-def adapt(block: nn.Module, split: Split, group: TensorGroup) -> None:
+def adapt(block: nn.Module, split: BlockSplit, group: TensorGroup) -> None:
     """Scale the numbers of a block whose linear maps were replaced, let shared parameters be summed, and watch its calls."""
     prepare(block, split, group)
     BlockEntry(group).watch(block)
@@ -85,7 +85,7 @@ def adapt(block: nn.Module, split: Split, group: TensorGroup) -> None:
         block.register_forward_hook(shared.clear_behind, always_call=True)
 
 
-def prepare(block: nn.Module, split: Split, group: TensorGroup) -> None:
+def prepare(block: nn.Module, split: BlockSplit, group: TensorGroup) -> None:
     """The same but for the calls: they have the group's batch already."""
     for path, attribute, value in split.numbers:
         part = block.get_submodule(path)

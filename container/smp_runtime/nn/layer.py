@@ -13,7 +13,7 @@ from smp_runtime.nn.attention import DistributedAttentionLayer
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.nn.feed_forward import DistributedTransformerOutputLayer
 from smp_runtime.nn.settings import LayerSettings
-from smp_runtime.tensor_parallel.activation_layout import Flow, choose_flow
+from smp_runtime.tensor_parallel.activation_layout import ActivationFlow, choose_flow
 
 if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
@@ -72,7 +72,7 @@ class DistributedTransformerLayer(DistributedModule):
         super().__init__()
         self.settings = LayerSettings.of(locals())
         arguments = self.settings.as_arguments()
-        self.flow: Flow = choose_flow(self.tensor_group)
+        self.flow: ActivationFlow = choose_flow(self.tensor_group)
         self.converts = True
         self.attention = DistributedAttentionLayer(**arguments)
         self.cross_attention = (
@@ -142,7 +142,7 @@ class DistributedTransformerLayer(DistributedModule):
         return stream.to(states.dtype) if self.settings.fp32_residual_addition else stream
 
 
-def enter_all(flow: Flow, settings: LayerSettings, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def enter_all(flow: ActivationFlow, settings: LayerSettings, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """A layer's inputs, laid as inside."""
     causal = settings.causal_mask_size is not None
     states = inputs[0]

@@ -158,7 +158,7 @@ def _refuse_other_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             )
 
 
-class _Whole(torch.autograd.Function):
+class _WholeWeight(torch.autograd.Function):
     """Forward nothing; backward this rank's part of the gradient."""
 
     @staticmethod
@@ -186,5 +186,5 @@ def whole_weight(name: str, mine: torch.Tensor, where: TensorSlice, group: Tenso
         return torch.cat([mine] * runs, where.dim).narrow(where.dim, 0, where.shape[where.dim])
     source = _Source(name, mine, where, group, group.prescaled or is_in_block())
     is_trained = torch.is_grad_enabled() and mine.requires_grad
-    made: torch.Tensor = _Whole.apply(mine, source) if is_trained else WholeWeight(source)
+    made: torch.Tensor = _WholeWeight.apply(mine, source) if is_trained else WholeWeight(source)
     return made

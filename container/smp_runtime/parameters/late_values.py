@@ -53,7 +53,7 @@ def materialize(
     if replaced is None:
         replaced = stand_ins(deferrals, module, lambda meta: torch.empty(0, dtype=meta.dtype, device="cpu"))
     take = take or (lambda parameter, value: setattr(parameter, "data", value.to(device)))
-    waiting = _Waiting()
+    waiting = _LateReceiver()
     for meta, parameter in replaced:
         waiting.add(meta, functools.partial(take, parameter))
     for buffer, places in _late_buffers(module):
@@ -68,7 +68,7 @@ def materialize(
 def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return copies on the CPU, by ``id``, of what will be the values of tensors; the record stays as it is."""
     found: dict[int, torch.Tensor] = {}
-    waiting = _Waiting()
+    waiting = _LateReceiver()
     for tensor in tensors:
         if tensor.is_meta:
             waiting.add(tensor, functools.partial(_keep_copy, found, id(tensor)))
@@ -131,7 +131,7 @@ def _keep_copy(found: dict[int, torch.Tensor], key: int, value: torch.Tensor) ->
     found[key] = value.clone()
 
 
-class _Waiting:
+class _LateReceiver:
     """What gets values, by storage.
 
     Attributes:
@@ -153,7 +153,7 @@ class _Waiting:
             take(view_like(meta, {storage: real}))
 
 
-def _replay(deferrals: Deferrals, waiting: _Waiting) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, bool]:
+def _replay(deferrals: Deferrals, waiting: _LateReceiver) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, bool]:
     """Replay the deferrals that something waits for.
 
     Returns:

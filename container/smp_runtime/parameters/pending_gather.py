@@ -27,7 +27,7 @@ _GATHER = "_smp_gather"
 _NEEDS_NO_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE
 
 
-class Work(Protocol):
+class PendingWork(Protocol):
     """A collective under way."""
 
     def wait(self) -> object:
@@ -59,13 +59,17 @@ class Arriving(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-class _Gather:
+class _ParameterGather:
     """Parameters that come together."""
 
     def __init__(
-        self, work: Work, parameters: Iterable[nn.Parameter], kept: torch.Tensor, end: Callable[[_Gather], None]
+        self,
+        work: PendingWork,
+        parameters: Iterable[nn.Parameter],
+        kept: torch.Tensor,
+        end: Callable[[_ParameterGather], None],
     ) -> None:
-        self._work: Work | None = work
+        self._work: PendingWork | None = work
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._kept: torch.Tensor | None = kept  # into which others write, whether or not anybody has the model any more
         self._end = end
@@ -95,9 +99,9 @@ class Arrivals:
     """What is under way to this rank; one for each job, which nobody may leave before all is there."""
 
     def __init__(self) -> None:
-        self._under_way: list[_Gather] = []
+        self._under_way: list[_ParameterGather] = []
 
-    def expect(self, work: Work, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+    def expect(self, work: PendingWork, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
         """New values come into ``flat``, of which the parameters are views.
 
         Parameters of classes of their own would lose these for a while: of such the values are waited for at once.
@@ -105,7 +109,7 @@ class Arrivals:
         if any(type(parameter) is not nn.Parameter for parameter in parameters):
             work.wait()
         else:
-            self._under_way.append(_Gather(work, parameters, flat, self._under_way.remove))
+            self._under_way.append(_ParameterGather(work, parameters, flat, self._under_way.remove))
 
     def settle(self) -> None:
         """Wait for all that is under way."""
@@ -142,12 +146,12 @@ def wait_before_calls(
     whole = is_one(module)
     held = [parameter for parameter in module.parameters(recurse=whole) if parameter in parameters]
     if held:
-        module.register_forward_pre_hook(_Waiting(held))
+        module.register_forward_pre_hook(_WaitingHook(held))
     for child in () if whole else module.children():
         wait_before_calls(child, parameters, is_one)
 
 
-class _Waiting:
+class _WaitingHook:
     """A hook that waits for parameters; what a script copies or saves of the module gets one that waits for none."""
 
     def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
@@ -158,5 +162,5 @@ class _Waiting:
             if type(parameter) is Arriving:
                 wait_for(parameter)
 
-    def __reduce__(self) -> tuple[type[_Waiting], tuple[()]]:
-        return _Waiting, ()
+    def __reduce__(self) -> tuple[type[_WaitingHook], tuple[()]]:
+        return _WaitingHook, ()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterPlacement:
     """Where a parameter's elements are.
 
     Attributes:
@@ -53,7 +53,7 @@ class ParameterRecord:
     shape: tuple[int, ...]
     aliases: tuple[str, ...]
     parameter: nn.Parameter
-    placement: Placement = Placement()
+    placement: ParameterPlacement = ParameterPlacement()
     reduction: Group = Group.DP
 
     @property

@@ -15,7 +15,7 @@ from smp_records.rank_record import SAVE, here
 from smp_runtime.checkpoint.files.atomic_file import user_content_bytes
 from smp_runtime.checkpoint.files.manifest import PARTIAL, checkpoints_in, newest_name
 from smp_runtime.checkpoint.files.opened_files import local_path
-from smp_runtime.checkpoint.live_state import Moment
+from smp_runtime.checkpoint.live_state import ScriptPosition
 from smp_runtime.checkpoint.memory.copying import Copier
 from smp_runtime.checkpoint.memory.newest import newest_state
 from smp_runtime.checkpoint.save_and_resume import resume_from_checkpoint
@@ -91,7 +91,7 @@ class Progress:
         self._in_loop = False
         self._has_updated = False  # since the last boundary; before an update gradients may be under way
         self._stopped_by: str | None = None
-        self._moment: Moment | None = None  # of a boundary that is to be saved when the next step begins
+        self._moment: ScriptPosition | None = None  # of a boundary that is to be saved when the next step begins
 
     def __index__(self) -> int:
         return self.step
@@ -133,7 +133,7 @@ class Progress:
         if not self._in_loop:
             self.step += 1
             if self._stopped_by or self._is_due() or wants_memory(os.environ):
-                self._moment = Moment.now(self._session)
+                self._moment = ScriptPosition.now(self._session)
 
     def on_step(self) -> None:
         """A step begins: what the script does after ``optimizer.step()``, such as a scheduler's, is done."""
@@ -145,21 +145,21 @@ class Progress:
     def _is_due(self) -> bool:
         return bool(self._state.every) and self.step % (self._state.every or 1) == 0
 
-    def _end_turn(self, moment: Moment) -> None:
+    def _end_turn(self, moment: ScriptPosition) -> None:
         """Of a loop that is not over :meth:`steps`: all that belongs to the step of that moment is done."""
         self._moment = None
         if self._stopped_by or self._is_due():
             self._save_and_stop(moment)
         self._copy(moment)
 
-    def _copy(self, moment: Moment | None) -> None:
+    def _copy(self, moment: ScriptPosition | None) -> None:
         """Keep the state in shared memory, where the job wants that; see ``memory_checkpoint``."""
         copier = Copier.of(self._session)
         if copier is not None and self._state.model.partitioned:
             with here().within(SAVE):
                 copier.step(self._state.model, self._state.optimizer, self._content, moment)
 
-    def _save_and_stop(self, moment: Moment | None) -> None:
+    def _save_and_stop(self, moment: ScriptPosition | None) -> None:
         """Save; with a request to stop, end the process with exit code 0."""
         state, reason = self._state, self._stopped_by
         folder = state.folder / f"step{self.step}{PARTIAL}"

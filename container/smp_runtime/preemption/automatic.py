@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
 from smp_runtime.checkpoint.save_and_resume import Resumed
-from smp_runtime.data.position import Positions
+from smp_runtime.data.position import SourcePositions
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.session import at_init
 from smp_runtime.model.distributed_model import DistributedModel
@@ -100,7 +100,7 @@ class Automatic:
             mine = "it handles SIGTERM itself"
         elif ranks.kept(Resumed):
             mine = "it resumes by itself"
-        elif Positions.of(ranks).state():  # of which this step has a batch already
+        elif SourcePositions.of(ranks).state():  # of which this step has a batch already
             mine = (
                 "what it reads with smp.data goes on by smp.auto_resume alone, which is called before the first batch"
             )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoint
-from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_runtime.checkpoint.live_state import Holding, buffers, extras, masters, saved_records, updated, weights
-from smp_runtime.checkpoint.load_partial import Loading, always
+from smp_runtime.checkpoint.load_partial import PartialLoad, always
 from smp_runtime.parameters.optimizer_shards import store_all
 from smp_runtime.reshape.offers import UNSAVED
 from smp_runtime.tensors.nested import unshared
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BATCH_BYTES = 64 * 2**20
 
 
-class LiveLoading(Loading):
+class LiveLoading(PartialLoad):
     """The state of a running job on its way to where other degrees want it; made and called by all ranks alike."""
 
     def __init__(
@@ -72,12 +72,12 @@ class LiveLoading(Loading):
         self.reader.close()
 
     def load_named(self, only: Container[str] | None) -> None:
-        """See :class:`Loading`; and buffers that are in no state."""
+        """See :class:`PartialLoad`; and buffers that are in no state."""
         super().load_named(only)
         for name, buffer in self._unsaved():
             if only is None or name in only:
                 values = torch.empty_like(buffer, memory_format=torch.contiguous_format)
-                self._live.fill(values, Region.of(tuple(buffer.shape)), UNSAVED, name)
+                self._live.fill(values, TensorRegion.of(tuple(buffer.shape)), UNSAVED, name)
                 buffer.copy_(values)
 
     def _in_no_state(self) -> Container[str]:
@@ -125,7 +125,7 @@ class LiveLoading(Loading):
                 yield from self._wanted(holding.name, holding.region, key)
         for name, buffer in self._unsaved():
             if name in names:
-                yield UNSAVED, name, Region.of(tuple(buffer.shape))
+                yield UNSAVED, name, TensorRegion.of(tuple(buffer.shape))
         yield from self._wanted_states(names)
 
     def _wanted_states(self, names: Container[str]) -> Iterator[Want]:
@@ -139,12 +139,16 @@ class LiveLoading(Loading):
                     if not self.reader.is_object(key, source):
                         yield from self._wanted(entry.name, entry.region, always(key), source)
 
-    def _wanted(self, name: str, region: Region, key: Callable[[str], str], only: str | None = None) -> Iterator[Want]:
+    def _wanted(
+        self, name: str, region: TensorRegion, key: Callable[[str], str], only: str | None = None
+    ) -> Iterator[Want]:
         found = self._of.get(name)
         for source in found.sources if found is not None else ():
             if only in (None, source) and self.reader.holds(key(source), source):
                 whole = (
-                    Region.of(self.manifest.parameters[source].shape) if source in self.manifest.parameters else region
+                    TensorRegion.of(self.manifest.parameters[source].shape)
+                    if source in self.manifest.parameters
+                    else region
                 )
                 yield key(source), source, region if found is not None and found.is_leaf_of_checkpoint else whole
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from smp_config import Group, smddp
 from smp_runtime.checkpoint.files.manifest import EXTRA
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_runtime.errors import CheckpointError
 from smp_runtime.reshape.offers import UNSAVED, Catalogue, Offer
 from smp_runtime.reshape.runs import Common, Runs, common, picked, put, runs_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
 
 #: What is wanted: a state key, a name, and a region of it.
-Want = tuple[str, str, Region]
+Want = tuple[str, str, TensorRegion]
 #: The same in a message.
 _Told = tuple[str, str, tuple[Any, ...]]
 
@@ -42,8 +42,8 @@ class LiveReader(CheckpointReader):
         self._found = found
         self._mine = mine
         self._me = str(ranks.rank)
-        self._fetched: dict[tuple[str, str, Region], list[tuple[Common, torch.Tensor]]] = {}
-        self._runs: dict[Region, Runs] = {}
+        self._fetched: dict[tuple[str, str, TensorRegion], list[tuple[Common, torch.Tensor]]] = {}
+        self._runs: dict[TensorRegion, Runs] = {}
         self._group = _group_for_messages(ranks)
         self.received = 0
         self.needed = 0
@@ -102,7 +102,7 @@ class LiveReader(CheckpointReader):
             parts.append(values.contiguous().view(torch.uint8))
         return torch.cat(parts)
 
-    def _sources(self, key: str, name: str, wanted: Region) -> Iterable[tuple[int, Common]]:
+    def _sources(self, key: str, name: str, wanted: TensorRegion) -> Iterable[tuple[int, Common]]:
         """Who gives which part of a region; this rank itself, where it can.
 
         Raises:
@@ -131,10 +131,10 @@ class LiveReader(CheckpointReader):
             )
         return found
 
-    def _region(self, name: str, piece: Piece) -> Region:
-        return Region.of_piece(self._record(name), piece)
+    def _region(self, name: str, piece: Piece) -> TensorRegion:
+        return TensorRegion.of_piece(self._record(name), piece)
 
-    def _runs_of(self, region: Region) -> Runs:
+    def _runs_of(self, region: TensorRegion) -> Runs:
         if region not in self._runs:
             self._runs[region] = runs_of(region)
         return self._runs[region]
@@ -148,7 +148,7 @@ class LiveReader(CheckpointReader):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def fill(self, target: torch.Tensor, wanted: Region, key: str, name: str) -> None:
+    def fill(self, target: torch.Tensor, wanted: TensorRegion, key: str, name: str) -> None:
         """See :class:`CheckpointReader`; what was fetched."""
         flat = target.view(-1)
         own = self._mine.tensors.get((key, name))
@@ -163,7 +163,7 @@ class LiveReader(CheckpointReader):
         """See :class:`CheckpointReader`."""
         record = self._record(name)
         made = torch.empty(record.shape, dtype=self.dtype_of(key, name), device=self._ranks.device)
-        self.fill(made, Region.of(record.shape), key, name)
+        self.fill(made, TensorRegion.of(record.shape), key, name)
         return made
 
     def dtype_of(self, key: str, name: str) -> torch.dtype:
@@ -200,7 +200,7 @@ def _told(want: Want) -> _Told:
 
 def _wanted(told: _Told) -> Want:
     key, name, region = told
-    return key, name, Region(*region)
+    return key, name, TensorRegion(*region)
 
 
 def _group_for_messages(ranks: Ranks) -> dist.ProcessGroup:

@@ -24,7 +24,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.whole_state import is_elementwise
 
 if TYPE_CHECKING:
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -105,7 +105,7 @@ class Offer:
                     cuts = _piece(entry.region).tensor
                     self.objects[key, entry.name] = (Piece(cuts, whole_object=True), value)
 
-    def _add(self, key: str, name: str, region: Region, tensor: torch.Tensor) -> None:
+    def _add(self, key: str, name: str, region: TensorRegion, tensor: torch.Tensor) -> None:
         self.tensors[key, name] = (_piece(region), tensor.reshape(-1))
 
     def drop(self, names: set[str]) -> None:
@@ -114,7 +114,7 @@ class Offer:
             del self.tensors[key]
 
 
-def _piece(region: Region) -> Piece:
+def _piece(region: TensorRegion) -> Piece:
     return Piece(None if region.axis is None else region.cuts, None if region.is_slice else (region.first, region.last))
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("smp")
 _LOOK_SECONDS = 0.2
 
 
-class Requests:
+class ReshapeRequests:
     """Listens for requests; every rank has one. Rank 0 looks for files, and all agree on the update after which they act."""
 
     outlives_regrouping = True
@@ -89,7 +89,7 @@ def _begin(session: Session) -> None:
         if session.ranks.rank == 0:
             logger.warning("SMP_RESHAPE_REQUESTS=1 has no effect: this project's launcher has not started the job")
         return
-    session.ranks.keep(Requests, lambda: Requests(session, Path(folder)))
+    session.ranks.keep(ReshapeRequests, lambda: ReshapeRequests(session, Path(folder)))
 
 
 at_init.append(_begin)

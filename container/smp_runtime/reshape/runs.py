@@ -11,7 +11,7 @@ import torch
 from smp_runtime.parameters.registry import intervals
 
 if TYPE_CHECKING:
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 
 #: Kinds of runs in a row that are copied as strided blocks; of more, elements are picked one by one.
 _MOST_BLOCKS = 64
@@ -30,7 +30,7 @@ class Runs(NamedTuple):
         return int(self.lengths.sum())
 
 
-def runs_of(region: Region) -> Runs:
+def runs_of(region: TensorRegion) -> Runs:
     """The runs of a region."""
     if region.axis is None:
         starts, lengths = torch.tensor([0]), torch.tensor([math.prod(region.shape)])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _WITHOUT_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE | {torch.Tensor.view_as, can_take_contents}
 
 
-class Unit(Protocol):
+class GatheredUnit(Protocol):
     """Parameters that are gathered together.
 
     Attributes:
@@ -46,7 +46,7 @@ class Unit(Protocol):
 class Shards(Protocol):
     """The sharded parameters of a model."""
 
-    def unit_of(self, parameter: nn.Parameter) -> Unit:
+    def unit_of(self, parameter: nn.Parameter) -> GatheredUnit:
         """Return the unit that a parameter is in."""
 
     def fill(self, unit: Any) -> bool:
@@ -172,7 +172,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _units_in(values: Any) -> Iterator[tuple[Shards, Unit]]:
+def _units_in(values: Any) -> Iterator[tuple[Shards, GatheredUnit]]:
     for leaf in tree_leaves(values):
         parameter = leaf.of if isinstance(leaf, DetachedValues) else leaf
         owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None

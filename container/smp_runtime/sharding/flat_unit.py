@@ -120,7 +120,7 @@ class WholeUnit(FlatUnit):
 
 
 @dataclass(eq=False)
-class Use:
+class UnitUse:
     """One call of a module that needs a unit, from its forward to its backward.
 
     Attributes:
@@ -201,7 +201,7 @@ class ShardedUnit(FlatUnit):
         self.work: Work | None = None
         self.ready = False
         self.calls = 0
-        self.open_uses: set[Use] = set()
+        self.open_uses: set[UnitUse] = set()
         self.quiet = False
         self.saves = 0
         self.forward_uses = 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smp_runtime.sharding.call_results import lasting, tensors_in
-from smp_runtime.sharding.flat_unit import ShardedUnit, Use
+from smp_runtime.sharding.flat_unit import ShardedUnit, UnitUse
 from smp_runtime.sharding.watched_parameters import REGISTERED, WatchedParameters, refuse_copy
 from smp_runtime.tensors.torch_private import (
     at_end_of_backward,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from smp_runtime.sharding.sharded_gradients import ShardedGradients
-    from smp_runtime.sharding.unshard_prefetch import LiveParameters
+    from smp_runtime.sharding.unshard_prefetch import UnshardPrefetch
 
 
 @dataclasses.dataclass
-class _Call:
+class _ModuleCall:
     """A running module call.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Call:
     module: nn.Module
     inputs: Any
     units: list[ShardedUnit]
-    uses: list[Use]
+    uses: list[UnitUse]
     start: int
     caches: bool
 
@@ -59,21 +59,21 @@ class _Pass:
         came: for each unit, the positions of the parameters that have got this pass's gradients.
     """
 
-    ahead: list[tuple[ShardedUnit, Use]] = dataclasses.field(default_factory=list)
-    open: list[tuple[ShardedUnit, Use]] = dataclasses.field(default_factory=list)
+    ahead: list[tuple[ShardedUnit, UnitUse]] = dataclasses.field(default_factory=list)
+    open: list[tuple[ShardedUnit, UnitUse]] = dataclasses.field(default_factory=list)
     reached: dict[int, ShardedUnit] = dataclasses.field(default_factory=dict)
     counts: dict[int, int] = dataclasses.field(default_factory=dict)
     left: dict[int, int] = dataclasses.field(default_factory=dict)
-    left_out: set[Use] = dataclasses.field(default_factory=set)
-    held: dict[int, set[Use]] = dataclasses.field(default_factory=dict)
+    left_out: set[UnitUse] = dataclasses.field(default_factory=set)
+    held: dict[int, set[UnitUse]] = dataclasses.field(default_factory=dict)
     came: dict[int, set[int]] = dataclasses.field(default_factory=dict)
 
 
-class _Calls(threading.local):
+class _ThreadCalls(threading.local):
     """The calls that run in a thread, the innermost last, and the hook that sees what they save."""
 
     def __init__(self) -> None:
-        self.running: list[_Call] = []
+        self.running: list[_ModuleCall] = []
         self.pack: Callable[[torch.Tensor], Any] | None = None
 
 
@@ -109,7 +109,7 @@ class ModuleUses:
         self,
         module: nn.Module,
         units: Sequence[ShardedUnit],
-        live: LiveParameters,
+        live: UnshardPrefetch,
         gradients: ShardedGradients,
         *,
         in_order: bool = True,
@@ -118,12 +118,12 @@ class ModuleUses:
         self.gradients = gradients
         self._in_order = in_order
         #: Uses since the last backward pass began, in the order in which their calls ended.
-        self._made: list[tuple[ShardedUnit, Use]] = []
+        self._made: list[tuple[ShardedUnit, UnitUse]] = []
         self._clock = 0
         self._passes: dict[int, _Pass] = {}
         self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
         self._by_storage = {unit.storage_key: unit for unit in units}
-        self._calls = _Calls()
+        self._calls = _ThreadCalls()
         #: Called when a backward pass has reached its first use, before anything is gathered for it.
         self.backward_begins: Callable[[], None] = lambda: None
         self._registered: dict[int, list[ShardedUnit]] = {}
@@ -203,9 +203,9 @@ class ModuleUses:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         units = list(self._registered.get(id(module), ()))
-        uses: list[Use] = []
+        uses: list[UnitUse] = []
         self._clock += 1
-        call = _Call(module, (args, kwargs), units, uses, self._clock, torch.is_autocast_cache_enabled())
+        call = _ModuleCall(module, (args, kwargs), units, uses, self._clock, torch.is_autocast_cache_enabled())
         self._calls.running.append(call)
         if units:
             # All threads share autocast's cache. Microbatches would share casts of weights, depending on timing, and the order
@@ -214,13 +214,13 @@ class ModuleUses:
         for unit in units:
             uses.append(self._enter(unit, call))
 
-    def _enter(self, unit: ShardedUnit, call: _Call) -> Use:
+    def _enter(self, unit: ShardedUnit, call: _ModuleCall) -> UnitUse:
         # Recomputation finds a unit gathered, and ranks whose losses leave it out do not recompute.
         if unit.calls == 0 and not (unit.ready and unit.open_uses and backward_pass() != -1):
             self.live.need(unit)
         # Of this thread: in a pipeline others may be inside calls of the same unit.
         is_inner = any(unit in outer.units for outer in self._calls.running if outer is not call)
-        use = Use(start=call.start, is_inner=is_inner)
+        use = UnitUse(start=call.start, is_inner=is_inner)
         unit.calls += 1
         unit.called = unit.called or call.start
         # Inside somebody else's saved tensor hooks (checkpointing has some) nobody tells what is saved.
@@ -292,7 +292,7 @@ class ModuleUses:
         for index, parameter in enumerate(unit.parameters):
             parameter.register_post_accumulate_grad_hook(hook(index))
 
-    def _watch_outputs(self, uses: list[tuple[ShardedUnit, Use]], output: Any) -> None:
+    def _watch_outputs(self, uses: list[tuple[ShardedUnit, UnitUse]], output: Any) -> None:
         tensors = [t for t in tensors_in(output) if t.grad_fn is not None]
         if not tensors:
             return
@@ -311,7 +311,7 @@ class ModuleUses:
         for tensor in tensors:
             tensor.register_hook(backward_begins)
 
-    def _watch_inputs(self, uses: list[tuple[ShardedUnit, Use]], inputs: Any) -> None:
+    def _watch_inputs(self, uses: list[tuple[ShardedUnit, UnitUse]], inputs: Any) -> None:
         tensors = {id(t): t for t in tensors_in(inputs) if t.grad_fn is not None}
         weak = weakref.ref(self)
 
@@ -329,7 +329,7 @@ class ModuleUses:
         for tensor in tensors.values():
             tensor.register_hook(gradient_came)
 
-    def backward_reaches(self, unit: ShardedUnit, use: Use) -> None:
+    def backward_reaches(self, unit: ShardedUnit, use: UnitUse) -> None:
         """The gradient of an output has come."""
         if use.began:
             return
@@ -349,7 +349,7 @@ class ModuleUses:
         now.left_out.add(use)
         self._begin(now, unit, use)
 
-    def _begin(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
+    def _begin(self, now: _Pass, unit: ShardedUnit, use: UnitUse) -> None:
         self._reach(now, unit, use)
         unit.open_uses.add(use)
         now.held.setdefault(id(unit), set()).add(use)
@@ -357,13 +357,13 @@ class ModuleUses:
         if use.saved is not False:
             self.live.need(unit)
 
-    def backward_passes(self, unit: ShardedUnit, use: Use) -> None:
+    def backward_passes(self, unit: ShardedUnit, use: UnitUse) -> None:
         """One input's gradient has come; another's, if calls share that input, comes only after backward of all."""
         # What was seen to be saved is gathered again when it is unpacked, so room may be made of the unit meanwhile.
         if use in unit.open_uses and all(other.saved is not None for other in unit.open_uses):
             unit.quiet = True
 
-    def backward_passed(self, unit: ShardedUnit, use: Use) -> None:
+    def backward_passed(self, unit: ShardedUnit, use: UnitUse) -> None:
         """The gradients of all inputs have come."""
         if use not in unit.open_uses:
             return
@@ -391,7 +391,7 @@ class ModuleUses:
             at_end_of_backward(backward_ends)
         return self._passes[task]
 
-    def _reach(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
+    def _reach(self, now: _Pass, unit: ShardedUnit, use: UnitUse) -> None:
         """Backward has reached a use, so it has passed all that were called after the use had ended."""
         for other in [other for other in now.open if other[1].start > use.end]:
             self._leave(now, *other)
@@ -402,7 +402,7 @@ class ModuleUses:
         now.open.append((unit, use))
         self.gradients.reach(unit)
 
-    def _leave(self, now: _Pass, unit: ShardedUnit, use: Use) -> None:
+    def _leave(self, now: _Pass, unit: ShardedUnit, use: UnitUse) -> None:
         """Backward has passed a use: nothing that it runs from now on reads the weights for it."""
         now.open.remove((unit, use))
         now.left[id(unit)] -= 1

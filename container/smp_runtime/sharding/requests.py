@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _DONE = -1
 
 
-class Requests:
+class GatherRequests:
     """What the ranks of a sharding group ask for, a round at a time.
 
     Ranks that generate text leave the loop after unequal numbers of passes, and a router may send their tokens to other

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SMALLEST = 2**18
 
 
-class _Filling:
+class ReduceScatterInput:
     """The gradients of some units on their way together.
 
     The buffer is ``[shards, columns]``: what each rank will get is one row.
@@ -93,7 +93,7 @@ class _Filling:
 
 
 @dataclass
-class _Travelling:
+class PendingReduceScatter:
     """Gradients on their way.
 
     Attributes:
@@ -103,7 +103,7 @@ class _Travelling:
         is_sum: whether the row is the place of these units' sums itself, which are nothing else then.
     """
 
-    filling: _Filling
+    filling: ReduceScatterInput
     works: list[Work]
     parts: list[torch.Tensor]
     is_sum: bool
@@ -150,8 +150,8 @@ class ShardedGradients:
         self._lengths: dict[torch.dtype, int] = {}
         self._divide(list(reversed(self._units)))
         self._order_is_fixed = False
-        self._filling: dict[int, _Filling] = {}
-        self._travelling: _Travelling | None = None
+        self._filling: dict[int, ReduceScatterInput] = {}
+        self._travelling: PendingReduceScatter | None = None
         #: Units that backward has reached, and passed, and whose groups have not been sent since.
         self._reached: set[int] = set()
         self._passed: set[int] = set()
@@ -214,7 +214,7 @@ class ShardedGradients:
             self._launch(number)
         self._reached.difference_update(id(unit) for unit in units)
 
-    def _filling_of(self, number: int) -> _Filling:
+    def _filling_of(self, number: int) -> ReduceScatterInput:
         if number not in self._filling:
             group = self._groups[number]
             elements = sum(other.filled for other in group)
@@ -224,7 +224,7 @@ class ShardedGradients:
                 if elements + under_way > self._bucket_elements:
                     self._land()
             kind = self._dtype or group[0].dtype
-            self._filling[number] = _Filling(group, kind, self._rows, self._ranks.collectives, self._inside)
+            self._filling[number] = ReduceScatterInput(group, kind, self._rows, self._ranks.collectives, self._inside)
         return self._filling[number]
 
     @torch.no_grad()
@@ -243,7 +243,7 @@ class ShardedGradients:
             is_first = not any(id(unit) in self._summed for unit in filling.units)
             part = self._row_of(filling) if is_first else filling.buffer.new_empty(columns)
             work = self._ranks.collectives.reduce_scatter(part, filling.buffer.view(-1), self._inside)
-            self._travelling = _Travelling(filling, [work], [part], is_first)
+            self._travelling = PendingReduceScatter(filling, [work], [part], is_first)
             return
         parts = []
         for begin in range(0, columns, width):
@@ -251,7 +251,7 @@ class ShardedGradients:
             parts.append(chunk.new_empty(chunk.shape[1]))
             # A bucket at a time, so that no more than one waits.
             self._ranks.collectives.reduce_scatter(parts[-1], chunk.view(-1), self._inside).wait()
-        self._travelling = _Travelling(filling, [], parts, is_sum=False)
+        self._travelling = PendingReduceScatter(filling, [], parts, is_sum=False)
 
     def _land(self) -> None:
         if self._travelling is None:
@@ -278,7 +278,7 @@ class ShardedGradients:
             self._sums[kind] = torch.empty(self._lengths[kind], dtype=kind, device=unit.device)
         return self._sums[kind]
 
-    def _row_of(self, filling: _Filling) -> torch.Tensor:
+    def _row_of(self, filling: ReduceScatterInput) -> torch.Tensor:
         """The place of the sums of all units that travel together."""
         first = filling.units[0]
         begin = self._begin_of[id(first)]

@@ -27,9 +27,9 @@ from smp_runtime.sharding.detached_parameters import ShardOwner
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import ShardedUnit, mark_parameter
 from smp_runtime.sharding.module_hooks import ModuleUses
-from smp_runtime.sharding.requests import Requests
+from smp_runtime.sharding.requests import GatherRequests
 from smp_runtime.sharding.sharded_gradients import ShardedGradients
-from smp_runtime.sharding.unshard_prefetch import LiveParameters, warn_of_large_units
+from smp_runtime.sharding.unshard_prefetch import UnshardPrefetch, warn_of_large_units
 from smp_runtime.sharding.wrap_policy import ShardingOptions, is_sharded, plan_units
 from smp_runtime.tensors.parameter_attributes import get_data, own
 from smp_runtime.tensors.torch_private import before_loading
@@ -86,7 +86,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         speaks = ranks.rank_in(Group.DP) == 0  # of each stage
         if speaks:
             warn_of_large_units(self.units, self.options.max_live)
-        self.live = LiveParameters(self.units, gathering, self.options.max_live, speaks=speaks)
+        self.live = UnshardPrefetch(self.units, gathering, self.options.max_live, speaks=speaks)
         trained = [unit for unit in self.units if unit.trained]
         bucket_elements = self.options.bucket_elements
         self.gradients = ShardedGradients(
@@ -226,7 +226,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     @contextlib.contextmanager
     def on_request(self) -> Iterator[None]:
         """Around an evaluation that takes another course on each rank; every rank of the sharding group enters it."""
-        with self.live.on_request(Requests(self._ranks)):
+        with self.live.on_request(GatherRequests(self._ranks)):
             yield
         self.uses.reset()
 

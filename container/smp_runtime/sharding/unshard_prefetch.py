@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.sharding.all_gather import Gathering
     from smp_runtime.sharding.flat_unit import ShardedUnit
-    from smp_runtime.sharding.requests import Requests
+    from smp_runtime.sharding.requests import GatherRequests
 
 
 logger = logging.getLogger("smp")
@@ -26,7 +26,7 @@ logger = logging.getLogger("smp")
 LOOKAHEAD = 2
 
 
-class LiveParameters:
+class UnshardPrefetch:
     """Decides which units are gathered.
 
     All ranks of a sharding group need the same units in the same order, so they gather in the same order; except inside
@@ -56,7 +56,7 @@ class LiveParameters:
         self.gathers = 0
         self.trace = GatherTrace()
         self._gathered: dict[int, ShardedUnit] = {}  # by number, in the order of gathering
-        self._requests: Requests | None = None
+        self._requests: GatherRequests | None = None
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class LiveParameters:
             unit.calls = unit.called = 0
 
     @contextlib.contextmanager
-    def on_request(self, requests: Requests) -> Iterator[None]:
+    def on_request(self, requests: GatherRequests) -> Iterator[None]:
         """Inside, ranks may need other units than each other, and stop earlier; every rank of the group enters and leaves it.
 
         Nothing is fetched ahead meanwhile. A rank that leaves it waits, and gives its parts, until all have left.

@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 
 
 @dataclass
-class Piece:
+class BufferPiece:
     """A piece that was taken.
 
     Attributes:
@@ -40,7 +40,7 @@ class RingBuffer:
         self.size = size
         self._device = device
         self._memory: torch.Tensor | None = None
-        self._taken: deque[Piece] = deque()
+        self._taken: deque[BufferPiece] = deque()
         self._lock = threading.Lock()
         self._broken: BaseException | None = None
 
@@ -49,7 +49,7 @@ class RingBuffer:
         with self._lock:
             return self._broken is not None or self._place(size) is not None
 
-    def take(self, size: int) -> Piece:
+    def take(self, size: int) -> BufferPiece:
         """A piece of ``size`` bytes, for which there is room.
 
         Raises:
@@ -63,7 +63,7 @@ class RingBuffer:
             if start is None or not 0 < size <= self.size:
                 raise AssertionError(f"a piece of {size} bytes was asked of a buffer of {self.size}")
             stop = min(start + -(-size // _ALIGNMENT) * _ALIGNMENT, self.size)
-            piece = Piece(self._memory[start : start + size], start, stop)
+            piece = BufferPiece(self._memory[start : start + size], start, stop)
             self._taken.append(piece)
             return piece
 
@@ -72,7 +72,7 @@ class RingBuffer:
         """Whether someone has a piece."""
         return bool(self._taken)
 
-    def give_back(self, piece: Piece) -> None:
+    def give_back(self, piece: BufferPiece) -> None:
         """Let others have a piece, once all older ones are back too."""
         with self._lock:
             piece.is_back = True

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Item:
+class GatherItem:
     """One all-gather.
 
     Attributes:
@@ -27,7 +27,7 @@ class Item:
     finish: Callable[[], Any] | None = None
 
     @classmethod
-    def into_one(cls, output: torch.Tensor, shard: torch.Tensor, size: int) -> Item | None:
+    def into_one(cls, output: torch.Tensor, shard: torch.Tensor, size: int) -> GatherItem | None:
         """All shards into ``output``, one after the other; None where shapes or types do not fit each other."""
         if not (_alike(output, shard) and output.numel() == size * shard.numel()):
             return None
@@ -44,7 +44,7 @@ class Item:
         return cls(tuple(rows), as_bytes(resolved(shard).contiguous()), [output], report, finish)
 
     @classmethod
-    def into_pieces(cls, output: torch.Tensor, shard: torch.Tensor, size: int, step: int) -> list[Item]:
+    def into_pieces(cls, output: torch.Tensor, shard: torch.Tensor, size: int, step: int) -> list[GatherItem]:
         """The same, one after the other, for every ``step`` bytes of the shards; both tensors are contiguous."""
         rows, mine = as_bytes(output).view(size, -1), as_bytes(shard)
         parts = [slice(begin, begin + step) for begin in range(0, mine.numel(), step)]
@@ -53,7 +53,7 @@ class Item:
     @classmethod
     def into_list(
         cls, outputs: Sequence[torch.Tensor], shard: torch.Tensor, size: int, *, through_one: bool = False
-    ) -> Item | None:
+    ) -> GatherItem | None:
         """Each shard into a tensor of its own; None where shapes or types do not fit each other.
 
         Args:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.smddp.buffers import Piece, RingBuffer
+from smp_runtime.smddp.buffers import BufferPiece, RingBuffer
 from smp_runtime.smddp.work import MessageWork
 
 if TYPE_CHECKING:
     from smp_config.smddp import BufferSizes
-    from smp_runtime.smddp.items import Item
+    from smp_runtime.smddp.items import GatherItem
     from smp_runtime.smddp.layout import HostGrid
 
 #: Far above the tags that scripts choose.
@@ -37,7 +37,7 @@ _SMALL = 128 * 1024
 
 
 @dataclass
-class _Gather:
+class _PendingAllGather:
     """One all-gather under way.
 
     Attributes:
@@ -47,10 +47,10 @@ class _Gather:
         blocks: by neighbour, all shards that it hands on at once; empty where they come one by one.
     """
 
-    item: Item
+    item: GatherItem
     work: MessageWork
-    scratch: Piece
-    sort: Piece
+    scratch: BufferPiece
+    sort: BufferPiece
     first_tag: int
     arriving: list[tuple[Any, int, slice, int]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
@@ -79,14 +79,14 @@ class MessageGather:
         self.scratch = RingBuffer(sizes.scratch, cpu)
         self.sort = RingBuffer(sizes.sort, cpu)
         self._tag = _FIRST_TAG
-        self._queue: queue.SimpleQueue[_Gather | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_PendingAllGather | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Callbacks begin all-gathers too, on threads of their own; it guards those that wait for room as well.
         self._starting = threading.Lock()
-        self._later: deque[tuple[Item, MessageWork]] = deque()
+        self._later: deque[tuple[GatherItem, MessageWork]] = deque()
         self._stop = weakref.finalize(self, self._queue.put, None)
 
-    def start(self, items: Sequence[Item], *, here: bool = False) -> MessageWork:
+    def start(self, items: Sequence[GatherItem], *, here: bool = False) -> MessageWork:
         """Begin; all ranks of the group begin their all-gathers in the same order.
 
         What the buffers have no room for begins when earlier ones have given some back.
@@ -109,7 +109,7 @@ class MessageGather:
         # They end in the order of their beginning, and after one that failed all others do.
         return [self._start(item, MessageWork(report), here) for item in items][-1]
 
-    def _start(self, item: Item, work: MessageWork, here: bool) -> MessageWork:
+    def _start(self, item: GatherItem, work: MessageWork, here: bool) -> MessageWork:
         with self._starting:
             if self._later or not self._has_room(item):
                 self._later.append((item, work))
@@ -137,11 +137,11 @@ class MessageGather:
                     self.fail(error)
                     work.finish(self.failure(error))
 
-    def _has_room(self, item: Item) -> bool:
+    def _has_room(self, item: GatherItem) -> bool:
         size = item.shard.numel()
         return self.scratch.has_room(size) and self.sort.has_room(self._grid.hosts * size)
 
-    def _hand_over(self, gather: _Gather) -> None:
+    def _hand_over(self, gather: _PendingAllGather) -> None:
         """Let the thread bring it to its end."""
         if self._thread is None:
             self._thread = threading.Thread(
@@ -150,11 +150,13 @@ class MessageGather:
             self._thread.start()
         self._queue.put(gather)
 
-    def _begin(self, item: Item, work: MessageWork) -> _Gather:
+    def _begin(self, item: GatherItem, work: MessageWork) -> _PendingAllGather:
         """Take pieces, and start all messages that wait for no other."""
         grid, size = self._grid, item.shard.numel()
         scratch = self.scratch.take(size)
-        gather = _Gather(item, work, scratch, self.sort.take(grid.hosts * size), self._tags(_PARTS * grid.hosts))
+        gather = _PendingAllGather(
+            item, work, scratch, self.sort.take(grid.hosts * size), self._tags(_PARTS * grid.hosts)
+        )
         parts = _parts(size)
         self._exchange(gather, parts)
         if size <= _SMALL:
@@ -166,7 +168,7 @@ class MessageGather:
             mine.copy_(item.shard)
         return gather
 
-    def _exchange(self, gather: _Gather, parts: Sequence[slice]) -> None:
+    def _exchange(self, gather: _PendingAllGather, parts: Sequence[slice]) -> None:
         """Between hosts; first of all, since what else is to be done can be done while these bytes travel."""
         grid, rows, sent = self._grid, self._rows(gather), gather.scratch.bytes
         for number, part in enumerate(parts):
@@ -180,7 +182,7 @@ class MessageGather:
             for host in self._other_hosts:
                 gather.works.append(self._backend.send([sent[part]], grid.column[host], tag))
 
-    def _share(self, gather: _Gather, parts: Sequence[slice]) -> None:
+    def _share(self, gather: _PendingAllGather, parts: Sequence[slice]) -> None:
         """Give the own shard to the neighbours, and make ready for all that they give."""
         grid, outputs = self._grid, gather.item.outputs
         for number, part in enumerate(parts):
@@ -194,14 +196,14 @@ class MessageGather:
                     place = outputs[grid.rows[host][grid.row.index(neighbour)]][part]
                     gather.works.append(self._backend.recv([place], neighbour, tag))
 
-    def _expect_blocks(self, gather: _Gather) -> None:
+    def _expect_blocks(self, gather: _PendingAllGather) -> None:
         """Make ready for one message from each neighbour, with its shard and what it got from other hosts."""
         for neighbour in reversed(self._neighbours):
             block = torch.empty(self._grid.hosts, gather.item.shard.numel(), dtype=torch.uint8, device="cpu")
             gather.blocks[neighbour] = block
             gather.works.append(self._backend.recv([block], neighbour, gather.first_tag))
 
-    def pass_on(self, gather: _Gather) -> None:
+    def pass_on(self, gather: _PendingAllGather) -> None:
         """Bring one all-gather to its end.
 
         Raises:
@@ -220,7 +222,7 @@ class MessageGather:
         self.sort.give_back(gather.sort)
         self.scratch.give_back(gather.scratch)
 
-    def _hand_on(self, gather: _Gather) -> None:
+    def _hand_on(self, gather: _PendingAllGather) -> None:
         """Give the neighbours what comes from the other hosts."""
         grid, item, rows = self._grid, gather.item, self._rows(gather)
         if gather.blocks:
@@ -257,7 +259,7 @@ class MessageGather:
         self.scratch.fail(error)
         self.sort.fail(error)
 
-    def _rows(self, gather: _Gather) -> torch.Tensor:
+    def _rows(self, gather: _PendingAllGather) -> torch.Tensor:
         """The sort buffer's piece, ``[hosts, bytes]``."""
         return gather.sort.bytes.view(self._grid.hosts, -1)
 
@@ -268,11 +270,11 @@ class MessageGather:
         first, self._tag = self._tag, self._tag + needed
         return first
 
-    def _tag_of(self, gather: _Gather, part: int, host: int) -> int:
+    def _tag_of(self, gather: _PendingAllGather, part: int, host: int) -> int:
         return gather.first_tag + part * self._grid.hosts + host
 
 
-def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_Gather | None]) -> None:
+def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_PendingAllGather | None]) -> None:
     """Complete all-gathers in their order. One thread does it, so that all ranks hand on in the same order."""
     while True:
         gather, owner = waiting.get(), weak()
@@ -285,7 +287,7 @@ def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_Gathe
         del owner, gather
 
 
-def _finish(owner: MessageGather, gather: _Gather) -> None:
+def _finish(owner: MessageGather, gather: _PendingAllGather) -> None:
     try:
         owner.pass_on(gather)
     except BaseException as error:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from smp_config.smddp import BACKEND
 from smp_runtime.comm.collectives import Collectives, TorchCollectives, Work
 from smp_runtime.comm.devices import has_gpu
-from smp_runtime.smddp.items import Item, resolved
+from smp_runtime.smddp.items import GatherItem, resolved
 from smp_runtime.smddp.layout import HostGrid, agree
 from smp_runtime.smddp.messages import MessageGather
 from smp_runtime.smddp.streams import StreamGather
@@ -126,7 +126,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """One tensor from all: ``output``, ``[size * input.numel()]`` elements, takes the inputs in rank order."""
         input = resolved(input)
-        works = self._phases([Item.into_one(output, input, self.size())], opts)
+        works = self._phases([GatherItem.into_one(output, input, self.size())], opts)
         return works or all_gather_single(self._plain, output, input, *_given(opts))
 
     def all_gather_single_coalesced(
@@ -135,7 +135,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         """Several of :meth:`all_gather_single` at once."""
         input_list = [resolved(shard) for shard in input_list]
         pairs = zip(output_lists, input_list, strict=True)
-        works = self._phases([Item.into_one(output, shard, self.size()) for output, shard in pairs], opts)
+        works = self._phases([GatherItem.into_one(output, shard, self.size()) for output, shard in pairs], opts)
         return works or all_gather_single_coalesced(self._plain, output_lists, input_list, *_given(opts))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
@@ -146,14 +146,14 @@ class SmddpProcessGroup(dist.ProcessGroup):
         input_tensors, item = [resolved(shard) for shard in input_tensors], None
         if len(input_tensors) == 1:
             outputs, shard = output_tensors[0], input_tensors[0]
-            item = Item.into_list(outputs, shard, self.size(), through_one=shard.device.type == "cuda")
+            item = GatherItem.into_list(outputs, shard, self.size(), through_one=shard.device.type == "cuda")
         return self._phases([item], opts) or self._plain.allgather(output_tensors, input_tensors, *_given(opts))
 
     # Names of before PyTorch 2.13.
     _allgather_base: Any = all_gather_single
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
-    def _phases(self, items: Sequence[Item | None], opts: Any) -> MessageWork | StreamWork | None:
+    def _phases(self, items: Sequence[GatherItem | None], opts: Any) -> MessageWork | StreamWork | None:
         """Begin all-gathers in phases; None when the plain backend has to do them."""
         wanted = [item for item in items if item is not None]
         if len(wanted) < len(items) or not items:
@@ -163,7 +163,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
             return None
         return self._start(wanted, here=not getattr(opts, "asyncOp", True))
 
-    def _start(self, items: Sequence[Item], *, here: bool = False) -> MessageWork | StreamWork:
+    def _start(self, items: Sequence[GatherItem], *, here: bool = False) -> MessageWork | StreamWork:
         self.in_phases += len(items)
         self.bytes_in_phases += sum(item.shard.numel() for item in items)
         return self._gathers[items[0].shard.device.type].start(items, here=here)
@@ -177,7 +177,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         if isinstance(self.grid, HostGrid) and device in self._gathers and shard.nbytes:
             step = self.sizes.piece_bytes(shard.nbytes, self.grid.hosts, self.grid.ranks_per_host)
             if step:
-                return self._start(Item.into_pieces(full, shard, self.size(), step))
+                return self._start(GatherItem.into_pieces(full, shard, self.size(), step))
             reason = self.sizes.pieces_reason(shard.nbytes, self.grid.hosts, self.grid.ranks_per_host)
             self._fall_back(reason or "", shard.nbytes, "pieces")
             return None

@@ -15,7 +15,7 @@ from smp_runtime.tensors.torch_private import all_gather_single, all_gather_sing
 
 if TYPE_CHECKING:
     from smp_config.smddp import BufferSizes
-    from smp_runtime.smddp.items import Item
+    from smp_runtime.smddp.items import GatherItem
     from smp_runtime.smddp.layout import HostGrid
 
 
@@ -48,7 +48,7 @@ class StreamGather:
         self._plain = plain
         self._timeout = None if plain is None else timeout_of(plain)
 
-    def start(self, items: Sequence[Item], *, here: bool = False) -> StreamWork:
+    def start(self, items: Sequence[GatherItem], *, here: bool = False) -> StreamWork:
         """Begin; all ranks of the group begin their all-gathers in the same order.
 
         Args:
@@ -84,7 +84,7 @@ class StreamGather:
             event.record(self._stream)
         return StreamWork(future, event)
 
-    def _enqueue(self, items: Sequence[Item], scratch: torch.Tensor, sort: torch.Tensor) -> None:
+    def _enqueue(self, items: Sequence[GatherItem], scratch: torch.Tensor, sort: torch.Tensor) -> None:
         hosts = self._grid.hosts
         for item in items:
             size = item.shard.numel()
@@ -99,7 +99,7 @@ class StreamGather:
             if item.finish is not None:
                 item.finish()
 
-    def _share_in_places(self, item: Item, arrived: torch.Tensor, free: torch.Tensor) -> None:
+    def _share_in_places(self, item: GatherItem, arrived: torch.Tensor, free: torch.Tensor) -> None:
         """The phase inside a host where its shards lie apart, as pieces of shards do: by the free part of the sort buffer."""
         for row, part in zip(self._grid.rows, arrived, strict=True):
             places = [item.outputs[rank] for rank in row]

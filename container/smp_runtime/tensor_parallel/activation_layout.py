@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 
-class Flow(abc.ABC):
+class ActivationFlow(abc.ABC):
     """One way for activations to lie.
 
     Attributes:
@@ -120,37 +120,37 @@ class Flow(abc.ABC):
         return self._group.gather(tensor.detach(), 0)
 
 
-class ReplicatedFlow(Flow):
+class ReplicatedFlow(ActivationFlow):
     """``speed``: all rows on every rank; one all-reduce forward and one backward per half block."""
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         if self._group.prescaled:
             return hidden
         self._check_shape(hidden)
         return collectives.gathered(hidden, self._group, 0, partial=False)
 
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         return hidden if self._group.prescaled else collectives.sliced(hidden, self._group, 0)
 
     def enter_mask(
         self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         mask = additive(mask, like.dtype)
         return mask if self._group.prescaled else self._mask_for_all_batches(mask, like, positions)
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         return ids if ids is None or self._group.prescaled else self._for_all_batches(ids, like.shape[0])
 
     def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         return list(parameters)
 
 
-class SlicedFlow(Flow):
+class SlicedFlow(ActivationFlow):
     """``memory``: a part of the rows on every rank; gathered before each half block, and reduce-scattered behind it."""
 
     def __init__(self, group: TensorGroup) -> None:
@@ -159,7 +159,7 @@ class SlicedFlow(Flow):
         self.rows_see_all = group.prescaled
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         if not self._group.prescaled:
             self._check_shape(hidden)
             return hidden
@@ -167,7 +167,7 @@ class SlicedFlow(Flow):
         return collectives.sliced(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
 
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         if not self._group.prescaled:
             return hidden
         whole = collectives.gathered(hidden, self._group, 1, partial=False)
@@ -176,7 +176,7 @@ class SlicedFlow(Flow):
     def enter_mask(
         self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         mask = additive(mask, like.dtype)
         if not self._group.prescaled:
             return self._mask_for_all_batches(mask, like, positions)
@@ -190,7 +190,7 @@ class SlicedFlow(Flow):
         return F.pad(F.pad(mask, (0, missing), value=torch.finfo(mask.dtype).min), (0, 0, 0, queries))
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         if ids is None:
             return None
         if not self._group.prescaled:
@@ -198,7 +198,7 @@ class SlicedFlow(Flow):
         return F.pad(ids, (0, self._missing(like.shape[1])))
 
     def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """See :class:`Flow`."""
+        """See :class:`ActivationFlow`."""
         # With a batch per rank, their gradients are averaged with those of ordinary layers, once per step.
         return collectives.shared(self._group, *parameters) if self._group.prescaled else list(parameters)
 
@@ -216,7 +216,7 @@ def split_dropout(group: TensorGroup, device: torch.device, active: bool) -> con
     return RandomTracker.of(group).split(device) if active and group.size > 1 else contextlib.nullcontext()
 
 
-def choose_flow(group: TensorGroup) -> Flow:
+def choose_flow(group: TensorGroup) -> ActivationFlow:
     """The way that ``optimize`` asks for."""
     return SlicedFlow(group) if group.slices_activations and group.size > 1 else ReplicatedFlow(group)
 

@@ -84,7 +84,7 @@ class _TracedWholes(_Wholes):
 
 
 @dataclass
-class _Call:
+class _BlockCall:
     """A call of a block.
 
     Attributes:
@@ -98,13 +98,13 @@ class _Call:
     batch: int | None = None
 
 
-class _Calls(threading.local):
+class _BlockCalls(threading.local):
     """The calls that a thread is in, outermost first."""
 
-    open: tuple[_Call, ...] = ()
+    open: tuple[_BlockCall, ...] = ()
 
 
-_calls = _Calls()
+_calls = _BlockCalls()
 
 
 class BlockEntry:
@@ -132,7 +132,7 @@ class BlockEntry:
     def enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Gather what carries the batch; PyTorch's hook."""
         group = self._group
-        call = _Call(block, contextlib.ExitStack())
+        call = _BlockCall(block, contextlib.ExitStack())
         _calls.open = (*_calls.open, call)
         if block.training and not group.is_tracing:
             call.ending.enter_context(RandomTracker.of(group).replicated(group.device))

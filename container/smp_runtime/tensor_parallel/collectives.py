@@ -32,7 +32,7 @@ class _Replicated(torch.autograd.Function):
         return over(ctx.group).all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
-class _Sum(torch.autograd.Function):
+class _SumPartialTensors(torch.autograd.Function):
     """Forward the sum of partial tensors; backward nothing, since the sum's gradient is replicated."""
 
     @staticmethod
@@ -57,7 +57,7 @@ class _Once(torch.autograd.Function):
         return gradient / ctx.size, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSlices(torch.autograd.Function):
     """Forward all ranks' slices; backward this rank's slice of a replicated gradient, or of the sum of partial ones."""
 
     @staticmethod
@@ -107,7 +107,7 @@ class _Exchange(torch.autograd.Function):
         return over(ctx.group).exchange(gradient, ctx.joined, ctx.split), None, None, None
 
 
-class _Shared(torch.autograd.Function):
+class _SumSharedGradients(torch.autograd.Function):
     """Forward nothing; backward the sum of the ranks' partial gradients of several parameters, in one collective."""
 
     @staticmethod
@@ -142,7 +142,7 @@ def replicated(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 def summed(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """The sum of partial tensors, replicated."""
-    return tensor if group.size == 1 else _Sum.apply(tensor, group)
+    return tensor if group.size == 1 else _SumPartialTensors.apply(tensor, group)
 
 
 def once(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -152,7 +152,7 @@ def once(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 def gathered(tensor: torch.Tensor, group: TensorGroup, dim: int, *, partial: bool) -> torch.Tensor:
     """All ranks' slices along ``dim``; ``partial`` says that the ranks use the whole in different ways."""
-    return tensor if group.size == 1 else _Gather.apply(tensor, group, dim, partial)
+    return tensor if group.size == 1 else _GatherSlices.apply(tensor, group, dim, partial)
 
 
 def sliced(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
@@ -175,5 +175,5 @@ def shared(group: TensorGroup, *parameters: torch.Tensor | None) -> list[torch.T
     present = [parameter for parameter in parameters if parameter is not None]
     if group.size == 1 or not present:
         return list(parameters)
-    views = iter(_Shared.apply(group, *present))
+    views = iter(_SumSharedGradients.apply(group, *present))
     return [None if parameter is None else next(views) for parameter in parameters]

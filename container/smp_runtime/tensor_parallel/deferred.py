@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Parts:
+class _RankParts:
     """What the ranks have of a tensor.
 
     Attributes:
@@ -57,10 +57,10 @@ class _Parts:
 class Deferred(LaterTensor):
     """A tensor that is gathered when it is used."""
 
-    parts: _Parts
+    parts: _RankParts
 
     @staticmethod
-    def __new__(cls, parts: _Parts) -> Deferred:
+    def __new__(cls, parts: _RankParts) -> Deferred:
         """Without memory of its own."""
         made = cls.like(parts.shape, parts.mine.dtype, parts.mine.device)
         made.parts = parts
@@ -75,7 +75,7 @@ class _Defer(torch.autograd.Function):
     """Forward nothing; backward this rank's part of the gradient, which all ranks have whole."""
 
     @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor, parts: _Parts) -> torch.Tensor:
+    def forward(ctx: Any, mine: torch.Tensor, parts: _RankParts) -> torch.Tensor:
         ctx.parts = parts
         return Deferred(parts)
 
@@ -90,7 +90,7 @@ def deferred(mine: torch.Tensor, group: TensorGroup, dim: int, *, by_rows: bool 
     Args:
         by_rows: the slices have the rows of all ranks' batches, and each rank wants the whole of its own rows.
     """
-    parts = _Parts(mine, group, dim, by_rows)
+    parts = _RankParts(mine, group, dim, by_rows)
     return _Defer.apply(mine, parts) if torch.is_grad_enabled() and mine.requires_grad else Deferred(parts)
 
 
@@ -116,7 +116,7 @@ def part_of(value: Any, group: TensorGroup, dim: int) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True)
-class Part:
+class DeferredSlice:
     """A tensor that a block takes or returns of which each rank has a slice.
 
     Attributes:
@@ -147,7 +147,9 @@ class Part:
 class SlicedCalls:
     """Hooks around the calls of a block that takes this rank's slices of some arguments, and returns those of some results."""
 
-    def __init__(self, group: TensorGroup, arguments: Iterable[Part], results: Iterable[Part]) -> None:
+    def __init__(
+        self, group: TensorGroup, arguments: Iterable[DeferredSlice], results: Iterable[DeferredSlice]
+    ) -> None:
         self._group, self._arguments = group, tuple(arguments)
         self._results = {part.place: part for part in results}
 

@@ -48,7 +48,7 @@ class Throttle:
 
     def launched(self, work: Work, tensor: torch.Tensor) -> Work:
         """The collective ``work`` on ``tensor``, counted once it is waited for."""
-        return work if self._limit < 0 or tensor.device.type != "cuda" else _Counted(work, self)
+        return work if self._limit < 0 or tensor.device.type != "cuda" else _CountedWork(work, self)
 
     def passed(self) -> None:
         """The stream has been told to wait for a collective; the CPU waits for the oldest when there are too many."""
@@ -59,7 +59,7 @@ class Throttle:
             self._events.popleft().synchronize()
 
 
-class _Counted:
+class _CountedWork:
     def __init__(self, work: Work, throttle: Throttle) -> None:
         self._work = work
         self._throttle = throttle

@@ -168,7 +168,7 @@ def dropout(x: torch.Tensor, probability: float, *, replicated: bool) -> torch.T
     return x * torch.ops.smp.dropout_factors(x.detach(), probability, replicated)
 
 
-class Traced:
+class TracedGroup:
     """The methods of a group, for code that is being compiled."""
 
     def __init__(self, size: int) -> None:
@@ -195,6 +195,6 @@ class Traced:
         return torch.ops.smp.exchange(tensor, split, joined, self._size)
 
 
-def over(found: TensorGroup) -> TensorGroup | Traced:
+def over(found: TensorGroup) -> TensorGroup | TracedGroup:
     """The group itself, or its operations while code is compiled that calls it."""
-    return Traced(found.size) if torch.compiler.is_compiling() and found.size > 1 else found
+    return TracedGroup(found.size) if torch.compiler.is_compiling() and found.size > 1 else found

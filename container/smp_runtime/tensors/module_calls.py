@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Answer(Protocol):
+class CallHandler(Protocol):
     """What is called in the place of a module.
 
     Attributes:
@@ -29,7 +29,7 @@ class Answer(Protocol):
         """The module's result."""
 
 
-def answer(module: nn.Module, by: Answer) -> None:
+def answer(module: nn.Module, by: CallHandler) -> None:
     """Calls of a module go to ``by``, unless they go to another rank already."""
     if by.is_elsewhere or not getattr(answer_of(module), "is_elsewhere", False):
         module.__dict__["_call_impl"] = by
@@ -37,7 +37,7 @@ def answer(module: nn.Module, by: Answer) -> None:
         module.__dict__["_compiled_call_impl"] = None
 
 
-def answer_itself(module: nn.Module, instead_of: Answer | None = None) -> None:
+def answer_itself(module: nn.Module, instead_of: CallHandler | None = None) -> None:
     """A module answers its own calls again; with ``instead_of``, only if that did."""
     if instead_of is None or answer_of(module) is instead_of:
         module.__dict__.pop("_call_impl", None)

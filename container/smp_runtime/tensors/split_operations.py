@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from smp_runtime.tensors.lazy_tensor import plain_of
 from smp_runtime.tensors.nested import rows_of
 from smp_runtime.tensors.torch_private import is_transformed, taken_apart, tree_map
-from smp_runtime.tensors.weight_gradients import Gradients, Operation, is_deferrable, split
+from smp_runtime.tensors.weight_gradients import Gradients, SplittableOperation, is_deferrable, split
 
 #: What backward needs; None for what an operation has not.
 _Kept = Sequence[Any]
@@ -203,16 +203,18 @@ class _GroupNorm:
 # ---- from calls to operations: None where a call cannot be split ----
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Operation | None:
+def _linear(input: Any, weight: Any, bias: Any = None) -> SplittableOperation | None:
     return _Linear(input, weight, bias) if is_deferrable(weight) and weight.dim() == 2 else None
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Operation | None:
+def _addmm(
+    input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None
+) -> SplittableOperation | None:
     plain = beta == 1 and alpha == 1 and out is None and is_deferrable(mat2)
     return _Product(mat1, mat2, input) if plain and input.dim() == 1 and input.shape[0] == mat2.shape[1] else None
 
 
-def _matmul(input: Any, other: Any, *, out: Any = None) -> Operation | None:
+def _matmul(input: Any, other: Any, *, out: Any = None) -> SplittableOperation | None:
     fits = out is None and is_deferrable(other) and other.dim() == 2 and input.dim() >= 2
     return _Product(input, other) if fits else None
 
@@ -225,20 +227,20 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Operation | None:
+) -> SplittableOperation | None:
     if max_norm is not None or sparse or not is_deferrable(weight):
         return None
     padding = -1 if padding_idx is None else padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
     return _Embedding(input, weight, padding, scale_grad_by_freq)
 
 
-def _convolution(dimensions: int) -> Callable[..., Operation | None]:
+def _convolution(dimensions: int) -> Callable[..., SplittableOperation | None]:
     def each(value: Any) -> list[int]:
         return [value] * dimensions if isinstance(value, int) else list(value) * (dimensions if len(value) == 1 else 1)
 
     def convolution(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-    ) -> Operation | None:
+    ) -> SplittableOperation | None:
         if padding == "same" or input.dim() != dimensions + 2 or not is_deferrable(weight):
             return None
         padding = 0 if padding == "valid" else padding
@@ -249,19 +251,19 @@ def _convolution(dimensions: int) -> Callable[..., Operation | None]:
 
 def _layer_norm(
     input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Operation | None:
+) -> SplittableOperation | None:
     fits = is_deferrable(weight) and input.dtype == weight.dtype  # mixed types go through kernels of their own
     return _LayerNorm(input, normalized_shape, weight, bias, eps) if fits else None
 
 
 def _group_norm(
     input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Operation | None:
+) -> SplittableOperation | None:
     fits = is_deferrable(weight) and input.dtype == weight.dtype and input.dim() > 2
     return _GroupNorm(input, num_groups, weight, bias, eps) if fits else None
 
 
-_CALLS: Mapping[Any, Callable[..., Operation | None]] = {
+_CALLS: Mapping[Any, Callable[..., SplittableOperation | None]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     torch.matmul: _matmul,
@@ -344,7 +346,7 @@ def _has_gradient(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _operation(make: Callable[..., Operation | None], args: Any, kwargs: Any) -> Operation | None:
+def _operation(make: Callable[..., SplittableOperation | None], args: Any, kwargs: Any) -> SplittableOperation | None:
     if not _are_plain(args, kwargs):
         return None
     device = next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))

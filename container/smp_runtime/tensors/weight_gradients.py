@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Gradients = Sequence[torch.Tensor | None]
 
 
-class Operation(Protocol):
+class SplittableOperation(Protocol):
     """One call of an operation whose backward pass can be taken apart.
 
     Attributes:
@@ -103,11 +103,11 @@ class WeightGradients:
                 run_backward(tuple(ready), found, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-class _Here(threading.local):
+class _CurrentWeightGradients(threading.local):
     left: WeightGradients | None = None
 
 
-_here = _Here()
+_here = _CurrentWeightGradients()
 
 
 @contextlib.contextmanager
@@ -192,11 +192,11 @@ def _may_wait(weight: torch.Tensor | None) -> bool:
         return False
 
 
-class Split(torch.autograd.Function):
+class SplitOperation(torch.autograd.Function):
     """An operation in the graph whose weights may get their gradients later; its arguments are those of :meth:`forward`."""
 
     @staticmethod
-    def forward(ctx: Any, operation: Operation, *tensors: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, operation: SplittableOperation, *tensors: torch.Tensor | None) -> torch.Tensor:
         """Run the operation."""
         output, kept = operation.forward(*tensors)
         operation.tensors = [
@@ -209,7 +209,7 @@ class Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """What is wanted now; the rest goes to the thread's :class:`WeightGradients`."""
-        operation: Operation = ctx.operation
+        operation: SplittableOperation = ctx.operation
         kept, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[1:])
         left, later = _open(), []
         if left is not None:
@@ -229,7 +229,7 @@ class Split(torch.autograd.Function):
         return (None, *operation.gradients(gradient, kept, wanted))
 
 
-def split(operation: Operation) -> torch.Tensor:
+def split(operation: SplittableOperation) -> torch.Tensor:
     """Call an operation so that its weights' gradients may come later."""
-    output: torch.Tensor = Split.apply(operation, *operation.tensors)
+    output: torch.Tensor = SplitOperation.apply(operation, *operation.tensors)
     return output

@@ -18,9 +18,9 @@ from smp_tools.numerics.sketch import BITS, plain_numbers
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.local_part import LocalPart, ParallelState
     from smp_runtime.parameters.registry import ParameterRecord
 
 #: Pieces of a tensor whose sums have weights of their own, so that pieces in another order have another checksum.
@@ -44,7 +44,7 @@ class Copy:
     close: int = 0
 
 
-def copies_of(part: LocalPart, placed: Placed, ranks: Ranks) -> Iterator[Copy]:
+def copies_of(part: LocalPart, placed: ParallelState, ranks: Ranks) -> Iterator[Copy]:
     """Trained parameters of this rank, and their float32 masters.
 
     Frozen parameters and buffers are left out: a script may update them on each rank by itself, as batch norms do.
@@ -66,7 +66,7 @@ def copies_of(part: LocalPart, placed: Placed, ranks: Ranks) -> Iterator[Copy]:
             yield _copy(record, get_data(master.optimized), region, ranks, " (float32 master)")
 
 
-def _copy(record: ParameterRecord, tensor: torch.Tensor, region: Region, ranks: Ranks, kind: str = "") -> Copy:
+def _copy(record: ParameterRecord, tensor: torch.Tensor, region: TensorRegion, ranks: Ranks, kind: str = "") -> Copy:
     name = " ".join(filter(None, (record.name, part_name(region)))) + kind
     is_split = record.placement.tensor_axis is not None
     if is_split or record.reduction is Group.DP or ranks.size(Group.TP) == 1:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from smp_records.numerics import CLOSEUP_PREFIX, INPUT, LOSS, KeptTensor
-from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_tools.numerics.sketch import plain_numbers, plain_region
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from smp_records.numerics import Closeup
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedOptimizer
-    from smp_tools.numerics.journal import Place
+    from smp_tools.numerics.journal import ValueOwner
 
 logger = logging.getLogger("smp")
 
@@ -40,11 +40,11 @@ class TensorFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._index = self._folder / f"{CLOSEUP_PREFIX}{session.ranks.rank:05}.jsonl"
         self._count = 0
-        self._before: dict[Place, torch.Tensor] = {}
+        self._before: dict[ValueOwner, torch.Tensor] = {}
         session.after_update.append(self.updated)
 
     def keep(
-        self, at: tuple[int, int], place: Place, tensor: torch.Tensor, factor: float, region: Region | None
+        self, at: tuple[int, int], place: ValueOwner, tensor: torch.Tensor, factor: float, region: TensorRegion | None
     ) -> None:
         """Write a tensor down, if it was asked for.
 
@@ -56,12 +56,12 @@ class TensorFiles:
         if at[0] == self._asked.step and self._is_wanted(place):
             self._write(at[1], place, _wide(tensor) * factor, tensor, region)
 
-    def before_update(self, at: tuple[int, int], place: Place, tensor: torch.Tensor) -> None:
+    def before_update(self, at: tuple[int, int], place: ValueOwner, tensor: torch.Tensor) -> None:
         """The optimizer is about to update a parameter."""
         if at[0] == self._asked.step and self._is_wanted(place):
             self._before[place] = _wide(tensor)
 
-    def after_update(self, at: tuple[int, int], place: Place, tensor: torch.Tensor, region: Region) -> None:
+    def after_update(self, at: tuple[int, int], place: ValueOwner, tensor: torch.Tensor, region: TensorRegion) -> None:
         """It has."""
         former = self._before.pop(place, None)
         if former is not None:
@@ -74,12 +74,14 @@ class TensorFiles:
             logger.info("smp-estimator diff --bisect ends the script after update %d", self._session.progress.step)
             sys.exit(0)
 
-    def _is_wanted(self, place: Place) -> bool:
+    def _is_wanted(self, place: ValueOwner) -> bool:
         module = self._asked.module
         return place.phase in (INPUT, LOSS) or place.name == module or place.name.rpartition(".")[0] == module
 
-    def _write(self, call: int, place: Place, values: torch.Tensor, of: torch.Tensor, region: Region | None) -> None:
-        whole = Region.of(tuple(values.shape)) if region is None else plain_region(region, of)
+    def _write(
+        self, call: int, place: ValueOwner, values: torch.Tensor, of: torch.Tensor, region: TensorRegion | None
+    ) -> None:
+        whole = TensorRegion.of(tuple(values.shape)) if region is None else plain_region(region, of)
         file = f"{self._index.stem}-{self._count:05}.npy"
         self._count += 1
         np.save(self._folder / file, values.cpu().numpy().reshape(-1), allow_pickle=False)

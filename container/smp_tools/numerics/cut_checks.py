@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.local_part import LocalPart, ParallelState
     from smp_runtime.parameters.precision import Precision
 
 #: What sums of bits are counted modulo.
@@ -93,7 +93,7 @@ class ShardSums:
         self._sums = torch.tensor([_signed(number) for number in sums], dtype=torch.int64, device=ranks.device)
 
     @torch.no_grad()
-    def check(self, part: LocalPart, placed: Placed) -> None:
+    def check(self, part: LocalPart, placed: ParallelState) -> None:
         """Compare the sums of the shards with those of the values that they were cut from.
 
         Raises:
@@ -123,7 +123,7 @@ class ShardSums:
         ]
 
     def _cuts(
-        self, part: LocalPart, placed: Placed, expected: Sequence[Sequence[int]], *, is_master: bool
+        self, part: LocalPart, placed: ParallelState, expected: Sequence[Sequence[int]], *, is_master: bool
     ) -> Iterator[_Cut]:
         """Parts of parameters as the model keeps them, or of what the optimizer updates."""
         places = placed.shards.places if placed.shards is not None else {}

@@ -17,7 +17,7 @@ from smp_runtime.tensors.parameter_attributes import get_data, get_gradient
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedModel, TrainedOptimizer
-    from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.local_part import LocalPart, ParallelState
 
 #: Training passes that are watched: the first order of a pipeline comes from the first steps, and is reviewed five steps later.
 WATCHED_PASSES = 10
@@ -67,7 +67,7 @@ class FirstSteps:
         self._is_finite = self._is_finite and bool(tensors) and _are_ordinary(tensors, allows_masks=True)
 
     @torch.no_grad()
-    def begin_pass(self, part: LocalPart, placed: Placed, inputs: Any) -> None:
+    def begin_pass(self, part: LocalPart, placed: ParallelState, inputs: Any) -> None:
         """Begin a training pass.
 
         Args:
@@ -167,7 +167,7 @@ def gradients_of(models: Sequence[TrainedModel], optimizer: TrainedOptimizer) ->
     return found
 
 
-def _values(part: LocalPart, placed: Placed) -> list[torch.Tensor]:
+def _values(part: LocalPart, placed: ParallelState) -> list[torch.Tensor]:
     """Return this rank's parameters, sharded ones by the part that is here."""
     if placed.sharded_state is not None:
         placed.sharded_state.settle()

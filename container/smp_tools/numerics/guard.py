@@ -65,7 +65,7 @@ class Bad(NamedTuple):
         )
 
 
-class _Sum(NamedTuple):
+class _ResultSum(NamedTuple):
     """The sum over a module's result, which is finite as a rule only if all elements are; it stays on its device."""
 
     time: float
@@ -93,7 +93,7 @@ class UpdateGuard:
 
     def __init__(self, session: Session, guards: Guards, folder: Path) -> None:
         self._session, self._guards, self._folder = session, guards, folder
-        self._sums: list[_Sum] = []
+        self._sums: list[_ResultSum] = []
         self._losses: list[torch.Tensor] = []
         self._seen: dict[str, deque[float]] = {kind: deque(maxlen=_REMEMBERED) for kind in ("loss", "gradient norm")}
         self._handles: list[RemovableHandle] = []
@@ -140,7 +140,7 @@ class UpdateGuard:
             is_counted = tensor.is_floating_point() or tensor.is_complex()
             if is_counted and not isinstance(tensor, LaterTensor):
                 total = plain_numbers(tensor).sum(dtype=torch.float32)
-                self._sums.append(_Sum(time.time(), name, self._session.ranks.step.microbatch, total))
+                self._sums.append(_ResultSum(time.time(), name, self._session.ranks.step.microbatch, total))
 
     # -- before the update -----------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class UpdateGuard:
             if not _is_finite(holding.tensor)
         ]
 
-    def _bad_sums(self, sums: Sequence[_Sum]) -> list[Bad]:
+    def _bad_sums(self, sums: Sequence[_ResultSum]) -> list[Bad]:
         return [self._bad(OUTPUT, one.name, one.microbatch, one.time) for one in sums if not bool(one.total.isfinite())]
 
     def _bad_losses(self, losses: Sequence[torch.Tensor]) -> list[Bad]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedOptimizer
-    from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.local_part import LocalPart, ParallelState
     from smp_runtime.parameters.precision import Precision
 
 #: Updates from one comparison of copies to the next; the first comparison comes after the first update.
@@ -61,7 +61,7 @@ class JobInvariants(Invariants):
         """See :class:`.Invariants`."""
         self._shard_sums.note(part, precision)
 
-    def check_shards(self, part: LocalPart, placed: Placed) -> None:
+    def check_shards(self, part: LocalPart, placed: ParallelState) -> None:
         """See :class:`.Invariants`."""
         self._shard_sums.check(part, placed)
 
@@ -72,7 +72,7 @@ class JobInvariants(Invariants):
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
-    def begin_pass(self, part: LocalPart, placed: Placed, inputs: Any = None) -> None:
+    def begin_pass(self, part: LocalPart, placed: ParallelState, inputs: Any = None) -> None:
         """See :class:`.Invariants`."""
         if self._first.left:
             self._first.begin_pass(part, placed, inputs)
@@ -89,7 +89,7 @@ class JobInvariants(Invariants):
         is_due = self._compared.get(part, 0) < self._moments
         return is_due + _FINITE * self._first.is_finite
 
-    def hear(self, total: int, part: LocalPart, placed: Placed) -> None:
+    def hear(self, total: int, part: LocalPart, placed: ParallelState) -> None:
         """See :class:`.Invariants`."""
         if not total:
             return

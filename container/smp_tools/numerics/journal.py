@@ -10,16 +10,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from smp_records.numerics import FILE_PREFIX, FILE_SUFFIX, PROJECTIONS, Head, Moment, Value, head_line, moment_line
+from smp_records.numerics import (
+    FILE_PREFIX,
+    FILE_SUFFIX,
+    PROJECTIONS,
+    Head,
+    RecordedMoment,
+    RecordedValue,
+    head_line,
+    moment_line,
+)
 from smp_runtime.errors import SMPUserError
 
 if TYPE_CHECKING:
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
     from smp_tools.numerics.sketch import Sketch
 
 
-class Place(NamedTuple):
-    """Whose numbers they are; the fields are those of :class:`~smp_records.numerics.Value`."""
+class ValueOwner(NamedTuple):
+    """Whose numbers they are; the fields are those of :class:`~smp_records.numerics.RecordedValue`."""
 
     phase: str
     name: str
@@ -29,8 +38,8 @@ class Place(NamedTuple):
     part: str = ""
 
 
-class _Waiting(NamedTuple):
-    place: Place
+class _PendingValue(NamedTuple):
+    place: ValueOwner
     sketch: Sketch
     factor: float
     time: float
@@ -48,7 +57,7 @@ class Journal:
 
     def __init__(self, folder: Path, head: Head) -> None:
         self.path = folder / f"{FILE_PREFIX}{head.rank:05}{FILE_SUFFIX}"
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingValue] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
             is_cut = self.path.exists() and not _ends_a_line(self.path)
@@ -67,9 +76,9 @@ class Journal:
         """From here on the rank has another place."""
         self._write(head_line(head))
 
-    def add(self, place: Place, sketch: Sketch, factor: float = 1.0) -> None:
+    def add(self, place: ValueOwner, sketch: Sketch, factor: float = 1.0) -> None:
         """Note a tensor's numbers; ``factor`` is what the tensor must be multiplied with to compare it with other jobs."""
-        self._waiting.append(_Waiting(place, sketch, factor, time.time()))
+        self._waiting.append(_PendingValue(place, sketch, factor, time.time()))
 
     @property
     def is_empty(self) -> bool:
@@ -80,13 +89,13 @@ class Journal:
         """Forget what waits."""
         self._waiting = []
 
-    def flush(self, step: int, call: int, random: str = "") -> list[Value]:
+    def flush(self, step: int, call: int, random: str = "") -> list[RecordedValue]:
         """Write what waits as one line; waits for the device, once. Gives what was written."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return []
         values = list(_values(waiting))
-        self._write(moment_line(Moment(step, call, values, random)))
+        self._write(moment_line(RecordedMoment(step, call, values, random)))
         return values
 
     def close(self) -> None:
@@ -98,9 +107,9 @@ class Journal:
         self._file.flush()
 
 
-def _values(waiting: Iterable[_Waiting]) -> Iterable[Value]:
+def _values(waiting: Iterable[_PendingValue]) -> Iterable[RecordedValue]:
     waiting = list(waiting)
-    by_device: dict[torch.device, list[_Waiting]] = {}
+    by_device: dict[torch.device, list[_PendingValue]] = {}
     for one in waiting:
         by_device.setdefault(one.sketch.numbers.device, []).append(one)
     found: dict[int, tuple[list[float], int]] = {}
@@ -112,7 +121,7 @@ def _values(waiting: Iterable[_Waiting]) -> Iterable[Value]:
     for one in waiting:
         numbers_of, bit = found[id(one)]
         projections = numbers_of[2 : 2 + PROJECTIONS]
-        yield Value(
+        yield RecordedValue(
             *one.place,
             dtype=one.sketch.dtype,
             columns=one.sketch.columns,
@@ -126,7 +135,7 @@ def _values(waiting: Iterable[_Waiting]) -> Iterable[Value]:
         )
 
 
-def part_name(region: Region) -> str:
+def part_name(region: TensorRegion) -> str:
     """Which elements of a whole tensor a region has, as text; empty for all."""
     if region.axis is None and region.is_slice:
         return ""

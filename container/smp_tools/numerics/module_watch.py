@@ -15,7 +15,7 @@ from smp_runtime.tensor_parallel.block_entry import entry_of
 from smp_runtime.tensors.lazy_tensor import LaterTensor
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import backward_pass
-from smp_tools.numerics.journal import Place
+from smp_tools.numerics.journal import ValueOwner
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
 
 #: Takes a tensor, and what to multiply it with.
-Take = Callable[[Place, torch.Tensor, float], None]
+Take = Callable[[ValueOwner, torch.Tensor, float], None]
 
 #: Tensors of one result that are looked at.
 _MOST_TENSORS = 4
@@ -93,7 +93,7 @@ class ModuleWatch:
         for index, tensor in enumerate(argument_tensors(given)):
             # A single number is no part of a batch: each microbatch has it, and a count of tokens depends on how many there are.
             if not isinstance(tensor, LaterTensor) and tensor.dim():
-                place = Place(INPUT, name, index, microbatch, self.owner)
+                place = ValueOwner(INPUT, name, index, microbatch, self.owner)
                 self._take(place, tensor, 1.0)
 
     def called(self, name: str, result: Any) -> None:
@@ -113,11 +113,11 @@ class ModuleWatch:
                 continue
             number = nth * NUMBERS_OF_CALL + index
             if not again:
-                self._take(Place(OUTPUT, name, number, microbatch, owner), tensor, 1.0)
+                self._take(ValueOwner(OUTPUT, name, number, microbatch, owner), tensor, 1.0)
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(_gradient_hook(self, Place(OUTPUT_GRADIENT, name, number, microbatch, owner)))
+                tensor.register_hook(_gradient_hook(self, ValueOwner(OUTPUT_GRADIENT, name, number, microbatch, owner)))
 
-    def came(self, place: Place, gradient: torch.Tensor) -> None:
+    def came(self, place: ValueOwner, gradient: torch.Tensor) -> None:
         """The gradient of a result is there."""
         if self._listens():
             self._take(place, gradient, self._factor())
@@ -187,7 +187,7 @@ def _entering_hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
     return entered
 
 
-def _gradient_hook(watch: ModuleWatch, place: Place) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(watch: ModuleWatch, place: ValueOwner) -> Callable[[torch.Tensor], None]:
     weak = weakref.ref(watch)
 
     def came(gradient: torch.Tensor) -> None:

@@ -36,14 +36,14 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.step.step import first_scalar
 from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 from smp_tools.numerics.closeup import TensorFiles
-from smp_tools.numerics.journal import Journal, Place, part_name
+from smp_tools.numerics.journal import Journal, ValueOwner, part_name
 from smp_tools.numerics.module_watch import ModuleWatch, owner_of, owners_of
 from smp_tools.numerics.sketch import Sketch, sketch_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
     from smp_runtime.job.ranks import Ranks
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedOptimizer
@@ -57,7 +57,7 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
     """Let a recorder's own errors end the recording, and never the training that calls it."""
 
     @functools.wraps(method)
-    def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
+    def run(self: NumericsRecorder, *args: Any, **kwargs: Any) -> None:
         if self.has_stopped:
             return
         try:
@@ -68,7 +68,7 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class Recorder:
+class NumericsRecorder:
     """Records every ``every``-th update and the step before it, on this rank; it sends nothing to others.
 
     An error of its own is logged, and ends the recording. The training goes on.
@@ -88,7 +88,7 @@ class Recorder:
         self._position, self._call = -1, 0
         self._state_of = -1  # the update whose weights are written
         self._random = ""
-        self._before: list[tuple[Place, Sketch]] = []
+        self._before: list[tuple[ValueOwner, Sketch]] = []
         self.has_stopped = False
         session.before_step.append(self.begin)
         session.after_step.append(self.end)
@@ -174,7 +174,7 @@ class Recorder:
         if not self.is_active:
             return
         for microbatch, output in enumerate(first_scalar(result)):
-            self._note(Place(LOSS, "", 0, microbatch, owner_of(self._session.ranks)), output)
+            self._note(ValueOwner(LOSS, "", 0, microbatch, owner_of(self._session.ranks)), output)
         self._add_state()
         self._journal.flush(self._position, self._call, self._random)
 
@@ -188,16 +188,16 @@ class Recorder:
             self._position, self._call = self._session.progress.step, 0
         self._add_state()
         scale = torch.full((2 + PROJECTIONS,), optimizer.loss_scale, dtype=torch.float64)
-        self._journal.add(Place(LOSS_SCALE, ""), Sketch("float64", 1, 1, scale, torch.zeros(1, dtype=torch.int64)))
+        self._journal.add(ValueOwner(LOSS_SCALE, ""), Sketch("float64", 1, 1, scale, torch.zeros(1, dtype=torch.int64)))
         for prefix, entry in self._updated(optimizer):
             tensor = entry.updated
             if tensor is None:
                 continue
             part = part_name(entry.region)
             if tensor.grad is not None:
-                place = Place(GRADIENT, prefix + entry.name, part=part)
+                place = ValueOwner(GRADIENT, prefix + entry.name, part=part)
                 self._note(place, tensor.grad, region=entry.region, counts_small=True)
-            place = Place(UPDATE, prefix + entry.name, part=part)
+            place = ValueOwner(UPDATE, prefix + entry.name, part=part)
             self._before.append((place, sketch_of(tensor, entry.region, precise=True)))
             if self._closeup is not None:
                 self._closeup.before_update((self._position, self._call), place, tensor)
@@ -210,7 +210,7 @@ class Recorder:
             return
         before, self._before = dict(self._before), []
         for prefix, entry in self._updated(optimizer):
-            place = Place(UPDATE, prefix + entry.name, part=part_name(entry.region))
+            place = ValueOwner(UPDATE, prefix + entry.name, part=part_name(entry.region))
             if entry.updated is None or place not in before:
                 continue
             self._journal.add(place, _difference(sketch_of(entry.updated, entry.region, precise=True), before[place]))
@@ -233,11 +233,11 @@ class Recorder:
     @_contained
     def _note(
         self,
-        place: Place,
+        place: ValueOwner,
         tensor: torch.Tensor,
         factor: float = 1.0,
         *,
-        region: Region | None = None,
+        region: TensorRegion | None = None,
         counts_small: bool = False,
     ) -> None:
         self._journal.add(place, sketch_of(tensor, region, counts_small=counts_small), factor)
@@ -267,12 +267,12 @@ class Recorder:
         for number, model in enumerate(self._models()):
             prefix = _prefix(number)
             for holding in weights(model):
-                place = Place(WEIGHT, prefix + holding.name, part=part_name(holding.region))
+                place = ValueOwner(WEIGHT, prefix + holding.name, part=part_name(holding.region))
                 self._note(place, holding.tensor, region=holding.region)
             modules = dict(model.local_named_modules())
             for name, buffer in model.local_named_buffers():
                 if not isinstance(modules.get(name.rpartition(".")[0]), NORMS_WITH_STATISTICS) and buffer.numel():
-                    self._note(Place(BUFFER, prefix + name), buffer)
+                    self._note(ValueOwner(BUFFER, prefix + name), buffer)
 
     def _gradient_factor(self) -> float:
         """Backward on a rank has the gradient of its own batch's loss, times the loss scale."""

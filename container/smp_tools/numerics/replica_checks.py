@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from smp_runtime.job.ranks import Ranks
-    from smp_runtime.model.local_part import LocalPart, Placed
+    from smp_runtime.model.local_part import LocalPart, ParallelState
     from smp_tools.numerics.checksums import Copy
 
 #: Elements that two ranks send to find the first one that differs.
@@ -49,7 +49,7 @@ class _Difference(NamedTuple):
 
 
 @torch.no_grad()
-def compare_copies(part: LocalPart, placed: Placed, ranks: Ranks, update: int) -> None:
+def compare_copies(part: LocalPart, placed: ParallelState, ranks: Ranks, update: int) -> None:
     """Compare all copies of a stage's parameters; every data parallel rank calls it.
 
     Each parameter becomes one checksum, on its device. All of them are read at once, and sent in one all-gather.

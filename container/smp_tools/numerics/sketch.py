@@ -19,7 +19,7 @@ from smp_records.numerics import PROJECTIONS, SMALL
 from smp_runtime.parameters.registry import intervals
 
 if TYPE_CHECKING:
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 
 #: Elements that are projected at once, in float64.
 _CHUNK = 1 << 22
@@ -93,7 +93,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _rows(region: Region, device: torch.device) -> torch.Tensor:
+def _rows(region: TensorRegion, device: torch.device) -> torch.Tensor:
     """The product of the directions along all axes but the last: ``[rows of the slice, PROJECTIONS]``."""
     shape = region.shape
     found = torch.ones(1, PROJECTIONS, dtype=torch.float64, device=device)
@@ -103,7 +103,7 @@ def _rows(region: Region, device: torch.device) -> torch.Tensor:
     return found
 
 
-def _along(region: Region, axis: int, device: torch.device) -> torch.Tensor:
+def _along(region: TensorRegion, axis: int, device: torch.device) -> torch.Tensor:
     """The directions along an axis at the indices that a slice has."""
     line = _line(axis - len(region.shape), region.shape[axis], device)
     if axis != region.axis:
@@ -136,7 +136,7 @@ def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def plain_region(region: Region, tensor: torch.Tensor) -> Region:
+def plain_region(region: TensorRegion, tensor: torch.Tensor) -> TensorRegion:
     """Return where :func:`plain_numbers` of a part of a tensor lie: of a complex one each element is two."""
     if not tensor.is_complex():
         return region
@@ -145,7 +145,7 @@ def plain_region(region: Region, tensor: torch.Tensor) -> Region:
 
 @torch.no_grad()
 def sketch_of(
-    tensor: torch.Tensor, region: Region | None = None, *, counts_small: bool = False, precise: bool = False
+    tensor: torch.Tensor, region: TensorRegion | None = None, *, counts_small: bool = False, precise: bool = False
 ) -> Sketch:
     """The numbers of a tensor, or of the part of one that ``region`` says.
 
@@ -238,14 +238,14 @@ def _projected(flat: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor, ki
 
 
 @functools.lru_cache(maxsize=256)
-def _directions(region: Region, device: torch.device, kind: torch.dtype) -> torch.Tensor:
+def _directions(region: TensorRegion, device: torch.device, kind: torch.dtype) -> torch.Tensor:
     """Those of each element of a small region: ``[PROJECTIONS, elements]``."""
     rows, columns = _rows(region, device), _along(region, len(region.shape) - 1, device)
     whole = (rows[:, None] * columns[None]).reshape(-1, PROJECTIONS)
     return whole[region.first : region.last].t().to(kind).contiguous()
 
 
-def _of_region(flat: torch.Tensor, region: Region, kind: torch.dtype) -> torch.Tensor:
+def _of_region(flat: torch.Tensor, region: TensorRegion, kind: torch.dtype) -> torch.Tensor:
     if not region.shape:
         return flat.double().expand(PROJECTIONS)
     if region.slice_elements <= _FEW:

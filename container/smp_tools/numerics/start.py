@@ -21,7 +21,7 @@ from smp_runtime.job.session import at_init
 from smp_runtime.model.distributed_model import when_wrapped
 from smp_tools.numerics.guard import UpdateGuard
 from smp_tools.numerics.invariants import JobInvariants
-from smp_tools.numerics.recorder import Recorder
+from smp_tools.numerics.recorder import NumericsRecorder
 from smp_tools.numerics.trial import TrialRun
 
 if TYPE_CHECKING:
@@ -56,8 +56,10 @@ def record_numerics(session: Session, folder: str | os.PathLike[str] = "", every
             f"whole number from 1 to {MOST_EVERY:,}"
         )
     place = Path(folder) if os.fspath(folder) else default_folder(os.environ)
-    if session.ranks.kept(Recorder) is None:
-        _follow_models(session, session.ranks.keep(Recorder, lambda: Recorder(session, place, every, os.environ)))
+    if session.ranks.kept(NumericsRecorder) is None:
+        _follow_models(
+            session, session.ranks.keep(NumericsRecorder, lambda: NumericsRecorder(session, place, every, os.environ))
+        )
 
 
 def default_folder(environ: Mapping[str, str]) -> Path:
@@ -90,7 +92,7 @@ def _begin(session: Session) -> None:
         session.ranks.keep(Invariants, lambda: JobInvariants(session))
 
 
-def _follow_models(session: Session, watching: Recorder | UpdateGuard) -> None:
+def _follow_models(session: Session, watching: NumericsRecorder | UpdateGuard) -> None:
     """Models that are wrapped from now on are watched from their first call on, also in a training without steps."""
 
     def follow(_: DistributedModel) -> None:

@@ -29,7 +29,7 @@ _POINT_TO_POINT = {"send", "recv"}
 
 
 @dataclass(frozen=True)
-class Call:
+class RehearsedCall:
     """A call of a script in which ranks wait for each other.
 
     Attributes:
@@ -125,11 +125,11 @@ def _is_of_objects() -> bool:
 
 
 @dataclass
-class _Written:
+class _ReadFile:
     """What has been read of a rank's file."""
 
     position: int = 0
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RehearsedCall] = field(default_factory=list)
 
 
 class Agreement:
@@ -142,7 +142,7 @@ class Agreement:
     def __init__(self, folder: str, steps: int) -> None:
         self._folder = Path(folder)
         self._steps = steps
-        self._written: dict[int, _Written] = {}
+        self._written: dict[int, _ReadFile] = {}
 
     def difference(self, *, is_over: bool) -> Difference | None:
         """The first call in which two ranks differ; None as long as there is none.
@@ -173,7 +173,7 @@ class Agreement:
 
     def _read(self) -> None:
         for path in self._folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-            written = self._written.setdefault(int(path.name[len(_PREFIX) : -len(_SUFFIX)]), _Written())
+            written = self._written.setdefault(int(path.name[len(_PREFIX) : -len(_SUFFIX)]), _ReadFile())
             with path.open("rb") as file:
                 file.seek(written.position)
                 whole, newline, _ = file.read().rpartition(b"\n")
@@ -182,11 +182,11 @@ class Agreement:
                 self._add(written.calls, json.loads(line))
 
     @staticmethod
-    def _add(calls: list[Call], record: dict[str, object]) -> None:
+    def _add(calls: list[RehearsedCall], record: dict[str, object]) -> None:
         number, ranks = int(str(record["number"])), frozenset(record["ranks"])  # type: ignore[call-overload]  # a list of numbers
         if number < len(calls):  # the same call reaches further ranks
             ranks |= calls.pop().ranks
-        calls.append(Call(str(record["what"]), str(record["line"]), int(str(record["step"])), ranks))
+        calls.append(RehearsedCall(str(record["what"]), str(record["line"]), int(str(record["step"])), ranks))
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,9 @@ class Difference:
     """Two ranks that wait for each other do not make the same call."""
 
     rank: int
-    call: Call
+    call: RehearsedCall
     other: int
-    other_call: Call | None  # None: it makes none any more
+    other_call: RehearsedCall | None  # None: it makes none any more
 
     def __str__(self) -> str:
         instead = "makes no such call" if self.other_call is None else f"calls {_at(self.other_call)}"
@@ -206,6 +206,6 @@ class Difference:
         )
 
 
-def _at(call: Call) -> str:
+def _at(call: RehearsedCall) -> str:
     file, _, number = call.line.rpartition(":")
     return f"{call.what} ({os.path.basename(file)}:{number})"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from smp_config import Coordinates, Group, Topology
 from smp_runtime.comm.control import RUNTIME_CHANNEL, USER_CHANNEL, Arrival, ControlPlane
 from smp_runtime.errors import SMPUserError
-from smp_tools.rehearsal.message_log import Said
+from smp_tools.rehearsal.message_log import MessageLog
 
 if TYPE_CHECKING:
     from smp_runtime.comm.authentication import Seal
-    from smp_runtime.comm.waiting import Carrier, Place
+    from smp_runtime.comm.waiting import Carrier, WaitingPlace
     from smp_tools.rehearsal.calls import CallLog
 
 
@@ -77,11 +77,11 @@ class KindsCarrier:
     """
 
     def __init__(
-        self, inner: Carrier, kinds: Kinds, size: int, said: Said | None = None, heard: Said | None = None
+        self, inner: Carrier, kinds: Kinds, size: int, said: MessageLog | None = None, heard: MessageLog | None = None
     ) -> None:
         self._inner = inner
         self._kinds = kinds
-        self._said = said or Said()
+        self._said = said or MessageLog()
         self._heard = heard
         self.rank = kinds.representatives[inner.rank]
         self.size = size
@@ -130,7 +130,7 @@ class KindsCarrier:
             )
         return self._own[channel].popleft()
 
-    def look(self, other: int, *, asks: bool) -> Place | None:
+    def look(self, other: int, *, asks: bool) -> WaitingPlace | None:
         """See :class:`Carrier`."""
         kind = self._kinds.kind_of(other)
         return None if kind == self._inner.rank else self._inner.look(kind, asks=asks)
@@ -163,15 +163,15 @@ class RehearsedControl(ControlPlane):
         size: int,
         *,
         calls: CallLog | None = None,
-        said: Said | None = None,
-        heard: Said | None = None,
+        said: MessageLog | None = None,
+        heard: MessageLog | None = None,
     ) -> None:
         super().__init__(KindsCarrier(inner, kinds, size, said, heard))
         self._kinds = kinds
         self._mine = inner.rank
         self._there = set(kinds.representatives)
         self._calls = calls
-        self._said = said or Said()
+        self._said = said or MessageLog()
         self._heard = heard
 
     @contextlib.contextmanager

@@ -20,12 +20,12 @@ from smp_runtime.step.microbatches import batch_samples
 from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.torch_private import dispatch_modes, stay_in
 from smp_tools.rehearsal.fake_collectives import CountedCollectives, DirectCollectives, Ledger
-from smp_tools.rehearsal.fake_p2p import Links
+from smp_tools.rehearsal.fake_p2p import LinkCounter
 from smp_tools.rehearsal.memory import LiveMemory, by_kind, largest
 from smp_tools.rehearsal.module_inventory import Holdings
 from smp_tools.rehearsal.phases import Phases
 from smp_tools.rehearsal.skip_compute_mode import Unperformed
-from smp_tools.rehearsal.work import Clock, ModuleTimes, TimedWork
+from smp_tools.rehearsal.work import ModuleTimes, TimedWork, WorkClock
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives, Work
     from smp_runtime.job.session import Session
     from smp_runtime.pipeline.schedule.actions import Segment
-    from smp_runtime.pipeline.schedule.planner import Plan
+    from smp_runtime.pipeline.schedule.planner import SchedulePlan
     from smp_tools.rehearsal.data import Loaders
 
 
@@ -58,16 +58,16 @@ class Counters:
         self._steps = steps
         self._session: Session | None = None
         self.phases = Phases()
-        self.clock = Clock()
+        self.clock = WorkClock()
         self.memory = LiveMemory(self.phases.where, lambda: self.clock.now)
         self.ledger = Ledger(self.phases.where)
         self._rates = rates
         self._has_clock = rates is not None
         self.work = ModuleTimes(self.phases.where, rates, self.clock, () if rates is None else rates.measured)
-        self.links = Links()
+        self.links = LinkCounter()
         self._direct = DirectCollectives(self.ledger)
         self.mode = Unperformed([self.memory, self.work], self._direct, performed_bytes)
-        self._planned: Plan | None = None
+        self._planned: SchedulePlan | None = None
         self._segments: Sequence[Segment] = ()
         self._put_back: list[Callable[[], object]] = []
         self.holdings = Holdings()
@@ -120,7 +120,7 @@ class Counters:
             self.phases.close,
         ]
 
-    def _hear_plan(self, planned: Plan, segments: Sequence[Segment]) -> None:
+    def _hear_plan(self, planned: SchedulePlan, segments: Sequence[Segment]) -> None:
         if any(
             segment.phase is TaskKind.BACKWARD for segment in segments
         ):  # not of an evaluation, which has its own order

@@ -20,7 +20,7 @@ from smp_tools.rehearsal.skip_compute_mode import PERFORMED_BYTES, tensors_of, u
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives, Work
     from smp_tools.rehearsal.calls import CallLog
-    from smp_tools.rehearsal.memory import Where
+    from smp_tools.rehearsal.memory import RankPhase
 
 #: By collective, bytes that a member of ``n`` sends for each byte of the whole tensor, and messages in a ring.
 _SENT: dict[str, tuple[Callable[[int], float], Callable[[int], int]]] = {
@@ -74,7 +74,7 @@ class Ledger:
         calls: writes down who communicates with whom in the script's calls; None: nobody wants to know.
     """
 
-    def __init__(self, where: Callable[[], Where]) -> None:
+    def __init__(self, where: Callable[[], RankPhase]) -> None:
         self._where = where
         self._lock = threading.Lock()
         self._rows: dict[tuple[int, str, str, str, int, int], tuple[int, int, int, int]] = {}
@@ -124,7 +124,7 @@ class Ledger:
         ]
 
 
-class _Counted(threading.local):
+class _CountingState(threading.local):
     """Whether what PyTorch is asked for now has been counted already."""
 
     inside = False
@@ -148,7 +148,7 @@ class CountedCollectives:
         self._inner = inner
         self._ledger = ledger
         self._timed = timed
-        self.counted = _Counted()
+        self.counted = _CountingState()
 
     def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
         """See :class:`Collectives`."""
@@ -186,7 +186,7 @@ class CountedCollectives:
         return begun if self._timed is None else self._timed(kind, whole.nbytes, group, begun)
 
 
-class _Done:
+class _FinishedWork:
     """A collective that needed no time. It holds the tensors as long as somebody holds it, as one of PyTorch does."""
 
     def __init__(self, *held: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ class AbsentCollectives:
             _multiply(tensor, group.size())
         else:
             self._sum_tail(tensor, group.size())
-        return _Done(tensor)
+        return _FinishedWork(tensor)
 
     @staticmethod
     def _sum_tail(tensor: torch.Tensor, members: int) -> None:
@@ -226,7 +226,7 @@ class AbsentCollectives:
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
-        return _Done(tensor)
+        return _FinishedWork(tensor)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
@@ -235,7 +235,7 @@ class AbsentCollectives:
             with unwatched():
                 shard.detach().view(-1).copy_(full.detach().view(group.size(), -1)[group.rank()])
             _multiply(shard, group.size())
-        return _Done(full, parts, shard)
+        return _FinishedWork(full, parts, shard)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
@@ -243,14 +243,14 @@ class AbsentCollectives:
             with unwatched():
                 mine = shard.detach().clone().view(1, -1)
                 full.detach().view(group.size(), -1).copy_(mine.expand(group.size(), -1))
-        return _Done(full, shard)
+        return _FinishedWork(full, shard)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         if sent.nbytes <= PERFORMED_BYTES:
             with unwatched():
                 received.detach().copy_(sent.detach())
-        return _Done(received, sent)
+        return _FinishedWork(received, sent)
 
 
 def _multiply(tensor: torch.Tensor, times: int) -> None:
@@ -268,7 +268,7 @@ class DirectCollectives:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self.counted = _Counted()
+        self.counted = _CountingState()
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Do one, and count it."""

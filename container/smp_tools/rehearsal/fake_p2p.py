@@ -12,7 +12,7 @@ from smp_runtime.pipeline.transport.tensor_channels import Announcement, Reader,
 from smp_tools.rehearsal.skip_compute_mode import PERFORMED_BYTES
 
 
-class Links:
+class LinkCounter:
     """Counts what goes to each other stage, by step.
 
     Attributes:
@@ -59,7 +59,7 @@ class Links:
 class _ShapeChannel(TensorChannel):
     """See :class:`~smp_runtime.pipeline.transport.tensor_channels.TensorChannel`; only what is small travels with its values."""
 
-    def __init__(self, links: Links, peer: int) -> None:
+    def __init__(self, links: LinkCounter, peer: int) -> None:
         self._links = links
         self._peer = peer
 

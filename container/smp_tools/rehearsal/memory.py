@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from smp_records.rehearsal import Holder, MemoryOverTime
+from smp_records.rehearsal import MemoryOverTime, PeakHolder
 from smp_records.script_lines import script_line
 from smp_runtime.tensors.torch_private import key_of_storage, storage_key
 
 if TYPE_CHECKING:
-    from smp_tools.rehearsal.skip_compute_mode import Operation
+    from smp_tools.rehearsal.skip_compute_mode import SkippedOperation
 
 #: Points of the curve that are kept.
 _MOST_POINTS = 400
@@ -35,7 +35,7 @@ _CARRIERS = ("smp_runtime.data_parallel", "smp_runtime.sharding", "smp_runtime.c
 
 
 @dataclass(frozen=True)
-class Where:
+class RankPhase:
     """What a rank was at."""
 
     phase: str
@@ -48,7 +48,7 @@ class _Storage:
 
     size: int
     born: int  # number of the change
-    where: Where
+    where: RankPhase
     operation: str
     kind: str = ""  # what is known of it
     carries: bool = False  # made by a room that moves others' tensors
@@ -57,7 +57,7 @@ class _Storage:
     letting_go: weakref.ref[torch.UntypedStorage] | None = None  # hears of it
 
 
-class _Thread(threading.local):
+class _ThreadMemory(threading.local):
     """Of one thread."""
 
     in_host = False
@@ -79,27 +79,27 @@ class LiveMemory:
             :meth:`watch_peak`.
     """
 
-    def __init__(self, where: Callable[[], Where], clock: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, where: Callable[[], RankPhase], clock: Callable[[], float] = lambda: 0.0) -> None:
         self._where = where
         self._clock = clock
         self._lock = threading.RLock()  # a storage may be let go of while another is noted
         self._alive: dict[int, _Storage] = {}
         self._gone_since_peak: list[_Storage] = []
         self._changes = 0
-        self._here = _Thread()
+        self._here = _ThreadMemory()
         self.now = self.host_now = 0
         self.peak = self.host_peak = 0
         self.microbatch: Callable[[], int | None] = lambda: None
         self._of_microbatch: dict[int, int] = {}
         self.most_of_microbatch = 0
         self._peak_change = 0
-        self.peak_at = Where("start", "")
+        self.peak_at = RankPhase("start", "")
         self.peak_line = ""
         #: Of the step that is recorded: when, by how much, whose.
         self._events: list[tuple[float, int, _Storage]] = []
         self._records = False
 
-    def performed(self, operation: Operation) -> None:
+    def performed(self, operation: SkippedOperation) -> None:
         """Note the storages of new results."""
         for tensor in operation.made:
             if not tensor.is_meta and tensor.layout is torch.strided:
@@ -236,7 +236,7 @@ class LiveMemory:
                 sizes.append(highest[kind])
         return MemoryOverTime(seconds=seconds, owners=owners)
 
-    def at_peak(self) -> list[Holder]:
+    def at_peak(self) -> list[PeakHolder]:
         """All that was alive at the peak, by place, the largest first."""
         with self._lock:
             alive = [entry for entry in self._alive.values() if entry.born <= self._peak_change and not entry.in_host]
@@ -246,19 +246,19 @@ class LiveMemory:
                 count, size = found.get(key, (0, 0))
                 found[key] = count + 1, size + entry.size
         holders = [
-            Holder(kind=kind, module=module, phase=phase, operation=operation, count=count, bytes=size)
+            PeakHolder(kind=kind, module=module, phase=phase, operation=operation, count=count, bytes=size)
             for (kind, module, phase, operation), (count, size) in found.items()
             if size
         ]
         return sorted(holders, key=lambda holder: -holder.bytes)
 
 
-def largest(holders: Sequence[Holder]) -> list[Holder]:
+def largest(holders: Sequence[PeakHolder]) -> list[PeakHolder]:
     """The ten that a report names."""
     return list(holders[:_MOST_HOLDERS])
 
 
-def by_kind(holders: Sequence[Holder]) -> dict[str, int]:
+def by_kind(holders: Sequence[PeakHolder]) -> dict[str, int]:
     """Bytes of each kind."""
     found: dict[str, int] = {}
     for holder in holders:

@@ -18,7 +18,7 @@ _PREFIX, _SUFFIX = "said-", ".pickle"
 _Key = tuple[int, str, int, tuple[int, ...]]
 
 
-class Said:
+class MessageLog:
     """Sayings of ranks, in the order in which they were said.
 
     Args:

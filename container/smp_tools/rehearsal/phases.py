@@ -11,13 +11,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from smp_runtime.tensors.module_boundaries import GraphOwners
 from smp_runtime.tensors.torch_private import backward_pass, running_node
-from smp_tools.rehearsal.memory import Where
+from smp_tools.rehearsal.memory import RankPhase
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class _Thread(threading.local):
+class _ThreadPhases(threading.local):
     """Of one thread."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self._here = _Thread()
+        self._here = _ThreadPhases()
         self._names: dict[int, str] = {}
         self.called: set[str] = set()
         self._updating = False
@@ -59,18 +59,18 @@ class Phases:
         for path, module in model.named_modules():
             self._names[id(module)] = path
 
-    def where(self) -> Where:
+    def where(self) -> RankPhase:
         """What the calling thread is at."""
         node = running_node()
         modules = self._here.modules
         if node is not None:
             number, owner = self._here.backward
-            return Where("backward", modules[-1] if modules else owner if number == backward_pass() else "")
+            return RankPhase("backward", modules[-1] if modules else owner if number == backward_pass() else "")
         if modules or self.in_microbatch():
-            return Where("forward", modules[-1] if modules else "")
+            return RankPhase("forward", modules[-1] if modules else "")
         if self._updating:
-            return Where("update", "")
-        return Where("outside" if self.in_steps else "start", "")
+            return RankPhase("update", "")
+        return RankPhase("outside" if self.in_steps else "start", "")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))

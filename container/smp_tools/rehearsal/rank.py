@@ -51,7 +51,7 @@ from smp_tools.rehearsal.control import Kinds, RehearsedControl
 from smp_tools.rehearsal.counters import Counters, RehearsalOver
 from smp_tools.rehearsal.data import Loaders
 from smp_tools.rehearsal.fake_collectives import AbsentCollectives
-from smp_tools.rehearsal.message_log import Said
+from smp_tools.rehearsal.message_log import MessageLog
 from smp_tools.rehearsal.skip_compute_mode import PERFORMED_BYTES, as_fused, use_fresh_memory
 
 #: What scripts import.
@@ -198,7 +198,7 @@ class _Kind:
         os.close(reads)
         self._kinds: Kinds | None = None
         self._session: sessions.Session | None = None
-        self._heard = Said()
+        self._heard = MessageLog()
         card = _rates(request)
         limit = request.performed_bytes if request.performed_bytes is not None else PERFORMED_BYTES
         self._counters = Counters(request.steps, limit, card)
@@ -335,7 +335,7 @@ class _Kind:
             collectives_room.compared_bytes = math.inf
         root_stage.takes_turns = not self._last
         collectives = counters.counted(AbsentCollectives(buffers=not request.on_gpu))
-        said = Said(kinds.others, request.folder) if self._last else None
+        said = MessageLog(kinds.others, request.folder) if self._last else None
         heard = self._heard if request.other_ranks and not self._last else None
         control = RehearsedControl(inner, kinds, request.ranks, calls=calls, said=said, heard=heard)
         return control, collectives

@@ -115,7 +115,7 @@ class _Plan:
 _DYNAMIC = {torch.ops.aten.equal.default, ITEM}
 
 
-class Operation(NamedTuple):
+class SkippedOperation(NamedTuple):
     """One that has been done, or has only allocated."""
 
     function: Any
@@ -129,7 +129,7 @@ class Operation(NamedTuple):
 class Watcher(Protocol):
     """Hears of every operation that touches elements, after it; not of views."""
 
-    def performed(self, operation: Operation) -> None:
+    def performed(self, operation: SkippedOperation) -> None:
         """An operation is over."""
 
 
@@ -166,7 +166,7 @@ class Unperformed(TorchDispatchMode):
             return function(*args, **kwargs)
         given = tensors_of((args, kwargs) if kwargs else args)
         result = function(*args, **kwargs) if self._limit is None else self._result(plan, function, args, kwargs, given)
-        done = Operation(function, args, kwargs, given, result, tensors_of(result))
+        done = SkippedOperation(function, args, kwargs, given, result, tensors_of(result))
         for watcher in self._watchers:
             watcher.performed(done)
         return result

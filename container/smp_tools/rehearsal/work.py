@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from smp_records.rate_card import Measured, RateCard
     from smp_runtime.comm.collectives import Work as Collective
-    from smp_tools.rehearsal.memory import Where
-    from smp_tools.rehearsal.skip_compute_mode import Operation
+    from smp_tools.rehearsal.memory import RankPhase
+    from smp_tools.rehearsal.skip_compute_mode import SkippedOperation
 
 
-class Clock:
+class WorkClock:
     """The time of a rank that computes nothing: seconds of the work that it would have done.
 
     Attributes:
@@ -52,7 +52,7 @@ class TimedWork:
         seconds: that it takes.
     """
 
-    def __init__(self, inner: Collective, clock: Clock, seconds: float) -> None:
+    def __init__(self, inner: Collective, clock: WorkClock, seconds: float) -> None:
         self._inner = inner
         self._clock = clock
         self._ends = clock.launch(seconds)
@@ -80,7 +80,7 @@ class _Measurements:
         self._seen: dict[tuple[str, str], tuple[float, set[tuple[int, int]]]] = {}
         self._factors: dict[tuple[str, str], float] = {}
 
-    def seconds(self, where: Where, call: int, microbatch: int | None, by_rates: float) -> float | None:
+    def seconds(self, where: RankPhase, call: int, microbatch: int | None, by_rates: float) -> float | None:
         """Of an operation; None where no duration says."""
         if not self._seconds or microbatch is None:
             return None
@@ -127,7 +127,11 @@ class ModuleTimes:
     """
 
     def __init__(
-        self, where: Callable[[], Where], rates: RateCard | None, clock: Clock, measured: Iterable[Measured] = ()
+        self,
+        where: Callable[[], RankPhase],
+        rates: RateCard | None,
+        clock: WorkClock,
+        measured: Iterable[Measured] = (),
     ) -> None:
         self._where = where
         self._rates = rates
@@ -150,7 +154,7 @@ class ModuleTimes:
             self.measured_seconds = 0.0
             self._blocks.clear()
 
-    def performed(self, operation: Operation) -> None:
+    def performed(self, operation: SkippedOperation) -> None:
         """Count an operation that reads its arguments and writes its result."""
         function, made = operation.function, operation.made
         moved = sum([tensor.nbytes for tensor in made]) + sum([tensor.nbytes for tensor in operation.given])

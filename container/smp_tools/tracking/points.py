@@ -17,7 +17,7 @@ Number = float | torch.Tensor
 
 
 @dataclass(frozen=True)
-class Point:
+class MetricPoint:
     """What a tracker gets.
 
     Attributes:
@@ -60,14 +60,14 @@ class LaterPoint:
         event.record(torch.cuda.current_stream(value.device))
         self._copied.append((value.device, event))
 
-    def arrived(self) -> Point:
+    def arrived(self) -> MetricPoint:
         """The point; waits for the device, so that only the thread that writes calls it."""
         for device, event in self._copied:
             # A new thread's device is the host's first, and waiting there would create a context on it.
             torch.cuda.set_device(device)
             event.synchronize()
         found = {**self._numbers, **{name: float(copy) for name, copy in zip(self._names, self._copies, strict=True)}}
-        return Point(self._step, self._when, {name: found[name] for name in self._order})
+        return MetricPoint(self._step, self._when, {name: found[name] for name in self._order})
 
 
 def checked(values: Mapping[str, object]) -> dict[str, Number]:

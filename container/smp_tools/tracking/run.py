@@ -20,7 +20,7 @@ _PROJECT = "smp"
 
 
 @dataclass(frozen=True)
-class Run:
+class TrackedRun:
     """A job, as trackers see it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Run:
     settings: Mapping[str, str]
 
     @classmethod
-    def of(cls, ranks: Ranks, environ: Mapping[str, str]) -> Run:
+    def of(cls, ranks: Ranks, environ: Mapping[str, str]) -> TrackedRun:
         """This job."""
         folder = environ.get(FOLDER_VARIABLE) or Path(environ.get("SM_OUTPUT_DATA_DIR", "."), "tracking")
         degrees = {

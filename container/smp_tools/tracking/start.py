@@ -13,8 +13,8 @@ from smp_tools.tracking.loggers.making import make_loggers
 from smp_tools.tracking.points import checked
 from smp_tools.tracking.profile import begin_profile
 from smp_tools.tracking.rank_times import HostValues, RankTimes
-from smp_tools.tracking.run import Run
-from smp_tools.tracking.tracker import Tracker
+from smp_tools.tracking.run import TrackedRun
+from smp_tools.tracking.tracker import UpdateTracker
 from smp_tools.tracking.writer import Writer
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def log(step: int | None = None, **values: object) -> None:
             f"smp.log got step={step!r}; it counts updates: give a whole number from 0, or leave it out for those until now"
         )
     numbers = checked(values)
-    tracker = session.ranks.kept(Tracker)
+    tracker = session.ranks.kept(UpdateTracker)
     if tracker is not None and numbers:
         tracker.log(numbers, session.progress.step if step is None else step)
 
@@ -62,10 +62,10 @@ def _begin(session: Session) -> None:
         return
     writer = None
     if names:
-        made = make_loggers(names, Run.of(session.ranks, environ))
+        made = make_loggers(names, TrackedRun.of(session.ranks, environ))
         writer = Writer(made, HostValues(environ, session.ranks.rank))
     if writer is not None or session.progress.enabled:
-        session.ranks.keep(Tracker, lambda: Tracker(session, writer, every, peak))
+        session.ranks.keep(UpdateTracker, lambda: UpdateTracker(session, writer, every, peak))
 
 
 at_init.append(_begin)

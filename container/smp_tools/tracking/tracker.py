@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _OPERATIONS = 6
 
 
-class Tracker:
+class UpdateTracker:
     """Makes points out of updates, on the rank that writes.
 
     Args:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from smp_tools.tracking.points import LaterPoint, Point
+from smp_tools.tracking.points import LaterPoint, MetricPoint
 
 logger = logging.getLogger("smp")
 
@@ -31,7 +31,7 @@ class Logger(Protocol):
 
     name: str
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricPoint]) -> None:
         """Take points, in the order in which they were made."""
 
     def flush(self) -> None:
@@ -109,9 +109,9 @@ class Writer:
         for each in list(self._loggers):
             self._safely(each, functools.partial(each.close, failed=self._failed))
 
-    def _arrived(self, seconds: float) -> tuple[list[Point], bool]:
+    def _arrived(self, seconds: float) -> tuple[list[MetricPoint], bool]:
         """The points that have come, at least one unless none comes for ``seconds``, and whether the job ends."""
-        points: list[Point] = []
+        points: list[MetricPoint] = []
         try:
             later = self._waiting.get(timeout=max(0.0, seconds))
             while later is not None:
@@ -125,16 +125,16 @@ class Writer:
             return points, False
         return points, True
 
-    def _regular_point(self) -> list[Point]:
+    def _regular_point(self) -> list[MetricPoint]:
         try:
             values = dict(self._regular())
         except Exception as error:
             logger.warning("trackers get nothing of the ranks' memory any more: %s: %s", type(error).__name__, error)
             self._regular = dict
             return []
-        return [Point(self._step, time.time(), values)] if values else []
+        return [MetricPoint(self._step, time.time(), values)] if values else []
 
-    def _each(self, points: Sequence[Point], *, flush: bool) -> None:
+    def _each(self, points: Sequence[MetricPoint], *, flush: bool) -> None:
         for each in list(self._loggers):
             if points:
                 self._safely(each, functools.partial(each.write, points))

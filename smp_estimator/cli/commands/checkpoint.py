@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the commands import the runtime when they run, so that this
 _DEPTH = 6
 
 
-class _Commands(click.Group):
+class _RuntimeCheckingGroup(click.Group):
     """Says what to install when the runtime's packages are missing."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -34,7 +34,7 @@ class _Commands(click.Group):
             ) from None
 
 
-@click.group(cls=_Commands)
+@click.group(cls=_RuntimeCheckingGroup)
 def checkpoint() -> None:
     """Look at the checkpoints of a job, verify them, convert them. Works without the job and without MPI."""
 

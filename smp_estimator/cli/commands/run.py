@@ -53,7 +53,7 @@ def _value(text: str) -> Any:
         return text
 
 
-class _Run(click.Command):
+class _RunCommand(click.Command):
     """Says where the words for the script belong."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -68,7 +68,7 @@ class _Run(click.Command):
             ) from None
 
 
-@click.command(cls=_Run)
+@click.command(cls=_RunCommand)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each host.")

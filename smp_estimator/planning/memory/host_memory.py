@@ -19,7 +19,7 @@ GENERATIONS = 2
 
 
 @dataclass
-class _Parts:
+class _StateParts:
     """Bytes of a stage's state on one rank, by who else has the same.
 
     Attributes:
@@ -66,13 +66,13 @@ def _neighbours(request: Request, topology: Topology) -> int:
     return topology.rdp_size if request.parameters.shard_optimizer_state else 1
 
 
-def _parts(request: Request, topology: Topology, weights: list[Weight]) -> tuple[_Parts, _Parts]:
+def _parts(request: Request, topology: Topology, weights: list[Weight]) -> tuple[_StateParts, _StateParts]:
     """What a rank of a stage holds of tensors that tensor parallelism divides, and of those that it does not."""
     parameters, neighbours = request.parameters, _neighbours(request, topology)
     element = 2 if is_half(parameters) else 4
     updated = OPTIMIZER_BYTES[request.workload.optimizer] + (4 if is_half(parameters) else 0)
     tensor, split_embedding = parameters.tensor_parallel_degree, embedding_is_distributed(parameters, request.workload)
-    split, same = _Parts(), _Parts()
+    split, same = _StateParts(), _StateParts()
     for weight in weights:
         is_split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
         local = -(-weight.elements // tensor) if is_split else weight.elements

@@ -56,7 +56,7 @@ Evaluate = Callable[[Configuration], Evaluated]
 
 
 @dataclass(frozen=True)
-class Region:
+class SearchRegion:
     """One cluster to look on, with all that its configurations are judged by.
 
     Attributes:
@@ -88,7 +88,7 @@ class Region:
 class Judged:
     """A configuration that was evaluated."""
 
-    region: Region
+    region: SearchRegion
     configuration: Configuration
     evaluated: Evaluated
 
@@ -153,7 +153,7 @@ class Search:
 
     def __init__(
         self,
-        regions: Iterable[Region],
+        regions: Iterable[SearchRegion],
         *,
         budget: float | None = None,
         gap: float = 0.0,
@@ -322,8 +322,8 @@ __all__ = [
     "Evaluated",
     "Found",
     "Judged",
-    "Region",
     "Search",
+    "SearchRegion",
     "computes_no_less",
     "keeps_no_less",
     "passes_no_less",

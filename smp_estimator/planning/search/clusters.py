@@ -11,7 +11,7 @@ from smp_config import ConfigError
 from smp_config.machine.instances import Instance, instances
 from smp_estimator.planning.forecast import TIGHT_ABOVE
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request
-from smp_estimator.planning.search.heuristic_steps import Step, first_fit
+from smp_estimator.planning.search.heuristic_steps import TriedConfiguration, first_fit
 
 if TYPE_CHECKING:
     from smp_estimator.planning.plan import Plan
@@ -30,7 +30,7 @@ _TRIES = 6
 class Cluster:
     """Instances on which a model fits, and the first configuration of the best practices with which it does."""
 
-    step: Step
+    step: TriedConfiguration
 
     @property
     def plan(self) -> Plan:

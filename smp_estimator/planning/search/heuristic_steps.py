@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
+class TriedConfiguration:
     """One configuration that was tried."""
 
     what: str
     plan: Plan
 
 
-def climb(request: Request, samples: int) -> Iterator[Step]:
+def climb(request: Request, samples: int) -> Iterator[TriedConfiguration]:
     """The plans of the ladder, those that can be laid over the processes, with ``samples`` per optimizer step."""
     return _plans(_ladder(request), request, samples)
 
 
-def sharded(request: Request, samples: int) -> Iterator[Step]:
+def sharded(request: Request, samples: int) -> Iterator[TriedConfiguration]:
     """The plans with sharded data parallelism, from a small degree up."""
     return _plans(_sharded(request), request, samples)
 
 
-def first_fit(request: Request, samples: int) -> Step | None:
+def first_fit(request: Request, samples: int) -> TriedConfiguration | None:
     """The first configuration that fits, with what it offloads fitting into the host's memory; None without one."""
     return next(fitting(request, samples), None)
 
 
-def fitting(request: Request, samples: int) -> Iterator[Step]:
+def fitting(request: Request, samples: int) -> Iterator[TriedConfiguration]:
     """All configurations that fit, those with sharded data parallelism last."""
     for candidates in (_ladder, _sharded):
         for step in _plans(_possible(candidates(request), request), request, samples):
@@ -140,7 +140,7 @@ def _tensor(degree: int) -> dict[str, Any]:
     return {"tensor_parallel_degree": degree, "prescaled_batch": True} if degree > 1 else {}
 
 
-def _plans(candidates: Iterator[_Candidate], request: Request, samples: int) -> Iterator[Step]:
+def _plans(candidates: Iterator[_Candidate], request: Request, samples: int) -> Iterator[TriedConfiguration]:
     """The plans of the candidates that can be laid over the processes, all with the same global batch."""
     for what, settings, checkpointing in candidates:
         try:
@@ -152,6 +152,8 @@ def _plans(candidates: Iterator[_Candidate], request: Request, samples: int) -> 
             )
             stages = parameters.pipeline_parallel_degree
             changed = {**settings, "microbatches": microbatches_for(stages, batch)} if stages > 1 else settings
-            yield Step(what, Plan.of(request.changed(changed, batch=batch, activation_checkpointing=checkpointing)))
+            yield TriedConfiguration(
+                what, Plan.of(request.changed(changed, batch=batch, activation_checkpointing=checkpointing))
+            )
         except ConfigError:
             continue  # these degrees do not divide the processes or the batch

@@ -12,7 +12,7 @@ from smp_estimator.planning.memory.device_memory import is_half, summed_bytes
 from smp_estimator.planning.plan import Plan
 from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.search.bounds import Needs
-from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Region, Search
+from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Search, SearchRegion
 from smp_estimator.planning.search.heuristic_steps import has_room
 from smp_estimator.planning.search.space import MEMORIES, SCHEDULES, Configuration, Space
 from smp_estimator.planning.step_time import operations_of_rank, unknown_because
@@ -64,7 +64,7 @@ def search_plans(
     return PlannedSearch(best, found)
 
 
-def region_of(request: Request, samples: int, *, offloads: bool = True) -> Region:
+def region_of(request: Request, samples: int, *, offloads: bool = True) -> SearchRegion:
     """The configurations of a request's cluster, judged by their plans.
 
     Raises:
@@ -89,7 +89,7 @@ def region_of(request: Request, samples: int, *, offloads: bool = True) -> Regio
         room = has_room(made)
         return Evaluated(seconds, made.total_bytes, room, "" if room else "the host has no room for what is offloaded")
 
-    return Region(
+    return SearchRegion(
         space=space,
         needs=needs_of(request),
         card=RateCard.of_instance(request.instance_type, processes_per_host=request.processes_per_host),

@@ -17,7 +17,7 @@ from smp_config.machine.instances import instance
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.plan import Plan
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, SHOWN, Ask, Cluster, current, least_count, smallest
-from smp_estimator.planning.search.heuristic_steps import Step, fitting, has_room
+from smp_estimator.planning.search.heuristic_steps import TriedConfiguration, fitting, has_room
 from smp_estimator.planning.step_time import unknown_because
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ PREFERENCES: tuple[str, ...] = get_args(Preference)
 
 
 @dataclass(frozen=True)
-class Choice:
+class PreferredClusters:
     """Clusters in the order of a preference.
 
     Attributes:
@@ -51,7 +51,7 @@ def checked(prefer: str) -> str:
     return prefer
 
 
-def fastest_step(steps: Iterable[Step]) -> Step | None:
+def fastest_step(steps: Iterable[TriedConfiguration]) -> TriedConfiguration | None:
     """Of configurations that fit, the one with the shortest step; one that offloads only if all do; None without any.
 
     Copies of offloaded activations are not in the time, so it is not compared with that of others.
@@ -64,7 +64,7 @@ def fastest_step(steps: Iterable[Step]) -> Step | None:
 
 def rank(
     ask: Ask, prefer: str, *, kind: str | None = None, count: int | None = None, up_to: int | None = None
-) -> Choice:
+) -> PreferredClusters:
     """The best clusters by price or by speed, of each type the best one.
 
     Args:
@@ -94,7 +94,7 @@ def rank(
         if found:
             best.append(min(found, key=lambda cluster: _order(cluster, prefer)))
             best.sort(key=lambda cluster: _order(cluster, prefer))
-    return Choice(tuple(best[:SHOWN]), tuple(left_out))
+    return PreferredClusters(tuple(best[:SHOWN]), tuple(left_out))
 
 
 def _types(ask: Ask) -> Iterator[str]:

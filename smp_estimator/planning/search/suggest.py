@@ -12,13 +12,13 @@ from smp_config import ConfigError
 from smp_config.machine.instances import instance, require_usable
 from smp_estimator.planning.advice import GB, amount
 from smp_estimator.planning.forecast import Verdict
-from smp_estimator.planning.report import Cell, Grid, Lines, Report, Said, Shown
+from smp_estimator.planning.report import Cell, ColouredText, Grid, Lines, Report, Shown
 from smp_estimator.planning.request import Request, is_of_transformers, request_for, shape_given
 from smp_estimator.planning.search.clusters import MOST_INSTANCES, Ask, Cluster, smallest, smallest_clusters
-from smp_estimator.planning.search.heuristic_steps import Step, climb, sharded
+from smp_estimator.planning.search.heuristic_steps import TriedConfiguration, climb, sharded
 from smp_estimator.planning.search.improvement import Improvement, improvements, search_dict, search_line
 from smp_estimator.planning.search.planned import BUDGET_SECONDS, search_plans
-from smp_estimator.planning.search.preference import Choice, checked, fastest_step, rank
+from smp_estimator.planning.search.preference import PreferredClusters, checked, fastest_step, rank
 from smp_estimator.planning.table import plan_report
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Suggestion(Shown):
     """
 
     plan: Plan
-    tried: tuple[Step, ...]
-    alternative: Step | None
+    tried: tuple[TriedConfiguration, ...]
+    alternative: TriedConfiguration | None
     clusters: tuple[Cluster, ...] = ()
     searched: bool = False
     prefer: str = "smallest"
@@ -156,7 +156,7 @@ class Suggestion(Shown):
                 nothing.append(
                     f"no cluster of up to {MOST_INSTANCES:,} instances fits either; try a smaller batch or a shorter sequence"
                 )
-            rows = [("verdict", [Said(line, Verdict.DOES_NOT_FIT) for line in nothing])]
+            rows = [("verdict", [ColouredText(line, Verdict.DOES_NOT_FIT) for line in nothing])]
         parts.append(Lines(rows))
         if self.clusters and not self.searched:
             parts.append(_clusters_grid("would fit on", self.clusters, None))
@@ -164,8 +164,8 @@ class Suggestion(Shown):
         return [*parts, Lines([("", [""])]), *plan]
 
 
-def _verdict(plan: Plan, more: str) -> Said:
-    return Said(f"{plan.verdict.value} {more}".rstrip(), plan.verdict)
+def _verdict(plan: Plan, more: str) -> ColouredText:
+    return ColouredText(f"{plan.verdict.value} {more}".rstrip(), plan.verdict)
 
 
 def _clusters_grid(title: str, clusters: tuple[Cluster, ...], chosen: Cluster | None) -> Grid:
@@ -175,7 +175,7 @@ def _clusters_grid(title: str, clusters: tuple[Cluster, ...], chosen: Cluster | 
         gpus = f"{each.gpus} × {known.gpu}" if known else str(each.gpus)
         note = " (slow: no EFA)" if each.is_slow else ""
         share = f"{each.plan.total_bytes / GB:.1f} of {(each.plan.request.gpu_memory_bytes or 0) / GB:.1f} GB"
-        said = Said("fits ← chosen", Verdict.FITS) if each is chosen else Said("fits", Verdict.FITS)
+        said = ColouredText("fits ← chosen", Verdict.FITS) if each is chosen else ColouredText("fits", Verdict.FITS)
         time, cost = each.plan.time, each.plan.cost
         speed = "unknown" if time is None else f"{time.tokens_per_second:,.0f}"
         price = (
@@ -356,7 +356,12 @@ def _chosen(
 
 
 def _refuse_incomparable(
-    ask: Ask, choice: Choice, prefer: str, instance_type: str | None, instance_count: int | None, up_to: int | None
+    ask: Ask,
+    choice: PreferredClusters,
+    prefer: str,
+    instance_type: str | None,
+    instance_count: int | None,
+    up_to: int | None,
 ) -> None:
     """Tell that the model fits on clusters, but on larger ones, or on none whose price or speed is known."""
     first = smallest(ask, instance_type) if instance_type else next(iter(smallest_clusters(ask, instance_count)), None)
@@ -389,13 +394,13 @@ def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: flo
         every = [*climb(request, samples), *sharded(request, samples)]
         wide = search_plans(request, samples, budget=budget) if budget else None
         if wide is not None and wide.plan is not None and wide.found.best is not None:
-            every.append(Step(str(wide.found.best.configuration), wide.plan))
+            every.append(TriedConfiguration(str(wide.found.best.configuration), wide.plan))
             best = fastest_step(every) or every[-1]
             return Suggestion(best.plan, tuple(every), None, prefer=prefer, search=wide.found)
         if (fastest := fastest_step(every)) is not None and fastest.plan.time is not None:
             return Suggestion(fastest.plan, tuple(every), None, prefer=prefer)
-    tried: list[Step] = []
-    chosen: Step | None = None
+    tried: list[TriedConfiguration] = []
+    chosen: TriedConfiguration | None = None
     for step in climb(request, samples):
         tried.append(step)
         if step.plan.verdict is Verdict.FITS:

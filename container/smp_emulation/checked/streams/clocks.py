@@ -11,7 +11,7 @@ from smp_emulation.checked.streams.faults import StreamFault
 HOST = 0
 
 
-class Clock(dict[int, int]):
+class VectorClock(dict[int, int]):
     """How much of each actor's work has happened before a point: by actor, the number of its last step that has."""
 
     def join(self, other: Mapping[int, int]) -> None:
@@ -59,7 +59,7 @@ class History:
     def __init__(self) -> None:
         self._accesses: list[Access] = []
 
-    def note(self, access: Access, knows: Clock, memory: str) -> None:
+    def note(self, access: Access, knows: VectorClock, memory: str) -> None:
         """Another access, by somebody who knows of what is in ``knows``.
 
         Args:
@@ -80,7 +80,7 @@ class History:
         kept.append(access)
         self._accesses = kept
 
-    def unknown_to(self, knows: Clock, own: Iterable[int] = ()) -> Access | None:
+    def unknown_to(self, knows: VectorClock, own: Iterable[int] = ()) -> Access | None:
         """An access that has not happened for certain at a point; those of the actors ``own`` do not count."""
         for access in self._accesses:
             if access.actor not in own and access.actor != HOST and not knows.knows(access.actor, access.time):

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from smp_emulation.checked.streams.clocks import HOST, Access, Clock
-from smp_emulation.checked.streams.execution import Executor, Item, Lane
-from smp_emulation.checked.streams.memory import Memory, Place, span_of
+from smp_emulation.checked.streams.clocks import HOST, Access, VectorClock
+from smp_emulation.checked.streams.execution import Executor, Lane, QueuedWork
+from smp_emulation.checked.streams.memory import Memory, StoragePlace, span_of
 from smp_emulation.checked.streams.sites import site
 from smp_emulation.errors import CudaCallError
 
@@ -22,7 +22,7 @@ from smp_emulation.errors import CudaCallError
 ON_DEVICE = "_emulated_device"
 
 
-class _Thread(threading.local):
+class _HostThread(threading.local):
     """What each thread of the host has of its own."""
 
     device = 0
@@ -52,10 +52,10 @@ class Devices:
         self.identity = f"{uuid.getnode()}/{os.environ.get('SM_CURRENT_HOST', '')}"
         self.executor = Executor(seed)
         self.memory = Memory()
-        self.host = Clock({HOST: 0})
+        self.host = VectorClock({HOST: 0})
         self.waits: Counter[tuple[str, str]] = Counter()
         self.generators = [torch.Generator() for _ in range(count)]
-        self.thread = _Thread()
+        self.thread = _HostThread()
         #: Guards clocks and histories: threads of the host queue work at the same time.
         self.lock = threading.RLock()
         self._numbers = itertools.count(1)
@@ -93,8 +93,8 @@ class Devices:
         self,
         lane: Lane,
         what: str,
-        reads: Iterable[tuple[torch.Tensor, Place]],
-        writes: Iterable[tuple[torch.Tensor, Place]],
+        reads: Iterable[tuple[torch.Tensor, StoragePlace]],
+        writes: Iterable[tuple[torch.Tensor, StoragePlace]],
     ) -> None:
         """The next work of a stream reads and writes tensors; called before it is queued.
 
@@ -119,11 +119,13 @@ class Devices:
         other.clock.join(self.host)
         lane.clock.join(other.clock)
 
-    def queue(self, lane: Lane, run: Callable[[], None] | None, what: str, needs: tuple[Item, ...] = ()) -> Item:
+    def queue(
+        self, lane: Lane, run: Callable[[], None] | None, what: str, needs: tuple[QueuedWork, ...] = ()
+    ) -> QueuedWork:
         """Put work behind all that the stream has."""
-        return self.executor.queue(lane, Item(run, needs, f"{what}, asked for at {site()}"))
+        return self.executor.queue(lane, QueuedWork(run, needs, f"{what}, asked for at {site()}"))
 
-    def host_touches(self, tensor: torch.Tensor, place: Place, what: str, *, writes: bool) -> None:
+    def host_touches(self, tensor: torch.Tensor, place: StoragePlace, what: str, *, writes: bool) -> None:
         """The host itself reads or writes memory that streams use.
 
         Raises:
@@ -141,7 +143,7 @@ class Devices:
             lanes = list(lanes)
             items = [lane.last for lane in lanes]
             self.waits[kind, site()] += 1
-            reached = [Clock(lane.clock) for lane in lanes]
+            reached = [VectorClock(lane.clock) for lane in lanes]
         self.executor.finish(items)
         with self.lock:
             for clock in reached:
@@ -162,9 +164,9 @@ class Devices:
         self.adopt(made, device, lane)
         return made
 
-    def adopt(self, made: torch.Tensor, device: int, lane: Lane) -> Place:
+    def adopt(self, made: torch.Tensor, device: int, lane: Lane) -> StoragePlace:
         """A fresh tensor of the host becomes one of a device."""
-        place = Place(device)
+        place = StoragePlace(device)
         size = made.untyped_storage().nbytes()
         with self.lock:
             lane.clock.join(self.host)

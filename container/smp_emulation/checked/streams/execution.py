@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from smp_emulation.checked.streams.clocks import Clock
+from smp_emulation.checked.streams.clocks import VectorClock
 from smp_emulation.errors import CudaCallError
 
 #: Seconds that a host waits for queued work before it says what hangs.
@@ -19,7 +19,7 @@ PATIENCE = 120.0
 _DELAY = 0.002
 
 
-class Item:
+class QueuedWork:
     """Work at a place of a stream.
 
     Args:
@@ -34,7 +34,7 @@ class Item:
     def __init__(
         self,
         run: Callable[[], None] | None,
-        needs: tuple[Item, ...] = (),
+        needs: tuple[QueuedWork, ...] = (),
         what: str = "",
         begin: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
@@ -42,7 +42,7 @@ class Item:
         self.begin = begin
         self.needs = needs
         self.what = what
-        self.previous: Item | None = None
+        self.previous: QueuedWork | None = None
         self.begun = False
         self.done = False
 
@@ -63,9 +63,9 @@ class Lane:
     def __init__(self, actor: int, name: str) -> None:
         self.actor = actor
         self.name = name
-        self.clock = Clock()
-        self.queue: deque[Item] = deque()
-        self.last: Item | None = None
+        self.clock = VectorClock()
+        self.queue: deque[QueuedWork] = deque()
+        self.last: QueuedWork | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -86,8 +86,8 @@ class Executor:
         #: Guards everything here and in the lanes' queues.
         self.changed = threading.Condition(threading.RLock())
         self._lanes: list[Lane] = []
-        self._targets: list[Item] = []
-        self._outside: deque[Item] = deque()
+        self._targets: list[QueuedWork] = []
+        self._outside: deque[QueuedWork] = deque()
         self._error: BaseException | None = None
         self._ends = False
         self._thread = threading.Thread(target=self._serve, name="emulated-device", daemon=True)
@@ -98,7 +98,7 @@ class Executor:
         with self.changed:
             self._lanes.append(lane)
 
-    def queue(self, lane: Lane, item: Item) -> Item:
+    def queue(self, lane: Lane, item: QueuedWork) -> QueuedWork:
         """Work behind all that a stream has."""
         with self.changed:
             item.previous = lane.last if lane.last is not None and not lane.last.done else None
@@ -110,7 +110,7 @@ class Executor:
                 self.changed.notify_all()
         return item
 
-    def finish(self, items: Iterable[Item | None]) -> None:
+    def finish(self, items: Iterable[QueuedWork | None]) -> None:
         """The host waits until these are done.
 
         Raises:
@@ -126,7 +126,7 @@ class Executor:
                     raise CudaCallError(self._stuck())
             self._raise()
 
-    def look(self, item: Item | None) -> bool:
+    def look(self, item: QueuedWork | None) -> bool:
         """Whether work is done, for a host that asks and does not wait; some may be done meanwhile."""
         if item is None or item.done:
             self._raise()
@@ -161,7 +161,7 @@ class Executor:
                 else:
                     self.changed.wait()
 
-    def _work(self, targets: list[Item]) -> None:
+    def _work(self, targets: list[QueuedWork]) -> None:
         """Run what the targets need, and perhaps more, until they have begun or nothing may run; the lock is held."""
         needed = None if self._random.random() < 0.3 else _before(targets)
         while not self._ends and self._error is None and not all(item.begun for item in targets):
@@ -189,14 +189,14 @@ class Executor:
             self._error = self._error or error
         self._end(lane, item)
 
-    def _over(self, lane: Lane, item: Item, error: BaseException | None) -> None:
+    def _over(self, lane: Lane, item: QueuedWork, error: BaseException | None) -> None:
         with self.changed:
             self._error = self._error or error
             self._end(lane, item)
             self.changed.notify_all()
 
     @staticmethod
-    def _end(lane: Lane, item: Item) -> None:
+    def _end(lane: Lane, item: QueuedWork) -> None:
         item.done = True
         item.run = item.begin = item.previous = None
         item.needs = ()
@@ -211,7 +211,7 @@ class Executor:
         return f"the device has not moved on for {PATIENCE:.0f} s; first in the queues: {'; '.join(heads) or 'nothing'}"
 
 
-def _before(targets: Iterable[Item]) -> set[int]:
+def _before(targets: Iterable[QueuedWork]) -> set[int]:
     """All that must be done before and with the targets, by identity."""
     found: set[int] = set()
     waiting = [item for item in targets if not item.done]

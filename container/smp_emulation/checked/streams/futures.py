@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from smp_emulation.checked.streams.clocks import Clock
+from smp_emulation.checked.streams.clocks import VectorClock
 from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
     from smp_emulation.checked.streams.device import Devices
-    from smp_emulation.checked.streams.execution import Item, Lane
+    from smp_emulation.checked.streams.execution import Lane, QueuedWork
 
 #: The class of plain futures, whose name an emulated one takes.
 _Future = torch.futures.Future
 T = TypeVar("T")
 
 
-class Point:
+class StreamPoint:
     """A point of a stream of a device, which others can wait for.
 
     Args:
         item: the work that comes last before it.
     """
 
-    def __init__(self, devices: Devices, number: int, lane: Lane, item: Item) -> None:
+    def __init__(self, devices: Devices, number: int, lane: Lane, item: QueuedWork) -> None:
         self._devices = devices
         self.number = number
-        self._clock = Clock(lane.clock)
+        self._clock = VectorClock(lane.clock)
         self.item = item
 
     def hold_up(self, lane: Lane) -> None:
@@ -66,16 +66,18 @@ class StreamFuture(_Future[T]):
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
         super().__init__()
         self._on = [self.devices.index(device) for device in devices or ()]
-        self._points: list[Point] = []
+        self._points: list[StreamPoint] = []
 
     def set_result(self, result: Any) -> None:
         """The results are in the queues of the current streams."""
         for number in self._on:
             lane = self.devices.current(number)
-            self._points.append(Point(self.devices, number, lane, self.devices.queue(lane, None, "a future's result")))
+            self._points.append(
+                StreamPoint(self.devices, number, lane, self.devices.queue(lane, None, "a future's result"))
+            )
         super().set_result(result)
 
-    def set_points(self, points: list[Point], result: Any) -> None:
+    def set_points(self, points: list[StreamPoint], result: Any) -> None:
         """The results are there behind these points."""
         self._points = points
         super().set_result(result)
@@ -108,10 +110,10 @@ class StreamFuture(_Future[T]):
         return made
 
 
-class StreamWork(dist.Work):
+class StreamCollective(dist.Work):
     """A collective under way on the stream of a communicator; keeps its tensors until somebody has waited for it."""
 
-    def __init__(self, point: Point, tensors: Sequence[torch.Tensor], result: Any) -> None:
+    def __init__(self, point: StreamPoint, tensors: Sequence[torch.Tensor], result: Any) -> None:
         super().__init__()
         self._point = point
         self._tensors: Sequence[torch.Tensor] = tensors

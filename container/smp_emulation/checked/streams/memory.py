@@ -22,7 +22,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """A piece of a device's memory between its allocation and the next.
 
     Attributes:
@@ -42,7 +42,7 @@ class Block:
 
 
 @dataclass(eq=False)
-class Place:
+class StoragePlace:
     """A storage that streams may touch.
 
     Attributes:
@@ -53,7 +53,7 @@ class Place:
     """
 
     device: int | None
-    block: Block | None = None
+    block: MemoryBlock | None = None
     history: History = field(default_factory=History)
     pinned: bool = False
     storage: weakref.ref[torch.UntypedStorage] | None = None
@@ -69,15 +69,15 @@ class Memory:
     """Which storages are on devices, and which host memory they share with the host."""
 
     def __init__(self) -> None:
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, StoragePlace] = {}
         #: Blocks whose storage has died, put here by whatever thread let go of it.
-        self._dead: deque[tuple[Block, str]] = deque()
-        self._free: dict[int, list[Block]] = {}
+        self._dead: deque[tuple[MemoryBlock, str]] = deque()
+        self._free: dict[int, list[MemoryBlock]] = {}
         #: By device: bytes that live storages hold, and the most there were.
         self.allocated: dict[int, int] = {}
         self.peak: dict[int, int] = {}
 
-    def place_of(self, tensor: torch.Tensor) -> Place | None:
+    def place_of(self, tensor: torch.Tensor) -> StoragePlace | None:
         """Where a tensor lies, if streams may touch it."""
         if not self._places:
             return None
@@ -89,16 +89,16 @@ class Memory:
         except (NotImplementedError, RuntimeError):  # without a storage
             return None
 
-    def place_of_storage(self, storage: torch.UntypedStorage) -> Place | None:
+    def place_of_storage(self, storage: torch.UntypedStorage) -> StoragePlace | None:
         """The same of a storage."""
         return self._places.get(storage._cdata)
 
-    def register(self, tensor: torch.Tensor, place: Place) -> None:
+    def register(self, tensor: torch.Tensor, place: StoragePlace) -> None:
         """A new storage."""
         storage = tensor.untyped_storage()
         key = storage._cdata
 
-        def died(_: object, places: dict[int, Place] = self._places) -> None:
+        def died(_: object, places: dict[int, StoragePlace] = self._places) -> None:
             if places.get(key) is place:
                 del places[key]
             self._release(place, site())
@@ -106,13 +106,13 @@ class Memory:
         place.storage = weakref.ref(storage, died)
         self._places[key] = place
 
-    def _release(self, place: Place, line: str) -> None:
+    def _release(self, place: StoragePlace, line: str) -> None:
         block, place.block = place.block, None
         if block is not None and place.device is not None:
             self.allocated[place.device] -= block.elements.numel()
             self._dead.append((block, line))
 
-    def resize(self, place: Place, size: int, lane: Lane) -> None:
+    def resize(self, place: StoragePlace, size: int, lane: Lane) -> None:
         """A storage of a device grows or shrinks to ``size`` bytes; one that shrinks to nothing gives its block back."""
         former = place.block
         if former is not None and former.elements.numel() == size:
@@ -124,7 +124,7 @@ class Memory:
                 count = min(size, former.elements.numel())
                 place.block.elements[:count] = former.elements[:count]
 
-    def allocate(self, device: int, size: int, lane: Lane) -> Block:
+    def allocate(self, device: int, size: int, lane: Lane) -> MemoryBlock:
         """Memory for work of a stream: what was freed there comes first, as with PyTorch's allocator.
 
         Raises:
@@ -155,7 +155,7 @@ class Memory:
             fresh.fill_(_POISON)
         self.allocated[device] = self.allocated.get(device, 0) + size
         self.peak[device] = max(self.peak.get(device, 0), self.allocated[device])
-        return Block(fresh, lane, site())
+        return MemoryBlock(fresh, lane, site())
 
     def clear(self) -> None:
         """Forget all storages."""
@@ -164,7 +164,7 @@ class Memory:
         self._dead.clear()
 
 
-def view_of(block: Block, like: torch.Tensor) -> torch.Tensor:
+def view_of(block: MemoryBlock, like: torch.Tensor) -> torch.Tensor:
     """The elements in a block that a tensor on the device stands for."""
     empty = torch.empty(0, dtype=like.dtype)
     return empty.set_(block.elements.untyped_storage(), like.storage_offset(), like.size(), like.stride())

@@ -21,12 +21,12 @@ _INSIDE = (
 )
 
 
-class _Here(threading.local):
+class _BackwardCaller(threading.local):
     #: The line that has started a backward pass, on the thread that runs it.
     caller: str | None = None
 
 
-_here = _Here()
+_here = _BackwardCaller()
 
 
 def site() -> str:

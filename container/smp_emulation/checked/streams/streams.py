@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_emulation.checked.streams.clocks import Clock
+from smp_emulation.checked.streams.clocks import VectorClock
 from smp_emulation.checked.streams.sites import site
 
 if TYPE_CHECKING:
     from smp_emulation.checked.streams.device import Devices
-    from smp_emulation.checked.streams.execution import Item, Lane
+    from smp_emulation.checked.streams.execution import Lane, QueuedWork
 
 
 class EmulatedStream:
@@ -88,8 +88,8 @@ class EmulatedEvent:
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
-        self._clock = Clock()
-        self._item: Item | None = None
+        self._clock = VectorClock()
+        self._item: QueuedWork | None = None
         self._timed = enable_timing
         self._seconds = 0.0
         self._recorded = False
@@ -99,7 +99,7 @@ class EmulatedEvent:
         stream = stream or current_stream(self.devices)
         with self.devices.lock:
             stream.lane.clock.join(self.devices.host)
-            self._clock = Clock(stream.lane.clock)
+            self._clock = VectorClock(stream.lane.clock)
             run = self._note_time if self._timed else None
             self._item = self.devices.queue(stream.lane, run, "Event.record")
             self._recorded = True
@@ -118,7 +118,7 @@ class EmulatedEvent:
     def query(self) -> bool:
         """Whether it has happened."""
         with self.devices.lock:
-            clock, item = Clock(self._clock), self._item
+            clock, item = VectorClock(self._clock), self._item
         if not self.devices.executor.look(item):
             return False
         with self.devices.lock:
@@ -128,7 +128,7 @@ class EmulatedEvent:
     def synchronize(self) -> None:
         """The host waits for it."""
         with self.devices.lock:
-            clock, item = Clock(self._clock), self._item
+            clock, item = VectorClock(self._clock), self._item
             self.devices.waits["Event.synchronize", site()] += 1
         self.devices.executor.finish([item])
         with self.devices.lock:

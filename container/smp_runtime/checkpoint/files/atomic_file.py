@@ -75,7 +75,7 @@ def write_tensors(content: Any, path: Path, **options: Any) -> None:
         CheckpointError: the disk is full.
     """
     with whole_file(path, bytes_of(content)) as temporary, open(temporary, "wb") as file:
-        _save_to(_Written(file), content, **options)
+        _save_to(_WrittenFile(file), content, **options)
 
 
 def write_text(text: str, path: Path) -> None:
@@ -113,7 +113,7 @@ def write_recorded(content: Any, path: Path) -> FileRecord:
     """
     of_headers = not isinstance(content, bytes) and _saves_crc32()
     with naming_full_disk(path, bytes_of(content)), open(path, "w+b") as file:
-        stream = _Written(file, None if of_headers else hashlib.sha256())
+        stream = _WrittenFile(file, None if of_headers else hashlib.sha256())
         if isinstance(content, bytes):
             stream.write(content)
         else:
@@ -132,7 +132,7 @@ def _saves_crc32() -> bool:
     return asked is None or bool(asked())
 
 
-def _save_to(stream: _Written, content: Any, **options: Any) -> None:
+def _save_to(stream: _WrittenFile, content: Any, **options: Any) -> None:
     """``torch.save``, whose own errors do not say why a file could not be written."""
     try:
         torch.save(content, stream, **options)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def _save_to(stream: _Written, content: Any, **options: Any) -> None:
         raise
 
 
-class _Written:
+class _WrittenFile:
     """A file that is written from its beginning to its end.
 
     Args:

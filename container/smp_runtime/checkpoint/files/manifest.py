@@ -18,7 +18,7 @@ from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity,
 from smp_runtime.checkpoint.files.records import DIGEST, are_texts, check, check_count, check_text, digest_of
 from smp_runtime.checkpoint.files.records import FileRecord as FileRecord
 from smp_runtime.checkpoint.files.records import OptimizerRecord as OptimizerRecord
-from smp_runtime.checkpoint.files.records import Piece as Piece
+from smp_runtime.checkpoint.files.records import TensorPiece as Piece
 from smp_runtime.checkpoint.files.records import TensorRecord as TensorRecord
 from smp_runtime.errors import CheckpointError
 

@@ -23,13 +23,13 @@ from smp_runtime.tensors.torch_private import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from smp_runtime.checkpoint.files.reader import CheckpointReader
-    from smp_runtime.checkpoint.files.tensor_regions import Region
+    from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 
 
 Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
-class Traced(torch.Tensor):
+class TranslatedTensor(torch.Tensor):
     """A tensor without values that knows the tensors of a checkpoint it is made of, and how."""
 
     made: tuple[Callable[..., Any], Any, Any, int | None] | None
@@ -37,7 +37,7 @@ class Traced(torch.Tensor):
     sources: tuple[str, ...]
 
     @staticmethod
-    def leaf(name: str, record: TensorRecord) -> Traced:
+    def leaf(name: str, record: TensorRecord) -> TranslatedTensor:
         """A tensor of the checkpoint.
 
         Raises:
@@ -49,7 +49,7 @@ class Traced(torch.Tensor):
                 f"the checkpoint has {name} in the type {record.dtype!r}, which PyTorch {torch.__version__} does not have; update "
                 "PyTorch, or use another checkpoint if it is damaged"
             )
-        made = torch.empty(record.shape, dtype=dtype, device="meta").as_subclass(Traced)
+        made = torch.empty(record.shape, dtype=dtype, device="meta").as_subclass(TranslatedTensor)
         made.made, made.source, made.sources = None, name, (name,)
         return made
 
@@ -59,11 +59,11 @@ class Traced(torch.Tensor):
         if func is torch.equal:
             return args[0].source is not None and args[0].source == args[1].source
         result = super().__torch_function__(func, types, args, kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Traced)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TranslatedTensor)]
         sources = tuple(dict.fromkeys(name for leaf in inputs for name in getattr(leaf, "sources", ())))
         several = isinstance(result, tuple | list)
         for index, output in enumerate(result if several else [result]):
-            if isinstance(output, Traced) and not any(output is leaf for leaf in inputs):
+            if isinstance(output, TranslatedTensor) and not any(output is leaf for leaf in inputs):
                 output.made = (func, args, kwargs, index if several else None)
                 output.source, output.sources = None, sources
         return result
@@ -75,7 +75,7 @@ class Traced(torch.Tensor):
         if self.made is None:
             raise AssertionError("a traced tensor came from nowhere")
         func, args, kwargs, index = self.made
-        args, kwargs = tree_map(lambda x: x.value(leaf) if isinstance(x, Traced) else x, (args, kwargs))
+        args, kwargs = tree_map(lambda x: x.value(leaf) if isinstance(x, TranslatedTensor) else x, (args, kwargs))
         result = func(*args, **kwargs)
         found: torch.Tensor = result if index is None else result[index]
         return found
@@ -86,7 +86,7 @@ class Traced(torch.Tensor):
         return self.source is not None
 
 
-class Names:
+class CheckpointNames:
     """The tensors of a checkpoint by the names of this model.
 
     Args:
@@ -102,9 +102,9 @@ class Names:
     ) -> None:
         self._manifest = manifest
         wanted = list(wanted)
-        leaves = {name: Traced.leaf(name, record) for name, record in manifest.parameters.items()}
+        leaves = {name: TranslatedTensor.leaf(name, record) for name, record in manifest.parameters.items()}
         plain = {alias: leaf for name, leaf in leaves.items() for alias in manifest.names_of(name)}
-        plain |= {name: Traced.leaf(name, record) for name, record in manifest.buffers.items()}
+        plain |= {name: TranslatedTensor.leaf(name, record) for name, record in manifest.buffers.items()}
         self.is_translated = False
         self._found = plain
         if all(any(name in plain for name in names) for names, _ in wanted):
@@ -124,11 +124,11 @@ class Names:
                     self._found, self.is_translated = state, True
                     return
 
-    def find(self, names: Iterable[str]) -> Traced | None:
+    def find(self, names: Iterable[str]) -> TranslatedTensor | None:
         """A tensor by any of its names here; None if the checkpoint does not have it."""
         return next((self._found[name] for name in names if name in self._found), None)
 
-    def unused(self, used: Iterable[Traced]) -> list[str]:
+    def unused(self, used: Iterable[TranslatedTensor]) -> list[str]:
         """Parameters and buffers of the checkpoint that nothing is made of, in the checkpoint's names."""
         taken = {source for traced in used for source in traced.sources}
         known = list(self._manifest.parameters)
@@ -138,7 +138,11 @@ class Names:
 
 
 def read_into(
-    target: torch.Tensor, wanted: Region, traced: Traced, reader: CheckpointReader, key: Callable[[str], str]
+    target: torch.Tensor,
+    wanted: TensorRegion,
+    traced: TranslatedTensor,
+    reader: CheckpointReader,
+    key: Callable[[str], str],
 ) -> None:
     """Read a region of a tensor, translated if need be, into a live tensor.
 

@@ -12,7 +12,7 @@ from smp_config.errors import kind_of
 from smp_runtime.checkpoint.files.atomic_file import damaged_file, map_file
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Manifest, Piece, TensorRecord
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity
-from smp_runtime.checkpoint.files.tensor_regions import Region, copy_common
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion, copy_common
 from smp_runtime.errors import CheckpointError
 
 #: Where a file keeps a state key, if not ``file["state"][name][key]``.
@@ -70,19 +70,19 @@ class CheckpointReader:
                 found.setdefault(name, []).append(key)
         return found
 
-    def files_with(self, key: str, name: str, wanted: Region | None = None) -> list[str]:
+    def files_with(self, key: str, name: str, wanted: TensorRegion | None = None) -> list[str]:
         """The files that a region of a tensor is read from; None means all of it."""
         record = self._record(name)
         return [
             file
             for file, piece in self._pieces.get((key, name), ())
-            if wanted is None or piece.whole_object or wanted.overlaps(Region.of_piece(record, piece))
+            if wanted is None or piece.whole_object or wanted.overlaps(TensorRegion.of_piece(record, piece))
         ]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def fill(self, target: torch.Tensor, wanted: Region, key: str, name: str) -> None:
+    def fill(self, target: torch.Tensor, wanted: TensorRegion, key: str, name: str) -> None:
         """Read a region into a tensor; types may differ.
 
         Args:
@@ -96,21 +96,21 @@ class CheckpointReader:
         """
         record = self._record(name)
         given = [
-            (file, piece, Region.of_piece(record, piece))
+            (file, piece, TensorRegion.of_piece(record, piece))
             for file, piece in self._pieces.get((key, name), ())
             if not piece.whole_object
         ]
         crossed = any(r.axis is not None and wanted.axis not in (None, r.axis) for _, _, r in given)
         if crossed:  # saved in slices along another axis: through the whole tensor
             whole = torch.empty(record.shape, dtype=target.dtype, device="cpu")
-            self.fill(whole, Region.of(record.shape), key, name)
+            self.fill(whole, TensorRegion.of(record.shape), key, name)
             target.view(-1).copy_(wanted.cut(whole).reshape(-1)[wanted.first : wanted.last])
             return
         flat = target.view(-1)
         if not wanted.is_slice and not all(wanted.same_slice(r) or not wanted.overlaps(r) for _, _, r in given):
             # A part of a slice, from other slices: through the slice.
             slice_ = torch.empty(wanted.slice_shape, dtype=target.dtype, device="cpu")
-            region = Region.of(wanted.shape, wanted.axis, wanted.cuts)
+            region = TensorRegion.of(wanted.shape, wanted.axis, wanted.cuts)
             self.fill(slice_, region, key, name)
             flat.copy_(slice_.view(-1)[wanted.first : wanted.last])
             return
@@ -130,12 +130,12 @@ class CheckpointReader:
         found = self._pieces.get((key, name), [])
         if len(found) == 1:
             file, piece = found[0]
-            region = Region.of_piece(record, piece)
+            region = TensorRegion.of_piece(record, piece)
             if region.elements == record.elements and not piece.whole_object:
                 return self._tensor(file, key, name, piece).view(record.shape)
         dtype = self._tensor(found[0][0], key, name, found[0][1]).dtype if found else torch.float32
         tensor = torch.empty(record.shape, dtype=dtype, device="cpu")
-        self.fill(tensor, Region.of(record.shape), key, name)
+        self.fill(tensor, TensorRegion.of(record.shape), key, name)
         return tensor
 
     def dtype_of(self, key: str, name: str) -> torch.dtype:
@@ -238,7 +238,7 @@ class CheckpointReader:
                         self._state(file, key, name)
                     else:
                         tensor = self._tensor(file, key, name, piece)
-                        expected = Region.of_piece(self._record(name), piece).elements
+                        expected = TensorRegion.of_piece(self._record(name), piece).elements
                         if tensor.numel() != expected or tensor.is_meta:
                             why = ValueError(f"it has {tensor.numel():,} elements instead of {expected:,}")
                             raise self._lacking(file, f"{key} of {name}", why)
@@ -276,7 +276,7 @@ class CheckpointReader:
         try:
             if piece.place is not None:
                 buffer, offset = piece.place
-                length = Region.of_piece(self._record(name), piece).elements
+                length = TensorRegion.of_piece(self._record(name), piece).elements
                 found = content[_FLAT][buffer][offset : offset + length]
             else:
                 sections = [content.get(section, {}) for section in _SECTIONS.get(key, ())]

@@ -92,7 +92,7 @@ class TensorRecord:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """Which part of a tensor a file has.
 
     The part is the elements ``flat`` of the flattened slice ``tensor`` of the whole tensor.
@@ -121,7 +121,7 @@ class Piece:
         return [*(cuts or (None, None)), *(self.flat or (None, None)), *(self.place or ())]
 
     @classmethod
-    def from_list(cls, values: list[Any]) -> Piece:
+    def from_list(cls, values: list[Any]) -> TensorPiece:
         """From the manifest."""
         cuts = tuple(values[0]) if values and isinstance(values[0], list) else None
         if len(values) in (0, 2):

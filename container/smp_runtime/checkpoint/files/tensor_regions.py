@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorRegion:
     """Elements ``first`` to ``last`` of a flattened slice along ``axis`` of a tensor.
 
     Attributes:
@@ -39,7 +39,7 @@ class Region:
         axis: int | None = None,
         bounds: tuple[int, ...] | None = None,
         flat: tuple[int, int] | None = None,
-    ) -> Region:
+    ) -> TensorRegion:
         """A region; ``bounds`` None means all along the axis, ``flat`` None all of the slice."""
         if axis is None or bounds is None:
             axis, bounds = None, (0, 0)
@@ -48,7 +48,7 @@ class Region:
         return cls(tuple(shape), axis, bounds, first, last)
 
     @classmethod
-    def of_piece(cls, record: TensorRecord, piece: Piece) -> Region:
+    def of_piece(cls, record: TensorRecord, piece: Piece) -> TensorRegion:
         """Where a piece of a checkpoint lies."""
         return cls.of(record.shape, record.tensor_axis, piece.tensor, piece.flat)
 
@@ -75,11 +75,11 @@ class Region:
         """Whether it is all of its slice."""
         return self.first == 0 and self.last == self.slice_elements
 
-    def same_slice(self, other: Region) -> bool:
+    def same_slice(self, other: TensorRegion) -> bool:
         """Whether both are parts of the same slice."""
         return self.bounds(other.axis) == other.bounds(self.axis)
 
-    def overlaps(self, other: Region) -> bool:
+    def overlaps(self, other: TensorRegion) -> bool:
         """Whether both may have elements in common; slices of different axes always may."""
         if self.same_slice(other):
             return max(self.first, other.first) < min(self.last, other.last)
@@ -100,7 +100,7 @@ class Region:
 
 
 @torch.no_grad()
-def copy_common(target: torch.Tensor, wanted: Region, source: torch.Tensor, given: Region) -> int:
+def copy_common(target: torch.Tensor, wanted: TensorRegion, source: torch.Tensor, given: TensorRegion) -> int:
     """Copy the elements that two regions of one tensor share; types may differ.
 
     Args:

@@ -15,7 +15,7 @@ from smp_runtime.checkpoint.files.manifest import (
     verify,
 )
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.files.tensor_regions import Region
+from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_runtime.errors import CheckpointError
 from smp_runtime.parameters.registry import intervals
 
@@ -108,7 +108,7 @@ def _strange_pieces(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
 def _claimed(manifest: Manifest, name: str, piece: Piece) -> int:
     """Elements of a piece, each of which takes a byte at least: nobody makes room for more than a file can have."""
     record = manifest.parameters.get(name) or manifest.buffers.get(name)
-    return 0 if record is None or piece.whole_object else Region.of_piece(record, piece).elements
+    return 0 if record is None or piece.whole_object else TensorRegion.of_piece(record, piece).elements
 
 
 def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
             f"rows of dim {record.tensor_axis}",
         )
     for part, found in slices.items():
-        size = Region.of(record.shape, record.tensor_axis, part).slice_elements
+        size = TensorRegion.of(record.shape, record.tensor_axis, part).slice_elements
         runs = " and ".join(f"{start}–{stop}" for start, stop in intervals(part or ()))
         where = f"elements of slice {runs}" if runs else "elements"
         if not size and all(piece.flat in (None, (0, 0)) for piece in found):

@@ -14,7 +14,7 @@ from smp_config.errors import kind_of
 from smp_runtime.checkpoint.files.atomic_file import write_tensors
 from smp_runtime.checkpoint.files.manifest import MODULE, PARTIAL, Manifest
 from smp_runtime.checkpoint.files.name_translation import (
-    Traced,
+    TranslatedTensor,
     each_once,
     names_of_each,
     record_of,
@@ -46,7 +46,7 @@ class Weights:
         translations: kinds of distributed models whose names ``tensors`` has.
     """
 
-    tensors: dict[str, Traced]
+    tensors: dict[str, TranslatedTensor]
     value: Callable[[str], torch.Tensor]
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     config: dict[str, Any] | None = None
@@ -69,7 +69,7 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
     found = _config(config, path if path.is_dir() else path.parent)
     family = str((found or {}).get("model_type", "")).replace("_", "")  # as the family's file is called
     return Weights(
-        {first: Traced.leaf(first, record_of(state[first])) for first, *_ in names},
+        {first: TranslatedTensor.leaf(first, record_of(state[first])) for first, *_ in names},
         state.__getitem__,
         {first: tuple(others) for first, *others in names},
         found,
@@ -93,7 +93,7 @@ def assembled(folder: Path, manifest: Manifest, config: str | None, dtype: str |
         return whole if dtype is not None else whole.to(getattr(torch, records[name].dtype))
 
     return Weights(
-        {name: Traced.leaf(name, record) for name, record in records.items()},
+        {name: TranslatedTensor.leaf(name, record) for name, record in records.items()},
         value,
         {name: record.aliases for name, record in records.items()},
         _config(config, folder),
@@ -120,7 +120,7 @@ def write(
         translated = {name: v.to(kind) if v.is_floating_point() else v for name, v in translated.items()}
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.value(source.value) if isinstance(tensor, Traced) else tensor
+        return tensor.value(source.value) if isinstance(tensor, TranslatedTensor) else tensor
 
     if form == "transformers":
         if source.config is None:

@@ -20,7 +20,7 @@ from smp_runtime.checkpoint.files.manifest import (
 )
 from smp_runtime.checkpoint.files.name_translation import names_of_each, record_of
 from smp_runtime.checkpoint.files.reader import CheckpointReader
-from smp_runtime.checkpoint.load_partial import Loading
+from smp_runtime.checkpoint.load_partial import PartialLoad
 from smp_runtime.errors import CheckpointError
 from smp_runtime.optim.whole_state import HALF_KEY, does_clash
 from smp_runtime.tensors.nested import unshared
@@ -116,7 +116,7 @@ class FullReader(CheckpointReader):
         self._files[file] = content
 
 
-class FullLoading(Loading):
+class FullLoading(PartialLoad):
     """A full checkpoint whose optimizer's state is read by names, since the model here has other parameters than the saved one."""
 
     def __init__(
@@ -137,7 +137,7 @@ class FullLoading(Loading):
             load_full_settings(self._optimizer, self._saved)
 
     def load_tensors(self) -> None:
-        """See :class:`Loading`."""
+        """See :class:`PartialLoad`."""
         if self._optimizer is not None:
             check_has_masters(self._model, self._optimizer)
         super().load_tensors()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from smp_runtime.checkpoint.files.manifest import TensorRecord
-from smp_runtime.checkpoint.files.name_translation import Traced
+from smp_runtime.checkpoint.files.name_translation import TranslatedTensor
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.optim.whole_state import HALF_KEY, NAMES_KEY, does_clash
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
 
 
-class Named(NamedTuple):
+class NamedParameter(NamedTuple):
     """A parameter of the optimizer, as one process has it."""
 
     name: str
-    made: Traced  # of this model's parameters
+    made: TranslatedTensor  # of this model's parameters
 
 
 @dataclass(frozen=True)
@@ -67,28 +67,28 @@ def groups_here(model: DistributedModel, optimizer: DistributedOptimizer) -> lis
 
 def groups_of_one_process(
     session: Session, model: DistributedModel, here: Sequence[Sequence[str]]
-) -> list[list[Named]] | None:
+) -> list[list[NamedParameter]] | None:
     """The optimizer's parameters as one process has them, in the model's order; None where they are those of this job.
 
     Args:
         here: from :func:`groups_here`.
     """
-    ours: dict[str, Traced] = {}
+    ours: dict[str, TranslatedTensor] = {}
     for record in model.registry:
         dtype = str(record.parameter.dtype).removeprefix("torch.")
-        leaf = Traced.leaf(record.name, TensorRecord(tuple(record.shape), dtype, record.aliases))
+        leaf = TranslatedTensor.leaf(record.name, TensorRecord(tuple(record.shape), dtype, record.aliases))
         ours |= dict.fromkeys(record.names, leaf)
     theirs = session.module_manager.translated(ours, model.module)
     if all(ours.get(name) is made for name, made in theirs.items()):
         return None
     owner = {name: index for index, group in enumerate(here) for name in group}
     place = {name: number for number, names in enumerate(model.blueprint.parameter_names) for name in names}
-    groups: list[list[Named]] = [[] for _ in here]
+    groups: list[list[NamedParameter]] = [[] for _ in here]
     seen: set[int] = set()
     for name, made in sorted(theirs.items(), key=lambda item: place.get(item[0], len(place))):
         index = next((owner[source] for source in made.sources if source in owner), None)
         if id(made) not in seen and index is not None:
-            groups[index].append(Named(name, made))
+            groups[index].append(NamedParameter(name, made))
         seen.add(id(made))
     return groups
 
@@ -139,7 +139,7 @@ def with_names(
 
 
 def _values_of(
-    made: Traced, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+    made: TranslatedTensor, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """The state of a parameter, from those of the parameters that it is made of."""
     values: dict[str, Any] = {}

@@ -26,12 +26,12 @@ from smp_config.recovery import (
     wants_memory,
 )
 from smp_records.rank_record import here
-from smp_runtime.checkpoint.live_state import Moment, random_file
+from smp_runtime.checkpoint.live_state import ScriptPosition, random_file
 from smp_runtime.checkpoint.memory.host_folder import (
+    CopyProgress,
     Data,
     Generation,
-    Progress,
-    Slot,
+    StoredTensor,
     head_path,
     of_rank,
     remove_older,
@@ -43,7 +43,7 @@ from smp_runtime.checkpoint.memory.known_contents import KnownContents
 from smp_runtime.checkpoint.memory.newest import Recovery
 from smp_runtime.checkpoint.memory.peer_replication import Buddies, Outgoing
 from smp_runtime.checkpoint.save_partial import Report, describe, files_of_job
-from smp_runtime.checkpoint.save_plan import Share
+from smp_runtime.checkpoint.save_plan import WriteShare
 from smp_runtime.comm.control import host_name, timeout_seconds
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Rooms:
         """The last copy that is complete."""
         return max(filter(None, self._holds), default=None)
 
-    def make_room(self, slots: tuple[Slot, ...]) -> tuple[int, Data]:
+    def make_room(self, slots: tuple[StoredTensor, ...]) -> tuple[int, Data]:
         """The number of the place with the older copy, which is none from now on, and its data; OSError without memory."""
         newest = self.newest
         index = 1 if newest is not None and self._holds[0] == newest else 0
@@ -189,7 +189,7 @@ class Copier:
         numbers = [folders.index(folder) for folder in found]
         self._neighbours = [rank for rank in self._everyone if numbers[rank] == numbers[self._rank]]
         self._hosts = numbers if len(folders) > 1 else None
-        self._share = Share(session, self._hosts)
+        self._share = WriteShare(session, self._hosts)
         #: Whether all ranks know that nothing is copied.
         self._is_over = not self.is_on
         #: Whether an earlier start has left copies that are still needed.
@@ -200,7 +200,7 @@ class Copier:
                 self._buddies = Buddies(self._rank, numbers, self._folder)
                 session.at_close.append(self._buddies.wait)
             self._rooms = Rooms(self._folder, self._start, self._rank)
-            self._progress = Progress(self._folder, self._start, len(self._everyone))
+            self._progress = CopyProgress(self._folder, self._start, len(self._everyone))
 
     @classmethod
     def of(cls, session: Session) -> Copier | None:
@@ -211,7 +211,7 @@ class Copier:
 
     def regrouped(self) -> None:
         """The job has gone over to other degrees: who keeps what is another question now."""
-        self._share = Share(self._session, self._hosts)
+        self._share = WriteShare(self._session, self._hosts)
         self._report = None
 
     def sent(self) -> int:
@@ -226,7 +226,7 @@ class Copier:
         model: DistributedModel,
         optimizer: DistributedOptimizer | None,
         content: Callable[[], bytes],
-        moment: Moment | None = None,
+        moment: ScriptPosition | None = None,
     ) -> bool:
         """A step is over: copy, if it is time to.
 
@@ -247,7 +247,7 @@ class Copier:
             self._next = self._number + self._interval.steps
             outgoing = None
             if self.is_on:
-                moment = moment or Moment.now(self._session)
+                moment = moment or ScriptPosition.now(self._session)
                 outgoing = self._copy(Generation(self._start, self._number), model, optimizer, content, moment)
             if self._buddies is not None:
                 self._buddies.begin(outgoing, ends=not self.is_on)
@@ -286,7 +286,7 @@ class Copier:
         model: DistributedModel,
         optimizer: DistributedOptimizer | None,
         content: Callable[[], bytes],
-        moment: Moment,
+        moment: ScriptPosition,
     ) -> Outgoing | None:
         """Copy; what other hosts do not have of it is what the buddy may get. None where there was no copy."""
         tensors: list[torch.Tensor] = []
@@ -382,7 +382,7 @@ class Copier:
             del self._layouts[:-2]
         return self._layouts[-1].name
 
-    def _give_up(self, error: OSError, slots: tuple[Slot, ...]) -> None:
+    def _give_up(self, error: OSError, slots: tuple[StoredTensor, ...]) -> None:
         needed = 2 * (slots[-1].offset + slots[-1].bytes) if slots else 0
         usage = shutil.disk_usage(self._folder)
         logger.warning(

@@ -48,7 +48,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Slot:
+class StoredTensor:
     """Where in the data a tensor is, and what it is.
 
     Attributes:
@@ -65,11 +65,11 @@ class Slot:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def slots_of(tensors: Iterable[torch.Tensor]) -> tuple[Slot, ...]:
+def slots_of(tensors: Iterable[torch.Tensor]) -> tuple[StoredTensor, ...]:
     """Places for tensors in their order."""
     found, offset = [], 0
     for tensor in tensors:
-        slot = Slot(offset, tuple(tensor.shape), tensor.dtype)
+        slot = StoredTensor(offset, tuple(tensor.shape), tensor.dtype)
         found.append(slot)
         offset += -(-slot.bytes // _ALIGNED) * _ALIGNED
     return tuple(found)
@@ -91,7 +91,7 @@ class Data:
         OSError: there is no such file, or no memory for a new one.
     """
 
-    def __init__(self, path: Path, slots: tuple[Slot, ...], *, new: bool) -> None:
+    def __init__(self, path: Path, slots: tuple[StoredTensor, ...], *, new: bool) -> None:
         self.path = path
         self.slots = slots
         size = max(_ALIGNED, slots[-1].offset + slots[-1].bytes if slots else 0)
@@ -111,17 +111,17 @@ class Data:
         finally:
             os.close(descriptor)
         self.tensors = [_view(mapped, slot) for slot in slots]
-        self.bytes = _view(mapped, Slot(0, (size,), torch.uint8))
+        self.bytes = _view(mapped, StoredTensor(0, (size,), torch.uint8))
 
 
-def _view(mapped: mmap.mmap, slot: Slot) -> torch.Tensor:
+def _view(mapped: mmap.mmap, slot: StoredTensor) -> torch.Tensor:
     count = torch.Size(slot.shape).numel()
     if count == 0:
         return torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
     return torch.frombuffer(mapped, dtype=slot.dtype, count=count, offset=slot.offset).view(slot.shape)
 
 
-class Progress:
+class CopyProgress:
     """How far the ranks of a host are with their copies, in a file that all of them have mapped."""
 
     def __init__(self, folder: Path, start: int, size: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.checkpoint.save_plan import Contents, Share, contents_of
+from smp_runtime.checkpoint.save_plan import Contents, WriteShare, contents_of
 from smp_runtime.microbatch_state.remote_stubs import AbsentTensor
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class KnownContents:
     """
 
     def __init__(
-        self, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, share: Share
+        self, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, share: WriteShare
     ) -> None:
         self._optimizer = optimizer
         self._objects, self._places = _marks(model, optimizer)
@@ -35,7 +35,7 @@ class KnownContents:
 
     @classmethod
     def of(
-        cls, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, share: Share
+        cls, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, share: WriteShare
     ) -> Contents:
         """What this rank copies now; see :func:`contents_of`. It has live tensors, and settings as they are when it is built."""
         known: KnownContents | None = vars(model).get(_ATTRIBUTE)

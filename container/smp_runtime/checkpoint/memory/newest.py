@@ -23,7 +23,7 @@ from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.memory.host_folder import (
     Data,
     Generation,
-    Slot,
+    StoredTensor,
     copies_in,
     head_path,
     of_rank,
@@ -49,7 +49,7 @@ _MESSAGE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RankCopy:
     """What there is of one rank's copy of a generation on one host, but its data.
 
     Attributes:
@@ -66,14 +66,14 @@ class _Part:
     described: Described | None
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[StoredTensor, ...]:
         return tuple(
-            Slot(offset, tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+            StoredTensor(offset, tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
             for offset, shape, dtype in self.head["slots"]
         )
 
     @classmethod
-    def of(cls, rank: int, host: int, folder: Path | None, raw: tuple[bytes, str]) -> _Part:
+    def of(cls, rank: int, host: int, folder: Path | None, raw: tuple[bytes, str]) -> _RankCopy:
         """From the content of its two files; ``folder`` is that of this host, if it is the one."""
         head, told = unpacked(raw[0]), json.loads(raw[1])
         described = told.get("described")
@@ -95,14 +95,14 @@ class MemoryReader(CheckpointReader):
         hosts: by rank of now, the number of its host.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, parts: list[_Part], hosts: list[int]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, parts: list[_RankCopy], hosts: list[int]) -> None:
         super().__init__(folder, manifest)
         self._hosts = hosts
-        self._holders: dict[str, list[_Part]] = {}
+        self._holders: dict[str, list[_RankCopy]] = {}
         for part in parts:
             for file in part.head["files"]:
                 self._holders.setdefault(file, []).append(part)
-        self._brought: dict[str, tuple[_Part, list[torch.Tensor]]] = {}
+        self._brought: dict[str, tuple[_RankCopy, list[torch.Tensor]]] = {}
 
     def check(self, files: Iterable[str]) -> None:
         """See :class:`CheckpointReader`; what is on another host only is checked there, and no rank here needs it."""
@@ -133,7 +133,7 @@ class MemoryReader(CheckpointReader):
                 moved += self._carry(file, part, there[rank % len(there)], rank, control.rank, group)
         return moved
 
-    def _carry(self, file: str, part: _Part, source: int, target: int, rank: int, group: dist.ProcessGroup) -> int:
+    def _carry(self, file: str, part: _RankCopy, source: int, target: int, rank: int, group: dist.ProcessGroup) -> int:
         """Bring the tensors of a file from one rank to another; their bytes."""
         numbers = stand_ins(part.head["files"][file])
         if not numbers:
@@ -155,7 +155,7 @@ class MemoryReader(CheckpointReader):
             self._brought[file] = part, tensors
         return end - begin
 
-    def _here(self, file: str) -> _Part | None:
+    def _here(self, file: str) -> _RankCopy | None:
         """What this host has of a file's tensors."""
         return next((part for part in self._holders[file] if part.path is not None), None)
 
@@ -180,7 +180,7 @@ class MemoryReader(CheckpointReader):
         self._brought.clear()
 
 
-def _on_meta(slots: tuple[Slot, ...]) -> list[torch.Tensor]:
+def _on_meta(slots: tuple[StoredTensor, ...]) -> list[torch.Tensor]:
     return [torch.empty(slot.shape, dtype=slot.dtype, device="meta") for slot in slots]
 
 
@@ -189,7 +189,7 @@ class MemoryState:
     """A generation that is there of all ranks.
 
     Attributes:
-        checkpoint: the same as one of files, for :class:`~smp_runtime.checkpoint.load_partial.Loading`.
+        checkpoint: the same as one of files, for :class:`~smp_runtime.checkpoint.load_partial.PartialLoad`.
         reader: of its tensors.
         step: that ranks had begun, as their records count.
     """
@@ -318,12 +318,12 @@ def _assembled(
         ValueError: something is missing.
     """
     parts = [
-        _Part.of(of, host, folder if host == hosts[rank] else None, files)
+        _RankCopy.of(of, host, folder if host == hosts[rank] else None, files)
         for host, found in zip(hosts, raw, strict=True)
         for of, files in found.items()
     ]
     # Of a rank's own copy and what its buddy has of it, that with more.
-    chosen: dict[int, _Part] = {}
+    chosen: dict[int, _RankCopy] = {}
     for part in sorted(parts, key=lambda part: len(part.head["files"])):
         chosen[part.rank] = part
     world = max((part.head["world"] for part in parts), default=0)

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_runtime.checkpoint.memory.host_folder import Data, Generation, Slot, head_path, of_rank, packed, write_whole
+from smp_runtime.checkpoint.memory.host_folder import (
+    Data,
+    Generation,
+    StoredTensor,
+    head_path,
+    of_rank,
+    packed,
+    write_whole,
+)
 from smp_runtime.comm.control import timeout_seconds
 
 logger = logging.getLogger("smp")
@@ -66,7 +74,7 @@ class _Mirror:
         data, head = self._data.pop(number, (None, None))
         if head is not None:
             head.unlink()
-        slots = (Slot(0, (size,), torch.uint8),)
+        slots = (StoredTensor(0, (size,), torch.uint8),)
         if data is None or data.slots != slots:
             if data is not None:
                 data.path.unlink()

@@ -164,7 +164,7 @@ class HostCollectives(TorchCollectives):
         members = self._members(group)
         if members is None or not _is_served(shard):
             return super().all_gather(full, shard, group)
-        return _Gather(members, _elements(full), _elements(shard))
+        return _HostAllGather(members, _elements(full), _elements(shard))
 
     def close(self) -> None:
         """This rank takes part in nothing any more, and lets go of the groups."""
@@ -306,7 +306,7 @@ class _PartOfSum(_Work):
         self._sum(source, self._members.mine * self._shard.numel(), self._shard)
 
 
-class _Gather(_Work):
+class _HostAllGather(_Work):
     """An all-gather."""
 
     def __init__(self, members: _Members, full: torch.Tensor, shard: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Block:
+class PlannedBlock:
     """A block, and what a plan says of it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Block:
         return mark_of(self.module.get_submodule(path)).enabled
 
 
-def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterator[Block]:
+def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterator[PlannedBlock]:
     """The blocks of the outermost modules that have a plan, and those that one may be inferred for."""
     pending = [("", model)]
     planned: set[int] = set()
@@ -66,7 +66,7 @@ def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterat
             continue  # it is a block itself, or the script has said all
         is_open = mark.enabled and mark.plan is None and not any(id(part) in planned for part in module.modules())
         if is_open and _may_be_inferred(module, is_taken):
-            yield Block(path, module)
+            yield PlannedBlock(path, module)
         else:  # a model's plan may leave out what is beside its language part
             pending += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
 
@@ -88,7 +88,7 @@ def _is_around_blocks(module: nn.Module) -> bool:
     return any(sum(map(is_linear, element.modules())) > 1 for part in blocks for element in part.children())
 
 
-def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Block]:
+def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[PlannedBlock]:
     if mark.plan is not None:
         plan, source, is_scripts = mark.plan, "the script's plan", True
     else:
@@ -110,7 +110,7 @@ def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Block]
         if not is_scripts and _is_around_blocks(part):
             continue  # likewise
         if not is_patched(part) and all(mark_of(part.get_submodule(leaf)).enabled for leaf in found):
-            yield Block(f"{path}.{block}".strip("."), part, found, source, is_scripts)
+            yield PlannedBlock(f"{path}.{block}".strip("."), part, found, source, is_scripts)
 
 
 def _starred(module: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
@@ -136,11 +136,11 @@ def _block_of(leaf: str, plan: Mapping[str, str]) -> str:
     raise AssertionError(f"{leaf} is in no pattern of the plan")
 
 
-def shared_with_others(model: nn.Module) -> Callable[[Block], bool]:
+def shared_with_others(model: nn.Module) -> Callable[[PlannedBlock], bool]:
     """What says of a block of the model whether modules outside it use a parameter of it."""
     uses = parameter_uses(model)
 
-    def shared(block: Block) -> bool:
+    def shared(block: PlannedBlock) -> bool:
         times = sum(part is block.module for _, part in model.named_modules(remove_duplicate=False))
         return any(uses[key] > count * times for key, count in parameter_uses(block.module).items())
 

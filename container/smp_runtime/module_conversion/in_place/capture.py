@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from smp_runtime.module_conversion.in_place.equivalence_check import Call
+from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import without_modes
@@ -26,12 +26,12 @@ class _AllSeenError(Exception):
     """Every block was called."""
 
 
-def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Call]:
+def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, BlockCall]:
     """What ``blocks``, by their paths in ``model``, are called with; without those that could not be found out.
 
     Activations are random numbers of the right shapes; those arguments require a gradient that do so in training.
     """
-    found: dict[str, Call] = {}
+    found: dict[str, BlockCall] = {}
     with without_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         copied = _without_memory(model)
@@ -133,15 +133,15 @@ def _shapes_and_uses(model: nn.Module, paths: Sequence[str]) -> tuple[dict[str, 
     return {}, uses.found
 
 
-def _watch(parts: Mapping[str, nn.Module], found: dict[str, Call]) -> None:
+def _watch(parts: Mapping[str, nn.Module], found: dict[str, BlockCall]) -> None:
     """Note the first call of each part that does not fail."""
-    begun: dict[str, Call] = {}
+    begun: dict[str, BlockCall] = {}
 
     def before(path: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             # Where weights are frozen nothing requires gradients here, but blocks behind others may have to hand them on.
             is_frozen = not any(tensor.requires_grad for tensor in argument_tensors((args, kwargs)))
-            begun[path] = Call(*_drawn((args, kwargs), is_frozen=is_frozen))
+            begun[path] = BlockCall(*_drawn((args, kwargs), is_frozen=is_frozen))
 
         return hook
 
@@ -235,7 +235,7 @@ def _guesses(model: nn.Module) -> Iterator[Any]:
     yield (ids, ids)
 
 
-def _guessed_call(block: nn.Module) -> Call | None:
+def _guessed_call(block: nn.Module) -> BlockCall | None:
     """A call of a block by itself with activations alone, if it takes that."""
     copied = _without_memory(block)
     if copied is None:
@@ -247,7 +247,7 @@ def _guessed_call(block: nn.Module) -> Call | None:
                 copied.double()(x)
             except Exception:
                 continue
-            return Call((x,), {})
+            return BlockCall((x,), {})
     return None
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from smp_runtime.module_conversion.splitting import Number, Split, number_of, prepare
+from smp_runtime.module_conversion.splitting import BlockSplit, Number, number_of, prepare
 from smp_runtime.nn.sharded.linear import is_linear
 from smp_runtime.tensor_parallel.block_entry import SharedInput
-from smp_runtime.tensor_parallel.deferred import Part
+from smp_runtime.tensor_parallel.deferred import DeferredSlice
 from smp_runtime.tensor_parallel.group import TensorGroup, Throttle
 from smp_runtime.tensors.torch_private import without_modes
 
@@ -31,7 +31,7 @@ _PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """What a block was called with."""
 
     args: tuple[Any, ...]
@@ -67,7 +67,7 @@ class _Meeting:
         self._barrier.abort()
 
 
-class _Done:
+class _NoWork:
     def wait(self) -> None:
         """Nothing is under way."""
 
@@ -80,16 +80,16 @@ class _OfOnePart:
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Work:
         tensor.copy_(torch.stack(self._meeting.exchange(self._rank, tensor)).sum(0))
-        return _Done()
+        return _NoWork()
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Any) -> Work:
         full.copy_(torch.cat(self._meeting.exchange(self._rank, shard)))
-        return _Done()
+        return _NoWork()
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, group: Any) -> Work:
         total = torch.stack(self._meeting.exchange(self._rank, full)).sum(0)
         shard.copy_(total.view(-1, shard.numel())[self._rank])
-        return _Done()
+        return _NoWork()
 
 
 class _SimulatedGroup(TensorGroup):
@@ -148,7 +148,7 @@ class NotEqualError(Exception):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PassResult:
     """What a pass forward and backward gave, by name; of each output, also whether gradients flow through it."""
 
     outputs: list[tuple[torch.Tensor, bool]]
@@ -170,7 +170,7 @@ class Proof:
         Exception: whatever the block raises when it is called so by itself.
     """
 
-    def __init__(self, block: nn.Module, call: Call, size: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, block: nn.Module, call: BlockCall, size: int, dtype: torch.dtype = torch.float64) -> None:
         self._size, self.dtype = size, dtype
         with without_modes(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -181,16 +181,16 @@ class Proof:
             with _noting(self.block, self.seen):
                 self._whole = self._run(self.block)
 
-    def call_of(self, path: str) -> Call:
+    def call_of(self, path: str) -> BlockCall:
         """What a module inside is called with.
 
         Raises:
             KeyError: nobody calls it.
         """
-        found: dict[str, Call] = {}
+        found: dict[str, BlockCall] = {}
 
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            found.setdefault(path, _in_type(Call(args, kwargs), self.dtype))
+            found.setdefault(path, _in_type(BlockCall(args, kwargs), self.dtype))
 
         with _hooked(self.block.get_submodule(path), hook), without_modes(), torch.enable_grad():
             args, kwargs = _with_tensors((tuple(self._call.args), dict(self._call.kwargs)), lambda tensor: tensor)
@@ -209,7 +209,7 @@ class Proof:
         returned = all(t.dim() > 1 and (not t.shape[0] % batch or not flows) for t, flows in self._whole.outputs)
         return plain and returned and batch in rows and not doubtful
 
-    def of(self, split: Split) -> Split:
+    def of(self, split: BlockSplit) -> BlockSplit:
         """The split, with the parameters whose gradients must be summed.
 
         Raises:
@@ -218,7 +218,7 @@ class Proof:
         with without_modes():
             return self._proved(split)
 
-    def _proved(self, split: Split) -> Split:
+    def _proved(self, split: BlockSplit) -> BlockSplit:
         split = replace(split, summed=())  # which they are is found out here
         runs = self._all_parts(split)
         if results := self._sliced_results(runs):
@@ -235,7 +235,7 @@ class Proof:
                     raise NotEqualError(f"gradients of the inputs differ by {_distance(mine, theirs)}", 2)
         return replace(split, summed=tuple(self._summed(runs)))
 
-    def _sliced_results(self, runs: Sequence[_Run]) -> list[Part]:
+    def _sliced_results(self, runs: Sequence[_PassResult]) -> list[DeferredSlice]:
         """Results of which every part returned its slice: attention weights of its heads."""
         found = []
         for place, (expected, _) in enumerate(self._whole.outputs):
@@ -246,20 +246,20 @@ class Proof:
                 if dim and all(part.shape == _cut(expected.shape, dim, length // self._size) for part in mine)
             ]
             if expected.dim() > 2 and dims and not expected.shape[dims[0]] % self._size:
-                found.append(Part(place, dims[0], expected.shape[dims[0]]))
+                found.append(DeferredSlice(place, dims[0], expected.shape[dims[0]]))
         return found
 
-    def slices_of_arguments(self, numbers: Iterable[Number]) -> tuple[Part, ...]:
+    def slices_of_arguments(self, numbers: Iterable[Number]) -> tuple[DeferredSlice, ...]:
         """Arguments that have a slice for each of the heads that ``numbers`` reduce: a bias of attention scores."""
         heads = {number_of(self.block, path, name) for path, name, _ in numbers}
         found = []
         for place, value in self._call.given().items():
             if isinstance(value, torch.Tensor) and value.dim() > 2:
                 dims = [dim for dim in (1, 0) if value.shape[dim] in heads]
-                found += [Part(place, dims[0], value.shape[dims[0]])] if dims else []
+                found += [DeferredSlice(place, dims[0], value.shape[dims[0]])] if dims else []
         return tuple(found)
 
-    def _summed(self, runs: Sequence[_Run]) -> list[str]:
+    def _summed(self, runs: Sequence[_PassResult]) -> list[str]:
         """Names of whole parameters of which each part has a summand of the gradient."""
         found = []
         # Some gradients are 0 but for rounding, as that of a bias of keys: what rounds is as great as others are.
@@ -282,9 +282,9 @@ class Proof:
                 found.append(name)
         return found
 
-    def _all_parts(self, split: Split) -> list[_Run]:
+    def _all_parts(self, split: BlockSplit) -> list[_PassResult]:
         meeting, errors = _Meeting(self._size), []
-        found: list[_Run | None] = [None] * self._size
+        found: list[_PassResult | None] = [None] * self._size
 
         def run(rank: int) -> None:
             try:
@@ -304,7 +304,7 @@ class Proof:
             raise NotEqualError(f"{type(first).__name__}: {first}") from first
         return [run for run in found if run is not None]
 
-    def _run(self, block: nn.Module) -> _Run:
+    def _run(self, block: nn.Module) -> _PassResult:
         inputs: list[torch.Tensor] = []
 
         def fresh(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,7 +328,9 @@ class Proof:
             for name, where in part.__dict__.get("where", {}).items()
         }
         gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
-        return _Run([(t.detach(), t.requires_grad) for t in outputs], [t.grad for t in inputs], gradients, slices)
+        return _PassResult(
+            [(t.detach(), t.requires_grad) for t in outputs], [t.grad for t in inputs], gradients, slices
+        )
 
 
 def _cut(shape: torch.Size, dim: int, length: int) -> torch.Size:
@@ -358,7 +360,7 @@ def _noting(block: nn.Module, seen: list[tuple[str, torch.Tensor]]) -> Iterator[
             handle.remove()
 
 
-def _part(block: nn.Module, split: Split, group: TensorGroup) -> nn.Module:
+def _part(block: nn.Module, split: BlockSplit, group: TensorGroup) -> nn.Module:
     """A copy of a block, as one rank has it."""
     shared, memo = SharedInput(), {}
     for path, how in split.leaves.items():
@@ -399,13 +401,13 @@ def _random(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return values / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else values * 0.3 + (name != "bias")
 
 
-def _in_type(call: Call, dtype: torch.dtype) -> Call:
+def _in_type(call: BlockCall, dtype: torch.dtype) -> BlockCall:
     def made(tensor: torch.Tensor) -> torch.Tensor:
         made = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
         return made.requires_grad_(tensor.requires_grad)
 
     args, kwargs = _with_tensors((tuple(call.args), dict(call.kwargs)), made)
-    return Call(args, kwargs)
+    return BlockCall(args, kwargs)
 
 
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from smp_runtime.module_conversion.splitting import Split
+from smp_runtime.module_conversion.splitting import BlockSplit
 from smp_runtime.nn.sharded.linear import LinearSplit, features_of, is_linear, is_transposed
 from smp_runtime.nn.sharded.tables import Tables
 
@@ -25,7 +25,7 @@ _MOST_LINEAR = 4
 
 def expert_splits(
     block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], size: int, *, is_spread: bool
-) -> Iterator[tuple[str, list[Split]]]:
+) -> Iterator[tuple[str, list[BlockSplit]]]:
     """By the path of each mixture in a block, how it may be split, the best first.
 
     Args:
@@ -38,7 +38,7 @@ def expert_splits(
     width = features_of(block.get_submodule(seen[0][0]))[0]
     for path in _mixtures(block):
         mixture = block.get_submodule(path)
-        found: list[Split] = []
+        found: list[BlockSplit] = []
         for spread in (True, False) if is_spread else (False,):
             found += [_placed(path, split) for split in _of_mixture(mixture, width, size, is_spread=spread)]
         yield path, found
@@ -73,7 +73,7 @@ def _tables(part: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in found.items() if p.shape[0] > 1 or not alone}
 
 
-def _placed(path: str, split: Split) -> Split:
+def _placed(path: str, split: BlockSplit) -> BlockSplit:
     def full(name: str) -> str:
         return ".".join(filter(None, (path, name)))
 
@@ -86,7 +86,7 @@ def _placed(path: str, split: Split) -> Split:
     )
 
 
-def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -> Iterator[Split]:
+def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -> Iterator[BlockSplit]:
     spread = _spread(mixture, size) if is_spread else {}
     if spread is None:
         return
@@ -101,14 +101,14 @@ def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -
     tables = {path: part for path, part in mixture.named_modules() if _tables(part)}
     if not tables:
         if leaves:
-            yield Split(leaves)
+            yield BlockSplit(leaves)
         return
     for packed in (False,) if is_spread else (True, False):
         cuts = (_cuts(part, width, size, is_spread=is_spread, is_packed=packed) for part in tables.values())
         for chosen in itertools.product(*cuts):
             found = dict(zip(tables, chosen, strict=True))
             for numbers in _numbers(mixture, found, size):
-                yield Split(leaves, numbers, tables=found)
+                yield BlockSplit(leaves, numbers, tables=found)
 
 
 def _spread(mixture: nn.Module, size: int) -> dict[str, LinearSplit] | None:

@@ -22,7 +22,7 @@ _NARROW = 4
 
 
 @dataclass(frozen=True)
-class Unit:
+class SplitUnit:
     """Linear maps that are split together or not at all.
 
     Attributes:
@@ -36,13 +36,13 @@ class Unit:
     views: tuple[str, ...] = ()
 
 
-def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> list[Unit]:
+def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> list[SplitUnit]:
     """What may be split together, the likelier first; some of it overlaps.
 
     Args:
         seen: the linear maps of a block with what each was called with, in the order of the calls.
     """
-    units: dict[tuple[object, ...], Unit] = {}
+    units: dict[tuple[object, ...], SplitUnit] = {}
     sources = _sources(block, seen)
     narrow = set().union(*sources.values())
     for runs in (_by_parent(seen, narrow), _by_input(seen), _by_parent(seen, set())):
@@ -53,21 +53,21 @@ def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -
             inside = {features_of(block.get_submodule(path))[0] for path in (*first, *before)}
             if len(second) == 1 and features_of(block.get_submodule(second[0]))[1] in inside:
                 for renamed in _alike(block, {**dict.fromkeys(first, True), second[0]: False}):
-                    for unit in (Unit(renamed), *_behind_whole(renamed, sources)):
+                    for unit in (SplitUnit(renamed), *_behind_whole(renamed, sources)):
                         units.setdefault((*unit.leaves, unit.replicated), unit)
                 index += 1
             index += 1
     return list(units.values())
 
 
-def _behind_whole(leaves: Mapping[str, LinearSplit], sources: Mapping[str, set[str]]) -> Iterator[Unit]:
+def _behind_whole(leaves: Mapping[str, LinearSplit], sources: Mapping[str, set[str]]) -> Iterator[SplitUnit]:
     """The same where some maps before these give a rank more than what it computes with the columns: keys of all heads."""
     before = sorted(set().union(*(sources.get(path, set()) for path in leaves)) - leaves.keys())
     for count in range(1, len(before) + 1):
         for replicated in itertools.combinations(before, count):
             # Gradients are summed behind those maps, so not at what follows them.
             local = {path for path in leaves if sources.get(path, set()) & set(replicated)}
-            yield Unit(
+            yield SplitUnit(
                 {path: replace(how, local=True) if path in local else how for path, how in leaves.items()}, replicated
             )
 
@@ -160,7 +160,7 @@ def _size(block: nn.Module, path: str) -> int:
     return math.prod(features_of(block.get_submodule(path)))
 
 
-def single(block: nn.Module, paths: Sequence[str]) -> Iterator[Unit]:
+def single(block: nn.Module, paths: Sequence[str]) -> Iterator[SplitUnit]:
     """Linear maps that are in no unit, each split by itself with its output gathered: all, those of each module, or each.
 
     Small ones are not worth it: together at most one part in twelve of the block stays whole.
@@ -172,7 +172,7 @@ def single(block: nn.Module, paths: Sequence[str]) -> Iterator[Unit]:
         if spare >= 0:
             del sizes[path]
     how = {path: LinearSplit(True, joins=True, transposed=is_transposed(block.get_submodule(path))) for path in sizes}
-    yield Unit(how)
+    yield SplitUnit(how)
     for _, found in itertools.groupby(sizes, lambda path: path.rpartition(".")[0]):
-        yield Unit({path: how[path] for path in found})
-    yield from (Unit({path: how[path]}) for path in sizes)
+        yield SplitUnit({path: how[path] for path in found})
+    yield from (SplitUnit({path: how[path]}) for path in sizes)

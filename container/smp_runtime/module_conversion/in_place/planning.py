@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.module_conversion.in_place.blocks import Block, blocks_of, shared_with_others
+from smp_runtime.module_conversion.in_place.blocks import PlannedBlock, blocks_of, shared_with_others
 from smp_runtime.module_conversion.in_place.capture import BATCH, calls_of
-from smp_runtime.module_conversion.in_place.equivalence_check import Call, NotEqualError, Proof
+from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, NotEqualError, Proof
 from smp_runtime.module_conversion.in_place.experts import expert_splits
-from smp_runtime.module_conversion.in_place.plan_inference import Unit, inferred_units, narrow, single
+from smp_runtime.module_conversion.in_place.plan_inference import SplitUnit, inferred_units, narrow, single
 from smp_runtime.module_conversion.in_place.split_variants import is_divisible, joint_numbers, variants
 from smp_runtime.module_conversion.in_place.tp_plan_messages import line_of, listed, title, wrong_plan
 from smp_runtime.module_conversion.in_place.uncalled_modules import with_twins
-from smp_runtime.module_conversion.splitting import Number, Split
+from smp_runtime.module_conversion.splitting import BlockSplit, Number
 
 if TYPE_CHECKING:
     from smp_runtime.nn.sharded.linear import LinearSplit
@@ -36,7 +36,7 @@ LONGEST = 120.0
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _BlockChoice:
     """What was decided for blocks that are alike.
 
     Attributes:
@@ -47,21 +47,26 @@ class _Choice:
     """
 
     paths: tuple[str, ...]
-    split: Split
+    split: BlockSplit
     line: str
     is_planned: bool
     error: str | None = None
 
     @classmethod
     def of(
-        cls, blocks: Sequence[Block], split: Split, proven: torch.dtype | None, why: Sequence[str], size: int
-    ) -> _Choice:
+        cls,
+        blocks: Sequence[PlannedBlock],
+        split: BlockSplit,
+        proven: torch.dtype | None,
+        why: Sequence[str],
+        size: int,
+    ) -> _BlockChoice:
         """With the line of the log that says so."""
         line = line_of(blocks, split, proven, why, size)
         return cls(tuple(block.path for block in blocks), split, line, blocks[0].leaves is not None)
 
 
-def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module], bool]) -> dict[int, Split]:
+def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module], bool]) -> dict[int, BlockSplit]:
     """By the ``id`` of each block that is split in place, how; all ranks of the group call it.
 
     Args:
@@ -73,7 +78,7 @@ def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module],
     if group.size == 1:
         return {}
     shared = shared_with_others(model)
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, PlannedBlock] = {}
     for block in blocks_of(model, is_taken):
         if not shared(block):
             blocks[block.path] = block
@@ -82,8 +87,8 @@ def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module],
     if not blocks:
         return {}
     # One rank decides, since whether numbers are equal is not for each to find out by itself.
-    chosen: list[_Choice] = group.agree(_chosen(model, list(blocks.values()), group) if group.rank == 0 else None)
-    found: dict[int, Split] = {}
+    chosen: list[_BlockChoice] = group.agree(_chosen(model, list(blocks.values()), group) if group.rank == 0 else None)
+    found: dict[int, BlockSplit] = {}
     for choice in chosen:
         if choice.error is not None:
             raise SMPUserError(choice.error)
@@ -94,7 +99,7 @@ def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module],
     return found
 
 
-def _say(chosen: Iterable[_Choice], group: TensorGroup) -> None:
+def _say(chosen: Iterable[_BlockChoice], group: TensorGroup) -> None:
     is_any = False
     for choice in chosen:
         is_split = bool(choice.split.leaves or choice.split.tables)
@@ -108,19 +113,20 @@ def _say(chosen: Iterable[_Choice], group: TensorGroup) -> None:
         )
 
 
-def _chosen(model: nn.Module, blocks: Sequence[Block], group: TensorGroup) -> list[_Choice]:
-    kinds: list[list[Block]] = []
+def _chosen(model: nn.Module, blocks: Sequence[PlannedBlock], group: TensorGroup) -> list[_BlockChoice]:
+    kinds: list[list[PlannedBlock]] = []
     try:
         kinds, calls = _kinds(model, blocks)
         return [_choice(alike, calls.get(alike[0].path), group) for alike in kinds]
     except Exception as error:  # the other ranks wait for a decision, and splitting maps one by one is always one
         why = [f"trying it out failed: {type(error).__name__}: {str(error)[:160]}"]
         return [
-            _Choice.of(alike, Split({}), None, why, group.size) for alike in kinds or _alike(blocks, lambda b: b.kind)
+            _BlockChoice.of(alike, BlockSplit({}), None, why, group.size)
+            for alike in kinds or _alike(blocks, lambda b: b.kind)
         ]
 
 
-def _kinds(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[list[Block]], dict[str, Call]]:
+def _kinds(model: nn.Module, blocks: Sequence[PlannedBlock]) -> tuple[list[list[PlannedBlock]], dict[str, BlockCall]]:
     """Blocks that are split alike, and what they are called with.
 
     The first of several is often called otherwise: it makes what the others are given.
@@ -129,7 +135,7 @@ def _kinds(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[list[Block]]
     some = {block.path: block.module for alike in kinds for block in alike[:2]}
     calls = calls_of(model, some)
 
-    def signature(block: Block) -> object:
+    def signature(block: PlannedBlock) -> object:
         call = calls.get(block.path)
         return None if call is None else call.signature
 
@@ -139,14 +145,14 @@ def _kinds(model: nn.Module, blocks: Sequence[Block]) -> tuple[list[list[Block]]
     return kinds, calls
 
 
-def _alike(blocks: Iterable[Block], key: Callable[[Block], object]) -> list[list[Block]]:
-    found: dict[object, list[Block]] = {}
+def _alike(blocks: Iterable[PlannedBlock], key: Callable[[PlannedBlock], object]) -> list[list[PlannedBlock]]:
+    found: dict[object, list[PlannedBlock]] = {}
     for block in blocks:
         found.setdefault(key(block), []).append(block)
     return list(found.values())
 
 
-def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choice:
+def _choice(blocks: list[PlannedBlock], call: BlockCall | None, group: TensorGroup) -> _BlockChoice:
     """How blocks of one kind are split, and the line of the log that says so."""
     first = blocks[0]
     proof, why = _proof_of(first, call, group)
@@ -155,13 +161,15 @@ def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choi
         inferred = [u for u in inferred_units(proof.block, proof.seen) if all(map(first.is_marked, u.leaves))]
         joined = [u for u in units if any(how.joins for how in u.leaves.values())]
         units = [*(u for u in units if u not in joined), *inferred, *joined]
-    split = Split({})
+    split = BlockSplit({})
     if proof is not None and not first.is_scripts:
         split = _with_experts(proof, first, group)
     if proof is not None:
         split, failed = _grown(proof, first.module, split, units, group.size)
         if failed and first.is_scripts:
-            return replace(_Choice.of(blocks, split, None, [], group.size), error=wrong_plan(first, failed, group.size))
+            return replace(
+                _BlockChoice.of(blocks, split, None, [], group.size), error=wrong_plan(first, failed, group.size)
+            )
         if not first.is_scripts:
             whole = {*split.leaves, *narrow(proof.block, proof.seen, split.leaves)}
             left = [path for path in dict(proof.seen) if path not in whole and first.is_marked(path)]
@@ -172,10 +180,10 @@ def _choice(blocks: list[Block], call: Call | None, group: TensorGroup) -> _Choi
     elif first.is_scripts and group.prescaled:
         split = _together(unit for unit in units if is_divisible(first.module, unit, group.size) is None)
     proven = None if proof is None else proof.dtype
-    return _Choice.of(blocks, split, proven, why, group.size)
+    return _BlockChoice.of(blocks, split, proven, why, group.size)
 
 
-def _proof_of(block: Block, call: Call | None, group: TensorGroup) -> tuple[Proof | None, list[str]]:
+def _proof_of(block: PlannedBlock, call: BlockCall | None, group: TensorGroup) -> tuple[Proof | None, list[str]]:
     """What tries splits of a block out, or None and why there is nothing."""
     if call is None:
         return None, ["nothing is known of how it is called"]
@@ -193,9 +201,9 @@ def _proof_of(block: Block, call: Call | None, group: TensorGroup) -> tuple[Proo
     return proof, []
 
 
-def _with_experts(proof: Proof, block: Block, group: TensorGroup) -> Split:
+def _with_experts(proof: Proof, block: PlannedBlock, group: TensorGroup) -> BlockSplit:
     """Of each mixture of experts the first split that is right."""
-    split = Split({})
+    split = BlockSplit({})
     for _, found in expert_splits(block.module, proof.seen, group.size, is_spread=group.spreads_experts):
         for candidate in found:
             if not all(map(block.is_marked, (*candidate.leaves, *candidate.tables))):
@@ -214,14 +222,14 @@ def _with_experts(proof: Proof, block: Block, group: TensorGroup) -> Split:
 
 
 def _grown(
-    proof: Proof, block: nn.Module, split: Split, units: Sequence[Unit], size: int
-) -> tuple[Split, list[tuple[Unit, str]]]:
+    proof: Proof, block: nn.Module, split: BlockSplit, units: Sequence[SplitUnit], size: int
+) -> tuple[BlockSplit, list[tuple[SplitUnit, str]]]:
     """A split with all units, else with those that are right beside what it has; and why the others are not."""
     until = time.monotonic() + LONGEST
     for candidate in _in_time(_joint_candidates(proof, block, units, split, size), until):
         with contextlib.suppress(NotEqualError):
             return proof.of(candidate), []
-    failed: list[tuple[Unit, str]] = []
+    failed: list[tuple[SplitUnit, str]] = []
     for unit in units:
         if not unit.leaves or unit.leaves.keys() & split.leaves.keys():
             continue
@@ -238,17 +246,17 @@ def _grown(
     return split, [(unit, why) for unit, why in failed if not unit.leaves.keys() & split.leaves.keys()]
 
 
-def _in_time(candidates: Iterator[Split], until: float) -> Iterator[Split]:
+def _in_time(candidates: Iterator[BlockSplit], until: float) -> Iterator[BlockSplit]:
     """The first, and more in time: wide blocks take seconds to try out, and the other ranks wait meanwhile."""
     yield from itertools.islice(candidates, 1)
     yield from itertools.takewhile(lambda _: time.monotonic() < until, candidates)
 
 
 def _joint_candidates(
-    proof: Proof, block: nn.Module, units: Sequence[Unit], beside: Split, size: int
-) -> Iterator[Split]:
+    proof: Proof, block: nn.Module, units: Sequence[SplitUnit], beside: BlockSplit, size: int
+) -> Iterator[BlockSplit]:
     """All units at once, the likelier of those that overlap."""
-    chosen: list[Unit] = []
+    chosen: list[SplitUnit] = []
     for unit in units:
         if (
             not any(unit.leaves.keys() & other.leaves.keys() for other in chosen)
@@ -261,15 +269,15 @@ def _joint_candidates(
         yield from _with_arguments(proof, _together(chosen, beside, numbers), numbers, tables)
 
 
-def _candidates(proof: Proof, block: nn.Module, unit: Unit, beside: Split, size: int) -> Iterator[Split]:
+def _candidates(proof: Proof, block: nn.Module, unit: SplitUnit, beside: BlockSplit, size: int) -> Iterator[BlockSplit]:
     """What a unit may be beside what is split already, the likelier first."""
     for variant, numbers, tables in variants(block, unit, size):
         yield from _with_arguments(proof, _together([variant], beside, numbers), numbers, tables)
 
 
 def _with_arguments(
-    proof: Proof, split: Split, numbers: Sequence[Number], tables: Mapping[str, Tables]
-) -> Iterator[Split]:
+    proof: Proof, split: BlockSplit, numbers: Sequence[Number], tables: Mapping[str, Tables]
+) -> Iterator[BlockSplit]:
     """A split with tables, and with slices of the arguments that have something for each head."""
     split = replace(split, tables={**split.tables, **tables})
     yield split
@@ -277,8 +285,10 @@ def _with_arguments(
         yield replace(split, arguments=tuple(dict.fromkeys((*split.arguments, *arguments))))
 
 
-def _together(units: Iterable[Unit], beside: Split | None = None, numbers: Iterable[Number] = ()) -> Split:
-    before = Split({}) if beside is None else beside
+def _together(
+    units: Iterable[SplitUnit], beside: BlockSplit | None = None, numbers: Iterable[Number] = ()
+) -> BlockSplit:
+    before = BlockSplit({}) if beside is None else beside
     leaves, replicated, views = dict(before.leaves), set(before.replicated), set(before.views)
     for unit in units:
         leaves |= unit.leaves
@@ -293,16 +303,16 @@ def _together(units: Iterable[Unit], beside: Split | None = None, numbers: Itera
     )
 
 
-def _fate(unit: Unit, split: Split) -> str:
+def _fate(unit: SplitUnit, split: BlockSplit) -> str:
     left = [path for path in unit.leaves if path not in split.leaves]
     if len(left) == len(unit.leaves):
         return "stay whole"
     return f"are split one by one{', but for ' if left else ''}{', '.join(left)}"
 
 
-def _planned_units(block: Block) -> list[Unit]:
+def _planned_units(block: PlannedBlock) -> list[SplitUnit]:
     """Linear maps of one parent are split together or not at all."""
     units: dict[str, dict[str, LinearSplit]] = {}
     for path, how in (block.leaves or {}).items():
         units.setdefault(path.rpartition(".")[0], {})[path] = how
-    return [Unit(leaves) for leaves in units.values()]
+    return [SplitUnit(leaves) for leaves in units.values()]

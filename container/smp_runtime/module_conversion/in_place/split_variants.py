@@ -16,7 +16,7 @@ from smp_runtime.nn.sharded.tables import Tables
 from smp_runtime.parameters.registry import intervals
 
 if TYPE_CHECKING:
-    from smp_runtime.module_conversion.in_place.plan_inference import Unit
+    from smp_runtime.module_conversion.in_place.plan_inference import SplitUnit
     from smp_runtime.module_conversion.splitting import Number
 
 #: Numbers of heads on a module, but not their sizes, nor how many share something.
@@ -27,7 +27,9 @@ _NO_FEATURES = re.compile(r"bucket|num_|max|vocab|position|length|kernel|window|
 _HEAD_SIZE = re.compile(r"head_?(dim|size)|d_kv$|dim_head|size_per_head")
 
 
-def variants(block: nn.Module, unit: Unit, size: int) -> Iterator[tuple[Unit, tuple[Number, ...], dict[str, Tables]]]:
+def variants(
+    block: nn.Module, unit: SplitUnit, size: int
+) -> Iterator[tuple[SplitUnit, tuple[Number, ...], dict[str, Tables]]]:
     """What a unit may be over ``size`` ranks, the likelier first: as it is, by pieces, with keys repeated; each with numbers.
 
     With numbers of heads also with the embeddings beside it that have a channel for each head, such as a relative bias, and
@@ -42,7 +44,7 @@ def variants(block: nn.Module, unit: Unit, size: int) -> Iterator[tuple[Unit, tu
 
 
 def _tables(
-    block: nn.Module, units: Sequence[Unit], numbers: tuple[Number, ...], size: int
+    block: nn.Module, units: Sequence[SplitUnit], numbers: tuple[Number, ...], size: int
 ) -> Iterator[dict[str, Tables]]:
     """Which modules beside some units may have parameters of which a rank has a part: none, embeddings, norms, both."""
     heads, norms = {}, {}
@@ -56,7 +58,7 @@ def _tables(
         yield {**heads, **norms}
 
 
-def _norms_of_features(block: nn.Module, unit: Unit, size: int) -> dict[str, Tables]:
+def _norms_of_features(block: nn.Module, unit: SplitUnit, size: int) -> dict[str, Tables]:
     """Norms over all features that are shared out, such as of queries of all heads."""
     columns = {features_of(block.get_submodule(path))[how.columns] for path, how in unit.leaves.items()}
     found = {}
@@ -70,7 +72,7 @@ def _norms_of_features(block: nn.Module, unit: Unit, size: int) -> dict[str, Tab
     return found
 
 
-def _tables_of_heads(block: nn.Module, unit: Unit, numbers: tuple[Number, ...], size: int) -> dict[str, Tables]:
+def _tables_of_heads(block: nn.Module, unit: SplitUnit, numbers: tuple[Number, ...], size: int) -> dict[str, Tables]:
     heads = {number_of(block, path, name) for path, name, _ in numbers if _is_heads(name)}
     found = {}
     for owner in sorted({path.rpartition(".")[0] for path in unit.leaves}):
@@ -106,7 +108,7 @@ class _Heads:
         return [(first + n * self.shared) // group for n in range(self.here(ranks))]
 
 
-def is_divisible(block: nn.Module, unit: Unit, size: int) -> str | None:
+def is_divisible(block: nn.Module, unit: SplitUnit, size: int) -> str | None:
     """Why the ranks cannot share a unit's features out; None if they can."""
     for path, how in unit.leaves.items():
         for features in how.pieces or (features_of(block.get_submodule(path))[how.columns],):
@@ -115,7 +117,7 @@ def is_divisible(block: nn.Module, unit: Unit, size: int) -> str | None:
     return None
 
 
-def _layouts(block: nn.Module, unit: Unit, size: int) -> Iterator[tuple[Unit, _Heads | None]]:
+def _layouts(block: nn.Module, unit: SplitUnit, size: int) -> Iterator[tuple[SplitUnit, _Heads | None]]:
     if is_divisible(block, unit, size) is None:
         yield unit, None
     columns = {path: how for path, how in unit.leaves.items() if how.columns}
@@ -148,7 +150,7 @@ def _pieces(outputs: Mapping[str, int], width: int) -> dict[str, tuple[int, ...]
     return {path: (width, rest // 2, rest // 2) if rest > 0 and rest % 2 == 0 else (features,)}
 
 
-def _grouped(block: nn.Module, unit: Unit, width: int, keys: int, size: int) -> Iterator[_Heads]:
+def _grouped(block: nn.Module, unit: SplitUnit, width: int, keys: int, size: int) -> Iterator[_Heads]:
     """Sizes of heads that the ranks divide the queries' of, but not the keys'."""
     values = list(_values(block, unit))
     sizes = [value for _, name, value in values if _HEAD_SIZE.search(name)]
@@ -184,7 +186,7 @@ _LEVELS = ("", "heads", "heads features", "features", "heads config", "heads fea
 
 
 def joint_numbers(
-    block: nn.Module, units: Sequence[Unit], size: int
+    block: nn.Module, units: Sequence[SplitUnit], size: int
 ) -> Iterator[tuple[tuple[Number, ...], dict[str, Tables]]]:
     """Numbers and embeddings of several units at once, where one of them alone computes with what the others share."""
     found = [_found_numbers(block, unit, size, None) for unit in units]
@@ -199,7 +201,7 @@ def joint_numbers(
             )
 
 
-def _numbers(block: nn.Module, unit: Unit, size: int, grouped: _Heads | None) -> Iterator[tuple[Number, ...]]:
+def _numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | None) -> Iterator[tuple[Number, ...]]:
     """Numbers on the modules around a unit that may be those of one rank: none, heads, heads and features, features."""
     found = _found_numbers(block, unit, size, grouped)
     tried: set[tuple[Number, ...]] = set()
@@ -210,7 +212,7 @@ def _numbers(block: nn.Module, unit: Unit, size: int, grouped: _Heads | None) ->
             yield numbers
 
 
-def _found_numbers(block: nn.Module, unit: Unit, size: int, grouped: _Heads | None) -> dict[str, list[Number]]:
+def _found_numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | None) -> dict[str, list[Number]]:
     """By what they count."""
     local, many = _local_features(block, unit, size), {}
     if grouped is not None:
@@ -229,7 +231,7 @@ def _found_numbers(block: nn.Module, unit: Unit, size: int, grouped: _Heads | No
     return found
 
 
-def _local_features(block: nn.Module, unit: Unit, size: int) -> dict[int, int]:
+def _local_features(block: nn.Module, unit: SplitUnit, size: int) -> dict[int, int]:
     """By the features of maps and of their pieces, those of one rank."""
     local: dict[int, int] = {}
     for path, how in unit.leaves.items():
@@ -246,7 +248,7 @@ def _is_heads(name: str) -> bool:
     return bool(_HEADS.search(last)) and not _NO_HEADS.search(last)
 
 
-def _values(block: nn.Module, unit: Unit) -> Iterator[Number]:
+def _values(block: nn.Module, unit: SplitUnit) -> Iterator[Number]:
     """Whole numbers of the modules around a unit and of their configurations."""
     owners = {""}
     for path in unit.leaves:

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from smp_runtime.module_conversion.in_place.blocks import Block
-    from smp_runtime.module_conversion.in_place.plan_inference import Unit
-    from smp_runtime.module_conversion.splitting import Split
+    from smp_runtime.module_conversion.in_place.blocks import PlannedBlock
+    from smp_runtime.module_conversion.in_place.plan_inference import SplitUnit
+    from smp_runtime.module_conversion.splitting import BlockSplit
 
 
-def line_of(blocks: Sequence[Block], split: Split, proven: torch.dtype | None, why: Sequence[str], size: int) -> str:
+def line_of(
+    blocks: Sequence[PlannedBlock], split: BlockSplit, proven: torch.dtype | None, why: Sequence[str], size: int
+) -> str:
     """How blocks that are alike are split, why not otherwise, and what has been proven."""
     first = blocks[0]
     if not split.leaves and not split.tables:
@@ -36,7 +38,7 @@ def line_of(blocks: Sequence[Block], split: Split, proven: torch.dtype | None, w
     return said + (f" ({'; '.join(why)})" if why else "")
 
 
-def wrong_plan(block: Block, failed: list[tuple[Unit, str]], size: int) -> str:
+def wrong_plan(block: PlannedBlock, failed: list[tuple[SplitUnit, str]], size: int) -> str:
     """Why a script's plan cannot be had."""
     reasons = [f"{listed(unit)}: {why}" for unit, why in failed]
     return (
@@ -47,19 +49,19 @@ def wrong_plan(block: Block, failed: list[tuple[Unit, str]], size: int) -> str:
     )
 
 
-def _is_spread(split: Split) -> bool:
+def _is_spread(split: BlockSplit) -> bool:
     return any(how.owner is not None for how in split.leaves.values()) or any(
         t.is_spread for t in split.tables.values()
     )
 
 
-def listed(unit: Unit) -> str:
+def listed(unit: SplitUnit) -> str:
     """The linear maps of a unit."""
     paths = list(unit.leaves)
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
-def title(blocks: Sequence[Block]) -> str:
+def title(blocks: Sequence[PlannedBlock]) -> str:
     """How many blocks of which class there are, and where."""
     first = blocks[0]
     times = f"{len(blocks)} × " if len(blocks) > 1 else ""
@@ -72,7 +74,7 @@ def _linears(module: nn.Module) -> int:
     return sum(map(is_linear, module.modules()))
 
 
-def _share(block: nn.Module, split: Split) -> float:
+def _share(block: nn.Module, split: BlockSplit) -> float:
     """Of a block's parameters, those that are not whole on every rank."""
     total = sum(p.numel() for p in block.parameters())
     halved = 0

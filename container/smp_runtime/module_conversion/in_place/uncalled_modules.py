@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from smp_runtime.module_conversion.in_place.equivalence_check import NotEqualError, Proof
-from smp_runtime.module_conversion.splitting import Split
+from smp_runtime.module_conversion.splitting import BlockSplit
 from smp_runtime.nn.sharded.linear import is_linear
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def with_twins(proof: Proof, split: Split, size: int) -> Split:
+def with_twins(proof: Proof, split: BlockSplit, size: int) -> BlockSplit:
     """A split with modules that were not called beside it, each split like one of the same class, and tried out like that."""
     for path, like in _twins(proof):
         mine = _inside(split, like)
@@ -27,7 +27,7 @@ def with_twins(proof: Proof, split: Split, size: int) -> Split:
     return split
 
 
-def _right(proof: Proof, split: Split) -> Split:
+def _right(proof: Proof, split: BlockSplit) -> BlockSplit:
     """A split that is right; where the block has slices of a bias already, the module by itself gets the whole."""
     try:
         return proof.of(split)
@@ -55,7 +55,7 @@ def _kind(module: nn.Module) -> object:
     return type(module), [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
 
 
-def _inside(split: Split, path: str) -> Split:
+def _inside(split: BlockSplit, path: str) -> BlockSplit:
     """What a split says of the modules inside one of them."""
 
     def has(name: str) -> bool:
@@ -64,7 +64,7 @@ def _inside(split: Split, path: str) -> Split:
     def cut(name: str) -> str:
         return name[len(path) + 1 :]
 
-    return Split(
+    return BlockSplit(
         {cut(name): how for name, how in split.leaves.items() if has(name)},
         tuple((cut(owner), name, value) for owner, name, value in split.numbers if has(owner)),
         tables={cut(name): how for name, how in split.tables.items() if has(name)},
@@ -73,7 +73,7 @@ def _inside(split: Split, path: str) -> Split:
     )
 
 
-def _beside(split: Split, other: Split, path: str) -> Split:
+def _beside(split: BlockSplit, other: BlockSplit, path: str) -> BlockSplit:
     """A split with another one of a module inside."""
 
     def full(name: str) -> str:

@@ -19,13 +19,13 @@ from smp_runtime.nn.linear import DistributedLinear
 from smp_runtime.nn.sharded.vocabulary import Tie, is_vocabulary
 
 if TYPE_CHECKING:
-    from smp_runtime.module_conversion.splitting import Split
+    from smp_runtime.module_conversion.splitting import BlockSplit
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 logger = logging.getLogger("smp")
 
 
-def vocabulary_ties(model: nn.Module, blocks: Mapping[int, Split], group: TensorGroup) -> dict[int, Tie]:
+def vocabulary_ties(model: nn.Module, blocks: Mapping[int, BlockSplit], group: TensorGroup) -> dict[int, Tie]:
     """By the ``id`` of each embedding and head to split over the vocabulary its tie; all ranks of the group call it.
 
     Args:
@@ -43,7 +43,7 @@ def vocabulary_ties(model: nn.Module, blocks: Mapping[int, Split], group: Tensor
     return found
 
 
-def _chosen(model: nn.Module, blocks: Mapping[int, Split], group: TensorGroup) -> list[list[str]]:
+def _chosen(model: nn.Module, blocks: Mapping[int, BlockSplit], group: TensorGroup) -> list[list[str]]:
     groups = list(_groups(model, blocks))
     if not groups:
         return []
@@ -59,7 +59,7 @@ def _chosen(model: nn.Module, blocks: Mapping[int, Split], group: TensorGroup) -
     return [paths for paths in groups if all(path in calls and is_right(path) for path in paths)]
 
 
-def _groups(model: nn.Module, blocks: Mapping[int, Split]) -> Iterator[list[str]]:
+def _groups(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> Iterator[list[str]]:
     """Paths of embeddings and heads of one weight each, which nothing else has."""
     inside = {id(part) for block in model.modules() if id(block) in blocks for part in block.modules()}
     parts: dict[str, Any] = {

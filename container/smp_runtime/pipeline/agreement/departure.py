@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.transport.messages import Answer, Ask, Turn
+from smp_runtime.pipeline.transport.messages import Ask, StageProgress, Turn
 
 if TYPE_CHECKING:
     import threading
@@ -36,14 +36,14 @@ FIRST_LOOK = 0.2
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 
 
-class Positions(NamedTuple):
+class StagePositions(NamedTuple):
     """How far the stages of a pipeline have come in their planned orders."""
 
     of_stages: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Links:
+class StageLinks:
     """What leads a pipeline's stages, on the root stage.
 
     Attributes:
@@ -61,7 +61,7 @@ class Links:
     changed: threading.Condition
     stage: int
     others: Sequence[int]
-    own: Callable[[Ask], Answer]
+    own: Callable[[Ask], StageProgress]
     turn: Callable[[Turn], None]
     send: Callable[[int, Any, Sequence[Any]], None]
     check: Callable[[], None]
@@ -72,17 +72,17 @@ class Links:
 class Departure:
     """Sees that a planned order cannot be followed, and leads the stages out of it; on the script's thread of a root stage."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: StageLinks) -> None:
         self._links = links
         self._number = 0
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, StageProgress] = {}
         self.reset()
 
     def reset(self) -> None:
         """A step begins."""
         self._look_after = FIRST_LOOK
         self._asked = False
-        self._before: Mapping[int, Answer] | None = None
+        self._before: Mapping[int, StageProgress] | None = None
         #: What the pipelines have told each other when some of them were at the end of the step.
         self._at_end: Sequence[Any] | None = None
 
@@ -95,7 +95,7 @@ class Departure:
             self._at_end = self._links.share(diverged)
         return diverged or any(map(bool, self._at_end))
 
-    def answered(self, stage: int, answer: Answer) -> None:
+    def answered(self, stage: int, answer: StageProgress) -> None:
         """Another stage has answered."""
         with self._links.changed:
             if answer.number == self._number:
@@ -141,8 +141,8 @@ class Departure:
         links = self._links
         stages = sorted((links.stage, *links.others))
         answers = self._round(halts=True)
-        shared = links.share(Positions(tuple(answers[stage].position for stage in stages)))
-        if all(isinstance(each, Positions) for each in shared):
+        shared = links.share(StagePositions(tuple(answers[stage].position for stage in stages)))
+        if all(isinstance(each, StagePositions) for each in shared):
             farthest = map(max, zip(*(each.of_stages for each in shared), strict=True))
             limits = dict(zip(stages, farthest, strict=True))
         else:  # of pipelines that are at the end
@@ -170,9 +170,9 @@ class Departure:
             _, key, stage = min(choices, key=lambda choice: (choice[0], choice[2]))
             self._turn(stage, Turn(limits[stage], key))
 
-    def _settled(self, limits: Mapping[int, int]) -> Mapping[int, Answer]:
+    def _settled(self, limits: Mapping[int, int]) -> Mapping[int, StageProgress]:
         """Answers of all stages when each is at its place, none computes and no message is under way."""
-        before: Mapping[int, Answer] = {}
+        before: Mapping[int, StageProgress] = {}
         changed_at, pause = time.monotonic(), FIRST_PAUSE
         while True:
             answers = self._round(halts=True)
@@ -189,7 +189,7 @@ class Departure:
                 self._links.changed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _round(self, *, halts: bool) -> Mapping[int, Answer]:
+    def _round(self, *, halts: bool) -> Mapping[int, StageProgress]:
         """Ask all stages, and wait for their answers."""
         began = time.monotonic()
         with self._links.changed:
@@ -229,7 +229,7 @@ class Departure:
             )
 
 
-def _is_quiet(answers: Mapping[int, Answer]) -> bool:
+def _is_quiet(answers: Mapping[int, StageProgress]) -> bool:
     """Whether no stage computes, and all that was sent has been handled."""
     if any(answer.is_running for answer in answers.values()):
         return False
@@ -241,5 +241,5 @@ def _is_quiet(answers: Mapping[int, Answer]) -> bool:
     )
 
 
-def _are_same(before: Mapping[int, Answer], now: Mapping[int, Answer]) -> bool:
+def _are_same(before: Mapping[int, StageProgress], now: Mapping[int, StageProgress]) -> bool:
     return all(answer._replace(number=0) == now[stage]._replace(number=0) for stage, answer in before.items())

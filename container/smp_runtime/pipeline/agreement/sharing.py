@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Share:
+class PipelineAgreement:
     """Gives the values of all pipelines that must agree; equal where the same ones do.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
-from smp_runtime.pipeline.transport.messages import Done, Release, Value
+from smp_runtime.pipeline.transport.messages import Done, Release, ValueMessage
 
 if TYPE_CHECKING:
     from smp_runtime.pipeline.execution.messenger import Messenger
@@ -63,7 +63,7 @@ class Completion:
                 messenger.transport.nudge(task.caller)
             return None
         # Stamped now, with the news of this moment, and sent without the lock: big values take their time.
-        stamped = messenger.stamp(task.caller, Value(tuple(task.parcel)))
+        stamped = messenger.stamp(task.caller, ValueMessage(tuple(task.parcel)))
         tensors, task.parcel = list(task.parcel.values()), {}
         return functools.partial(messenger.transport.send, task.caller, stamped, tensors)
 

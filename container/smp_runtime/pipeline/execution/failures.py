@@ -21,7 +21,7 @@ from smp_runtime.pipeline.transport.transport import StageFailed
 if TYPE_CHECKING:
     import torch
 
-    from smp_runtime.pipeline.execution.task_scheduler import Conductor
+    from smp_runtime.pipeline.execution.task_scheduler import TaskScheduler
 
 #: Place of an error in the script's own code.
 STEP_FUNCTION = "the step function"
@@ -175,7 +175,7 @@ class Alarm:
         self,
         stage: int,
         ranks: Sequence[int],
-        conductor: Conductor,
+        conductor: TaskScheduler,
         changed: threading.Condition,
         is_open: Callable[[], bool],
         send: Callable[[int, object, Sequence[torch.Tensor]], None],

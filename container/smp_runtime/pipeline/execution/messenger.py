@@ -23,7 +23,7 @@ from smp_runtime.pipeline.transport.messages import (
     named,
     plain,
 )
-from smp_runtime.pipeline.transport.transport import Transport
+from smp_runtime.pipeline.transport.transport import PipelineTransport
 
 if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
@@ -49,7 +49,7 @@ class Messenger:
         step: number of the step that runs, or ran last.
     """
 
-    transport: Transport
+    transport: PipelineTransport
     _alarm: Alarm
     _handlers: Mapping[type, Handler]
     _stages = 0
@@ -74,9 +74,9 @@ class Messenger:
         alarm: Alarm,
         **options: Any,
     ) -> None:
-        """Connect with the other stages, as :class:`Transport`; every rank of the pipeline calls it. From now on messages come."""
+        """Connect with the other stages, as :class:`PipelineTransport`; every rank of the pipeline calls it."""
         self._handlers, self._alarm, self._stages = handlers, alarm, len(ranks)
-        self.transport = Transport(
+        self.transport = PipelineTransport(
             control,
             ranks,
             device=device,

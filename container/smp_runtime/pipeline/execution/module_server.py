@@ -12,11 +12,17 @@ from torch.autograd.graph import GradientEdge
 
 from smp_records.rank_record import BACKWARD, here
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.execution.output_metadata_cache import MOST_KINDS, Outcome, described, difference, outcome_of
+from smp_runtime.pipeline.execution.output_metadata_cache import (
+    MOST_KINDS,
+    OutputMetadata,
+    described,
+    difference,
+    outcome_of,
+)
 from smp_runtime.pipeline.execution.stage_context import StageContext, in_modes
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
-from smp_runtime.pipeline.transport.messages import Back, Call, Reply, Slot
+from smp_runtime.pipeline.transport.messages import Back, ForwardCall, Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
 from smp_runtime.tensors.remote_tensor import Handle, Meta, Path
 from smp_runtime.tensors.torch_private import DisableTorchFunction, call_with_hooks, run_backward
@@ -25,17 +31,17 @@ logger = logging.getLogger("smp")
 
 
 @dataclass
-class Graph:
+class SavedGraph:
     """What a forward pass leaves for its backward pass."""
 
     outputs: list[torch.Tensor]  # tensors of the result, in the graph
     made_here: list[bool]  # whether the elements of each are this stage's, not those of a call inside
-    entry: Entry  # where the gradients of the arguments come out
+    entry: CallInputs  # where the gradients of the arguments come out
     edges: tuple[GradientEdge, ...]  # of the graph, at the arguments that require gradients
 
 
 @dataclass(eq=False)
-class Entry:
+class CallInputs:
     """The arguments of a call that require gradients."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)  # the arguments, as the module gets them
@@ -47,14 +53,14 @@ class Arguments(NamedTuple):
 
     tensors: list[torch.Tensor]  # as the module gets them
     versions: list[int]  # of each, before the module runs
-    entry: Entry  # this and the edges: as in :class:`Graph`
+    entry: CallInputs  # this and the edges: as in :class:`SavedGraph`
     edges: tuple[GradientEdge, ...]
 
 
 class Made(NamedTuple):
     """The tensors that a task gives, those of a forward pass or gradients."""
 
-    slots: list[Slot | None]  # their names; None for a gradient that there is not
+    slots: list[TensorSlot | None]  # their names; None for a gradient that there is not
     tensors: list[torch.Tensor]  # themselves
     made_here: list[bool]  # whether the elements of each are this stage's, not those of a call inside
 
@@ -63,7 +69,7 @@ class _Enter(torch.autograd.Function):
     """Where a caller's tensors enter this stage's graph; their gradients come out here."""
 
     @staticmethod
-    def forward(ctx: Any, entry: Entry, anchor: torch.Tensor) -> Any:
+    def forward(ctx: Any, entry: CallInputs, anchor: torch.Tensor) -> Any:
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         return tuple(entry.tensors)
@@ -81,7 +87,7 @@ class ModuleServer:
         self._context = context
         self._begins = begins
         #: Forward passes whose backward pass is to come, by microbatch and path.
-        self.graphs: dict[tuple[int, Path], Graph] = {}
+        self.graphs: dict[tuple[int, Path], SavedGraph] = {}
         #: Most microbatches with a graph at once.
         self.most_in_flight = 0
         #: Module path of every call of the step, for messages.
@@ -90,11 +96,11 @@ class ModuleServer:
         self._ran: set[Event] = set()
         #: Modules that were seen to change an argument in place.
         self._warned: set[str] = set()
-        self._expected: dict[bytes, Outcome] = {}
+        self._expected: dict[bytes, OutputMetadata] = {}
 
     # -- requests, on the receiver's thread ------------------------------------------------------------------------
 
-    def accept_call(self, caller: int, call: Call, tensors: Sequence[torch.Tensor]) -> None:
+    def accept_call(self, caller: int, call: ForwardCall, tensors: Sequence[torch.Tensor]) -> None:
         """A request to run a module."""
         self._context.values.put_all(call.inline, tensors)
         label = str(call.module)
@@ -140,7 +146,7 @@ class ModuleServer:
         self._labels.clear()
         self._ran.clear()
 
-    def _add(self, kind: str, task: Task, slots: Sequence[Slot | None], *more: Event) -> None:
+    def _add(self, kind: str, task: Task, slots: Sequence[TensorSlot | None], *more: Event) -> None:
         context = self._context
         request = ("q", kind, task.microbatch, task.path)
         needs = [request, *(slot.name for slot in slots if slot is not None and slot.comes), *more]
@@ -165,7 +171,7 @@ class ModuleServer:
 
     # -- tasks, on a worker's thread -------------------------------------------------------------------------------
 
-    def _forward(self, task: Task, call: Call) -> None:
+    def _forward(self, task: Task, call: ForwardCall) -> None:
         context = self._context
         self._begins(call.microbatch)
         module = context.called(call.module)
@@ -185,14 +191,14 @@ class ModuleServer:
                 self._make(task, made)
                 self._warn_if_written(task, given, made.tensors)
         if call.modes.grad:
-            self._keep_graph(task, Graph(made.tensors, made.made_here, given.entry, given.edges))
+            self._keep_graph(task, SavedGraph(made.tensors, made.made_here, given.entry, given.edges))
         self._tell_result(task, call, packed.head, made.slots, given)
 
-    def _arguments(self, call: Call) -> Arguments:
+    def _arguments(self, call: ForwardCall) -> Arguments:
         """The tensors of a call; those that require gradients enter this stage's graph."""
         values = self._context.values
         tensors = [values.get(s.name).detach() if s.comes else self._handle(s) for s in call.slots]
-        entry = Entry()
+        entry = CallInputs()
         edges: tuple[GradientEdge, ...] = ()
         enters = [i for i, s in enumerate(call.slots) if s.meta.requires_grad] if call.modes.grad else []
         if enters:
@@ -211,14 +217,14 @@ class ModuleServer:
         after = pack(arguments, modules=self._context.paths)
         return after.head == before.head and all(a is b for a, b in zip(after.tensors, before.tensors, strict=True))
 
-    def _outputs(self, call: Call, given: Arguments, results: Sequence[torch.Tensor]) -> Made:
+    def _outputs(self, call: ForwardCall, given: Arguments, results: Sequence[torch.Tensor]) -> Made:
         """The tensors of a result: an argument as it was, a value of a call inside, or made here."""
         position = {id(tensor): index for index, tensor in enumerate(given.tensors)}
         for index, tensor in enumerate(given.tensors):  # also what a handle turned into when it was touched
             if isinstance(tensor, Handle) and tensor.fetched is not None and tensor.unchanged() is tensor:
                 position[id(tensor.fetched)] = index
         outputs = [t.unchanged() if isinstance(t, Handle) else t for t in results]
-        slots: list[Slot | None] = []
+        slots: list[TensorSlot | None] = []
         made_here = []
         for index, output in enumerate(outputs):
             argument = position.get(id(output))
@@ -227,13 +233,13 @@ class ModuleServer:
             if argument is not None and output._version == given.versions[argument]:
                 slots.append(call.slots[argument]._replace(meta=meta, comes=False))
             elif isinstance(output, Handle):
-                slots.append(Slot(output.value_name, output.owner, meta, False))
+                slots.append(TensorSlot(output.value_name, output.owner, meta, False))
             else:
                 made_here[-1] = True
-                slots.append(Slot(("F", call.microbatch, call.path, index), self._context.stage, meta, False))
+                slots.append(TensorSlot(("F", call.microbatch, call.path, index), self._context.stage, meta, False))
         return Made(slots, outputs, made_here)
 
-    def _keep_graph(self, task: Task, graph: Graph) -> None:
+    def _keep_graph(self, task: Task, graph: SavedGraph) -> None:
         """A forward pass has run: its backward pass may come, and may be on its way already."""
         conductor = self._context.conductor
         with self._context.lock:
@@ -244,7 +250,9 @@ class ModuleServer:
             conductor.arrived(ran)
             self.most_in_flight = max(self.most_in_flight, len({key[0] for key in self.graphs}))
 
-    def _tell_result(self, task: Task, call: Call, head: bytes, slots: Sequence[Slot | None], given: Arguments) -> None:
+    def _tell_result(
+        self, task: Task, call: ForwardCall, head: bytes, slots: Sequence[TensorSlot | None], given: Arguments
+    ) -> None:
         """Compare the result with what the caller went on with, or tell it.
 
         Raises:
@@ -290,7 +298,7 @@ class ModuleServer:
             self._remember(outcome)
             self._reply(task, b"", made.slots, ())
 
-    def _run_backward(self, graph: Graph, back: Back) -> Sequence[torch.Tensor | None]:
+    def _run_backward(self, graph: SavedGraph, back: Back) -> Sequence[torch.Tensor | None]:
         """Run a graph; returns the gradients of the arguments that require them, or nothing where there is no way to them."""
         values = self._context.values
         outputs: list[torch.Tensor] = []
@@ -314,7 +322,7 @@ class ModuleServer:
 
     def _gradients(self, back: Back, gradients: Sequence[torch.Tensor | None]) -> Made:
         """The gradients of a call's arguments: made here, a value of a call inside, or none."""
-        slots: list[Slot | None] = []
+        slots: list[TensorSlot | None] = []
         found: list[torch.Tensor] = []
         made_here = []
         for index, gradient in enumerate(gradients):
@@ -323,13 +331,13 @@ class ModuleServer:
             if gradient is None:
                 slots.append(None)
             elif isinstance(gradient, Handle):
-                slots.append(Slot(gradient.value_name, gradient.owner, Meta.of(gradient), False))
+                slots.append(TensorSlot(gradient.value_name, gradient.owner, Meta.of(gradient), False))
             else:
                 name = ("B", back.microbatch, back.path, index)
-                slots.append(Slot(name, self._context.stage, Meta.of(gradient), False))
+                slots.append(TensorSlot(name, self._context.stage, Meta.of(gradient), False))
         return Made(slots, found, made_here)
 
-    def _is_as_expected(self, outcome: Outcome, expected: bytes) -> bool:
+    def _is_as_expected(self, outcome: OutputMetadata, expected: bytes) -> bool:
         """Whether a result is the one that the caller went on with; digests are made once for each."""
         if self._expected.get(expected) == outcome:
             return True
@@ -338,12 +346,12 @@ class ModuleServer:
         self._remember(outcome)
         return True
 
-    def _remember(self, outcome: Outcome) -> None:
+    def _remember(self, outcome: OutputMetadata) -> None:
         if len(self._expected) >= MOST_KINDS:
             self._expected.clear()
         self._expected[outcome.digest] = outcome
 
-    def _compared(self, slots: Sequence[Slot | None], head: bytes, expected: bytes) -> str:
+    def _compared(self, slots: Sequence[TensorSlot | None], head: bytes, expected: bytes) -> str:
         if (before := self._expected.get(expected)) is None:
             return f"{described([None if slot is None else slot.meta for slot in slots])} and not the same"
         return difference(before, slots, head)
@@ -374,12 +382,12 @@ class ModuleServer:
                 if index in task.home:
                     task.parcel[slot.name] = tensor.detach()
 
-    def _reply(self, task: Task, head: bytes, slots: Sequence[Slot | None], touched: tuple[bool, ...]) -> None:
+    def _reply(self, task: Task, head: bytes, slots: Sequence[TensorSlot | None], touched: tuple[bool, ...]) -> None:
         kind = str(task.kind)
         with self._context.lock:
             self._context.conductor.give(task, ("r", kind, task.microbatch, task.path))
         reply = Reply(kind, task.microbatch, task.path, head, tuple(slots), touched)
         self._context.send(task.caller, reply, [])
 
-    def _handle(self, slot: Slot) -> Handle:
+    def _handle(self, slot: TensorSlot) -> Handle:
         return Handle(self._context.values, slot.name, slot.owner, slot.meta, self._context.device)

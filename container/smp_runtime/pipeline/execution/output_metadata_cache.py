@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from smp_runtime.pipeline.execution.value_store import child_of
-from smp_runtime.pipeline.transport.messages import Reply, Slot
+from smp_runtime.pipeline.transport.messages import Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import unpack
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class Template(NamedTuple):
     owner: int  # stage
     meta: Meta  # shape and type
 
-    def slot(self, microbatch: int, path: Path, arguments: Sequence[tuple[Name, int]]) -> Slot:
+    def slot(self, microbatch: int, path: Path, arguments: Sequence[tuple[Name, int]]) -> TensorSlot:
         """The tensor of one call's result."""
         if self.argument is not None:
             name, owner = arguments[self.argument]
-            return Slot(name, owner, self.meta, False)
-        return Slot((self.kind, microbatch, path + self.suffix, self.number), self.owner, self.meta, False)
+            return TensorSlot(name, owner, self.meta, False)
+        return TensorSlot((self.kind, microbatch, path + self.suffix, self.number), self.owner, self.meta, False)
 
 
-def template_of(slot: Slot, path: Path, arguments: Sequence[Name]) -> Template | None:
+def template_of(slot: TensorSlot, path: Path, arguments: Sequence[Name]) -> Template | None:
     """The template of a tensor, or None if it comes from somewhere that cannot be named in advance."""
     if slot.name in arguments:
         return Template(arguments.index(slot.name), "", (), 0, 0, slot.meta)
@@ -51,7 +51,7 @@ def template_of(slot: Slot, path: Path, arguments: Sequence[Name]) -> Template |
     return None if suffix is None else Template(None, slot.name[0], suffix, slot.name[3], slot.owner, slot.meta)
 
 
-class Outcome(NamedTuple):
+class OutputMetadata(NamedTuple):
     """A result: structure and tensors; None stands for a gradient that does not exist."""
 
     head: bytes
@@ -64,14 +64,16 @@ class Outcome(NamedTuple):
         return hashlib.blake2b(self.head + repr(self.templates).encode(), digest_size=16).digest()
 
 
-def outcome_of(head: bytes, slots: Sequence[Slot | None], path: Path, arguments: Sequence[Name]) -> Outcome:
+def outcome_of(
+    head: bytes, slots: Sequence[TensorSlot | None], path: Path, arguments: Sequence[Name]
+) -> OutputMetadata:
     """What a call has given, in terms that hold for the next call too."""
     templates = tuple(None if slot is None else template_of(slot, path, arguments) for slot in slots)
     nameable = all(t is not None for t, slot in zip(templates, slots, strict=True) if slot is not None)
-    return Outcome(head, templates, nameable)
+    return OutputMetadata(head, templates, nameable)
 
 
-def difference(before: Outcome, slots: Sequence[Slot | None], head: bytes) -> str:
+def difference(before: OutputMetadata, slots: Sequence[TensorSlot | None], head: bytes) -> str:
     """What a call has given instead of what was expected, for messages."""
     then = [None if template is None else template.meta for template in before.templates]
     now = [None if slot is None else slot.meta for slot in slots]
@@ -121,7 +123,7 @@ class Learned:
     """
 
     def __init__(self) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: OutputMetadata | None = None
         self._sightings = 0
         self._varies = False
         self.digest: bytes | None = None
@@ -136,7 +138,7 @@ class Learned:
         """A stage needs the elements of a tensor of the result, and will next time: it is sent there unasked then."""
         self.goes.add((index, stage))
 
-    def observe(self, outcome: Outcome) -> bool:
+    def observe(self, outcome: OutputMetadata) -> bool:
         """Take note of a result; returns whether something was learned, so that the next call may go differently."""
         if self._varies:
             return False

@@ -12,7 +12,7 @@ from smp_runtime.pipeline.schedule.planner import plan as make_plan
 from smp_runtime.pipeline.schedule.simulation import simulate
 
 if TYPE_CHECKING:
-    from smp_runtime.pipeline.schedule.planner import Plan
+    from smp_runtime.pipeline.schedule.planner import SchedulePlan
     from smp_runtime.pipeline.schedule.policies import Policy
     from smp_runtime.pipeline.transport.messages import Begin, Record, StepKind
 
@@ -31,7 +31,7 @@ WORTH_CHANGING = 0.98
 
 
 #: Told of every order that is planned, and of the segments that it is made of, on the root stage; a rehearsal listens.
-at_plan: list[Callable[[Plan, Sequence[Segment]], None]] = []
+at_plan: list[Callable[[SchedulePlan, Sequence[Segment]], None]] = []
 
 
 @dataclass

@@ -23,26 +23,26 @@ from smp_runtime.pipeline.execution.remote_calls import RemoteCaller, RemoteEntr
 from smp_runtime.pipeline.execution.root_stage import RootStage
 from smp_runtime.pipeline.execution.running_step import RunningStep
 from smp_runtime.pipeline.execution.stage_context import StageContext
-from smp_runtime.pipeline.execution.task_scheduler import Conductor
+from smp_runtime.pipeline.execution.task_scheduler import TaskScheduler
 from smp_runtime.pipeline.schedule.policies import POLICIES, Policy
 from smp_runtime.pipeline.transport.messages import (
-    Answer,
     Ask,
     Back,
     Begin,
-    Call,
     Deliver,
     Diverged,
     Done,
     End,
     Fail,
+    ForwardCall,
     Record,
     Release,
     Reply,
-    StepCall,
+    StageProgress,
+    StepAnnouncement,
     StepKind,
     Turn,
-    Value,
+    ValueMessage,
 )
 from smp_runtime.pipeline.transport.packing import unpack
 from smp_runtime.tensors import module_calls
@@ -50,8 +50,8 @@ from smp_runtime.tensors.random_state import OtherGenerators, RandomState
 
 if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
-    from smp_runtime.pipeline.execution.task import Watch
-    from smp_runtime.pipeline.transport.transport import Transport
+    from smp_runtime.pipeline.execution.task import TaskWatch
+    from smp_runtime.pipeline.transport.transport import PipelineTransport
 
 logger = logging.getLogger("smp")
 
@@ -73,7 +73,7 @@ class PipelineSettings:
     repeatable: bool = False  # whether orders follow from the work alone, not from how long it takes
     delay: Callable[[], float] | None = None  # for tests: seconds by which received messages are held back
     make_group: Callable[[tuple[int, int]], Any] | None = None  # process groups for tensors of an accelerator
-    watch: Watch | None = None  # of the timeline, if there is one
+    watch: TaskWatch | None = None  # of the timeline, if there is one
 
 
 class Pipeline:
@@ -81,7 +81,7 @@ class Pipeline:
 
     It only puts the parts together. A call of a module of another stage goes from :class:`RemoteCaller` through
     :class:`Messenger` and its transport to the :class:`ModuleServer` there, which makes a task of it for the
-    :class:`Conductor`; :class:`Completion` follows the task to its end.
+    :class:`TaskScheduler`; :class:`Completion` follows the task to its end.
 
     Args:
         control: of the job; only used to connect.
@@ -106,7 +106,7 @@ class Pipeline:
             (part for path, part in modules.items() if stage_of(path) == stage),
             in_task=lambda: conductor.current is not None,
         )
-        conductor = Conductor(lock, stage, settings.policy, device, attributes, settings.watch)
+        conductor = TaskScheduler(lock, stage, settings.policy, device, attributes, settings.watch)
         messenger = Messenger(lock, counts=settings.meet is not None)
         self.context = context = StageContext(
             ranks=list(ranks),
@@ -154,17 +154,17 @@ class Pipeline:
         """Who takes which message."""
         context, server, running_step = self.context, self.server, self._running_step
         return {
-            Call: server.accept_call,
+            ForwardCall: server.accept_call,
             Back: server.accept_back,
             Reply: lambda sender, reply, tensors: context.replied(reply),
-            Value: lambda sender, value, tensors: context.values.put_all(value.names, tensors),
+            ValueMessage: lambda sender, value, tensors: context.values.put_all(value.names, tensors),
             Deliver: lambda sender, wanted, tensors: context.values.deliver(wanted.name, wanted.stage),
             Done: lambda sender, done, tensors: completion.request_done(done),
             Release: lambda sender, done, tensors: completion.microbatch_done(done.microbatch),
             Begin: lambda sender, begin, tensors: running_step.begin(begin),
             Diverged: lambda sender, message, tensors: running_step.left_order(),
             Ask: lambda sender, ask, tensors: running_step.asked(sender, ask),
-            Answer: lambda sender, answer, tensors: running_step.answered(sender, answer),
+            StageProgress: lambda sender, answer, tensors: running_step.answered(sender, answer),
             Turn: lambda sender, turn, tensors: running_step.turned(turn),
             End: lambda sender, end, tensors: running_step.ended(end, tensors),
             Record: lambda sender, record, tensors: running_step.recorded(sender, record),
@@ -172,7 +172,7 @@ class Pipeline:
         }
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> PipelineTransport:
         """What carries the messages to the other stages."""
         return self._messenger.transport
 
@@ -205,7 +205,9 @@ class Pipeline:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def run_step(self, kind: StepKind | None, microbatches: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
+    def run_step(
+        self, kind: StepKind | None, microbatches: Sequence[Callable[[], Any]], call: StepAnnouncement
+    ) -> list[Any]:
         """Run one step; every rank of the pipeline calls it, with microbatches of its own that only the root runs.
 
         Args:
@@ -242,7 +244,7 @@ class Pipeline:
             other_generators.restore()
         return results
 
-    def _serve(self, call: StepCall) -> list[Any]:
+    def _serve(self, call: StepAnnouncement) -> list[Any]:
         context, step = self.context, self._running_step
         root = context.stage_of("")
         step.enter(call)

@@ -10,9 +10,15 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.execution.output_metadata_cache import Learned, Outcome, Prediction, Predictions, outcome_of
+from smp_runtime.pipeline.execution.output_metadata_cache import (
+    Learned,
+    OutputMetadata,
+    Prediction,
+    Predictions,
+    outcome_of,
+)
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes
-from smp_runtime.pipeline.transport.messages import Back, Call, GroupCall, Modes, Reply, Slot
+from smp_runtime.pipeline.transport.messages import Back, ForwardCall, GroupCall, Modes, Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
 from smp_runtime.tensors.remote_tensor import Handle, Meta, Name, Path
 from smp_runtime.tensors.torch_private import DisableTorchFunction, backward_pass, will_run
@@ -81,7 +87,7 @@ class RemoteCall:
     """One call of one microbatch."""
 
     #: What it gives.
-    outcome: Outcome
+    outcome: OutputMetadata
 
     def __init__(
         self,
@@ -129,7 +135,7 @@ class RemoteCall:
         expected = None if waits else known.digest
         context.opens(task, "F", self._path)
         goes = tuple(sorted(known.goes)) if known.is_known else ()
-        message = Call(
+        message = ForwardCall(
             self._microbatch,
             self._path,
             self._module,
@@ -153,8 +159,8 @@ class RemoteCall:
         return tuple(self._handles_of(task, results, known).values())
 
     def _results(
-        self, task: Task, kind: str, learned: Learned, waits: bool, given: Sequence[Slot | None]
-    ) -> tuple[Outcome, list[Slot | None], Reply | None]:
+        self, task: Task, kind: str, learned: Learned, waits: bool, given: Sequence[TensorSlot | None]
+    ) -> tuple[OutputMetadata, list[TensorSlot | None], Reply | None]:
         """What a request gives: what its reply says, or what such requests have given before.
 
         Args:
@@ -179,35 +185,35 @@ class RemoteCall:
             context.wait_until_done(task, kind, self._path)
         return outcome, results, reply
 
-    def _argument_slots(self) -> tuple[list[Slot], dict[Name, torch.Tensor]]:
+    def _argument_slots(self) -> tuple[list[TensorSlot], dict[Name, torch.Tensor]]:
         """The arguments by name, and the tensors that go with the request."""
         context, values = self._context, self._context.values
         touched = self._prediction.touched
-        slots: list[Slot] = []
+        slots: list[TensorSlot] = []
         inline: dict[Name, torch.Tensor] = {}
         for index, tensor in enumerate(self._tensors or ()):
             comes = touched is not None and touched[index]
             meta = self._metas[index]
             if isinstance(tensor, Handle):
-                slots.append(Slot(tensor.value_name, tensor.owner, meta, comes or tensor.owner == self._stage))
+                slots.append(TensorSlot(tensor.value_name, tensor.owner, meta, comes or tensor.owner == self._stage))
                 if comes:
                     self._direct(tensor)
                 continue
             name, is_there = values.hand(tensor, ("A", self._microbatch, self._path, index), self._stage, comes)
             if not values.has(name):
                 values.put(name, tensor.detach(), made_by=self._task)
-            slots.append(Slot(name, context.stage, meta, comes or is_there))
+            slots.append(TensorSlot(name, context.stage, meta, comes or is_there))
             if comes and not is_there:
                 inline[name] = tensor.detach()
         return slots, inline
 
-    def _slots_of(self, outcome: Outcome, arguments: Sequence[tuple[Name, int]]) -> list[Slot | None]:
+    def _slots_of(self, outcome: OutputMetadata, arguments: Sequence[tuple[Name, int]]) -> list[TensorSlot | None]:
         return [
             None if template is None else template.slot(self._microbatch, self._path, arguments)
             for template in outcome.templates
         ]
 
-    def _announce(self, results: Sequence[Slot | None], goes: Iterable[tuple[int, int]], kind: str) -> None:
+    def _announce(self, results: Sequence[TensorSlot | None], goes: Iterable[tuple[int, int]], kind: str) -> None:
         """What the called stage makes itself goes where it was needed before, unasked.
 
         A caller that has waited may have got another result than before, of fewer tensors.
@@ -224,7 +230,7 @@ class RemoteCall:
                 handle.needed(self._stage)
             self._context.values.direct(handle.value_name, handle.owner, self._stage)
 
-    def _handles_of(self, task: Task, slots: Sequence[Slot | None], known: Learned) -> dict[int, Handle]:
+    def _handles_of(self, task: Task, slots: Sequence[TensorSlot | None], known: Learned) -> dict[int, Handle]:
         """Handles for the tensors of a result, by position; where their elements are needed goes to what is known of it."""
         context = self._context
         handles = {}
@@ -298,10 +304,10 @@ class RemoteCall:
 
     def _gradient_slots(
         self, task: Task, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[list[Slot | None], dict[Name, torch.Tensor]]:
+    ) -> tuple[list[TensorSlot | None], dict[Name, torch.Tensor]]:
         """The gradients of the outputs by name, and those that go with the request."""
         context = self._context
-        slots: list[Slot | None] = []
+        slots: list[TensorSlot | None] = []
         inline: dict[Name, torch.Tensor] = {}
         for index, gradient in enumerate(gradients):
             if gradient is None:
@@ -312,13 +318,13 @@ class RemoteCall:
             made_there = template is not None and template.kind == "F" and template.suffix == ()
             if isinstance(gradient, Handle):
                 comes = made_there or gradient.owner == self._stage
-                slots.append(Slot(gradient.value_name, gradient.owner, meta, comes))
+                slots.append(TensorSlot(gradient.value_name, gradient.owner, meta, comes))
                 if comes:
                     self._direct(gradient)
                 continue
             name: Name = ("G", self._microbatch, self._path, index)
             context.conductor.give(task, name)  # not kept: it goes to one stage, which uses it once
-            slots.append(Slot(name, context.stage, meta, True))
+            slots.append(TensorSlot(name, context.stage, meta, True))
             inline[name] = gradient.detach()
         return slots, inline
 

@@ -15,7 +15,7 @@ from smp_runtime.pipeline.execution.failures import STEP_FUNCTION
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes, in_modes, keeps_otherwise
 from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import TaskKind
-from smp_runtime.pipeline.transport.messages import Begin, End, StepCall, StepKind
+from smp_runtime.pipeline.transport.messages import Begin, End, StepAnnouncement, StepKind
 from smp_runtime.pipeline.transport.packing import pack, unpack
 from smp_runtime.tensors.remote_tensor import Handle
 
@@ -55,7 +55,7 @@ class RootStage:
         self._share = share
         self._has_warned = False
 
-    def run(self, kind: StepKind | None, functions: Sequence[Callable[[], Any]], call: StepCall) -> list[Any]:
+    def run(self, kind: StepKind | None, functions: Sequence[Callable[[], Any]], call: StepAnnouncement) -> list[Any]:
         """Run one step; returns what each microbatch's function returned."""
         context, running_step = self._context, self._running_step
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any
 from smp_records.rank_record import here
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPUserError
-from smp_runtime.pipeline.agreement.departure import FIRST_LOOK, Departure, Links
+from smp_runtime.pipeline.agreement.departure import FIRST_LOOK, Departure, StageLinks
 from smp_runtime.pipeline.execution.failures import STEP_FUNCTION, Alarm
-from smp_runtime.pipeline.transport.messages import Answer, Ask, Begin, Diverged, End, Record, StepCall, Turn
+from smp_runtime.pipeline.transport.messages import (
+    Ask,
+    Begin,
+    Diverged,
+    End,
+    Record,
+    StageProgress,
+    StepAnnouncement,
+    Turn,
+)
 from smp_runtime.tensors.random_state import seed_other_generators, task_seed
 
 if TYPE_CHECKING:
@@ -116,7 +125,7 @@ class RunningStep:
         self._longest_step = 0.0
         self._entered = 0.0
         self._has_warned = self._has_warned_of_batches = self._has_warned_of_order = False
-        self._call: StepCall | None = None
+        self._call: StepAnnouncement | None = None
         self._buffers: list[tuple[int, ...]] = []
         #: What modules held at the beginning; empty where the step was seen before.
         self._children: dict[str, dict[str, Any]] = {}
@@ -128,7 +137,7 @@ class RunningStep:
         self._departure: Departure | None = None
         if meet is not None and context.stage == context.stage_of(""):
             self._departure = Departure(
-                Links(
+                StageLinks(
                     context.changed,
                     context.stage,
                     context.others,
@@ -141,7 +150,7 @@ class RunningStep:
                 )
             )
 
-    def enter(self, call: StepCall) -> None:
+    def enter(self, call: StepAnnouncement) -> None:
         """This rank enters a step, as its script has called it.
 
         Raises:
@@ -181,7 +190,7 @@ class RunningStep:
         seed_other_generators(task_seed(begin.seed, context.replica, -1, f"stage {context.stage}"))
         self._messenger.begin()
 
-    def _compare(self, root: StepCall) -> None:
+    def _compare(self, root: StepAnnouncement) -> None:
         """Whether this rank's script has called the same step as the root stage's."""
         if self._call is None:
             return
@@ -247,7 +256,7 @@ class RunningStep:
             answer = self._answer(ask)
         self._context.send(sender, answer, [])
 
-    def answered(self, sender: int, answer: Answer) -> None:
+    def answered(self, sender: int, answer: StageProgress) -> None:
         """Another stage tells the root stage how far it is."""
         if self._departure is not None:
             self._departure.answered(sender, answer)
@@ -260,7 +269,7 @@ class RunningStep:
             else:
                 self._context.conductor.grant(turn.task)
 
-    def _answer(self, ask: Ask) -> Answer:
+    def _answer(self, ask: Ask) -> StageProgress:
         """With the lock held: how far this rank is."""
         conductor, messenger = self._context.conductor, self._messenger
         if ask.halts:
@@ -268,7 +277,7 @@ class RunningStep:
             conductor.halt()
         if not conductor.is_running:
             messenger.tell_now()  # what others wait for and would hear later counts as under way
-        return Answer(
+        return StageProgress(
             ask.number,
             conductor.position,
             conductor.is_running,

@@ -21,8 +21,8 @@ from smp_runtime.tensors.torch_private import default_device, saved_tensor_hooks
 
 if TYPE_CHECKING:
     from smp_runtime.microbatch_state.attributes import Attributes
-    from smp_runtime.pipeline.execution.task import Task, Watch
-    from smp_runtime.pipeline.execution.task_scheduler import Conductor
+    from smp_runtime.pipeline.execution.task import Task, TaskWatch
+    from smp_runtime.pipeline.execution.task_scheduler import TaskScheduler
     from smp_runtime.tensors.remote_tensor import Path
 
 
@@ -37,14 +37,14 @@ class StageContext:
     send: Callable[..., None]  # message and tensors to a stage; the message gets the number of the step
     modules: Mapping[str, nn.Module]  # by path
     stage_of: Callable[[str], int]  # stage of every module by path; that of ``""`` is the root stage
-    conductor: Conductor
+    conductor: TaskScheduler
     attributes: Attributes  # of this stage's modules
     replica: int = 0  # data parallel rank, part of every task's seed
     predicts: bool = True  # whether calls whose result is known in advance return without waiting for it
     #: Whether in this step a request is done before its caller goes on. While no order is planned, pipelines that must agree on one
     #: agree only if there is never a choice: what runs next would depend on what has arrived, on each of them.
     in_turn: bool = False
-    watch: Watch | None = None
+    watch: TaskWatch | None = None
     make_group: Callable[[GroupCall], nn.Module] | None = None  # makes a module of those that a :class:`GroupCall` runs
     seed: int = 0  # of the step
     replies: dict[Any, Reply] = field(default_factory=dict)  # to calls whose result was not known in advance

@@ -133,7 +133,7 @@ class Order:
         return self.actions[self.position] if self.position < len(self.actions) else None
 
 
-class Watch(Protocol):
+class TaskWatch(Protocol):
     """Is told what a rank's tasks compute, as a recorder is; see :mod:`smp_runtime.pipeline.observe.recorder`."""
 
     def begin_step(self, number: int) -> None:

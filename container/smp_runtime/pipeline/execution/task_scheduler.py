@@ -24,7 +24,7 @@ import torch
 from smp_records.rank_record import here
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError
-from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, Watch
+from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, TaskWatch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
 from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.determinism import explaining
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 10.0
 
 
-class Conductor:
+class TaskScheduler:
     """Hands the baton of one rank from task to task.
 
     All state is guarded by ``lock``, which the server shares; methods say whether the caller holds it.
@@ -64,7 +64,7 @@ class Conductor:
         policy: Policy,
         device: torch.device,
         attributes: Attributes | None = None,
-        watch: Watch | None = None,
+        watch: TaskWatch | None = None,
     ) -> None:
         self._lock = lock
         self._stage = stage

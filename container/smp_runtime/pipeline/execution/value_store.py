@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.transport.messages import Deliver, Value
+from smp_runtime.pipeline.transport.messages import Deliver, ValueMessage
 
 if TYPE_CHECKING:
     import torch
 
     from smp_runtime.pipeline.execution.task import Task
-    from smp_runtime.pipeline.execution.task_scheduler import Conductor
+    from smp_runtime.pipeline.execution.task_scheduler import TaskScheduler
     from smp_runtime.tensors.remote_tensor import Name, Path
 
 
@@ -32,7 +32,7 @@ class ValueStore:
         self,
         lock: threading.RLock,
         stage: int,
-        conductor: Conductor,
+        conductor: TaskScheduler,
         send: Callable[[int, object, list[torch.Tensor]], None],
     ) -> None:
         self._lock = lock
@@ -75,7 +75,7 @@ class ValueStore:
             self._conductor.arrived(name)
             self._conductor.poke()
         for stage in stages:
-            self._send(stage, Value((name,)), [tensor])
+            self._send(stage, ValueMessage((name,)), [tensor])
 
     def put_all(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
         """Values that came with a message."""
@@ -100,7 +100,7 @@ class ValueStore:
                 f"a tensor of shape {list(tensor.shape)} was changed in place after it was passed to a module of another pipeline "
                 f"stage, and stage {stage} needs the elements as they were; change a copy of it (x = x + y instead of x += y)"
             )
-        self._send(stage, Value((name,)), [tensor])
+        self._send(stage, ValueMessage((name,)), [tensor])
 
     def direct(self, name: Name, owner: int, stage: int) -> None:
         """Have ``owner`` send a value to ``stage``, unless it does so already."""

@@ -22,7 +22,7 @@ from smp_runtime.tensors.torch_private import backward_pass
 if TYPE_CHECKING:
     from torch import nn
 
-    from smp_runtime.pipeline.observe.recorder import Recorder
+    from smp_runtime.pipeline.observe.recorder import TimelineRecorder
 
 
 class ModuleRecorder:
@@ -35,7 +35,7 @@ class ModuleRecorder:
     """
 
     def __init__(
-        self, recorder: Recorder, models: Callable[[], Iterable[nn.Module]], device: torch.device | None = None
+        self, recorder: TimelineRecorder, models: Callable[[], Iterable[nn.Module]], device: torch.device | None = None
     ) -> None:
         self._recorder = recorder
         self._models = models

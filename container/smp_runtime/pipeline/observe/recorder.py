@@ -1,9 +1,10 @@
 """Recording what a rank computed and when, cheaply enough to stay on during a real run.
 
-Every rank has a :class:`Recorder` when ``SMP_TIMELINE`` says how many steps to keep, or in a pipeline when ``SMP_PROFILE`` says
-which ones to profile. An action costs one appended tuple; only the newest steps are kept, so a long job does not grow. The file
-goes to the job's output data when that many steps are full for the first time, and again, with the newest steps, when the session
-ends: a job that is killed leaves the first ones. ``smp-estimator timeline`` reads the files of all ranks.
+Every rank has a :class:`TimelineRecorder` when ``SMP_TIMELINE`` says how many steps to keep, or in a pipeline when
+``SMP_PROFILE`` says which ones to profile. An action costs one appended tuple; only the newest steps are kept, so a long job
+does not grow. The file goes to the job's output data when that many steps are full for the first time, and again, with the
+newest steps, when the session ends: a job that is killed leaves the first ones. ``smp-estimator timeline`` reads the files of
+all ranks.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def machine_identity() -> str:
 # -- recording ---------------------------------------------------------------------------------------------------
 
 
-class Recorder:
+class TimelineRecorder:
     """One rank's recorder. Times are those of ``time.perf_counter``; calls come from one thread at a time.
 
     A segment of a task that another stage asked for is an action of its kind. One of the step function may belong to
@@ -303,7 +304,7 @@ def recorder_of_job(
     replica: int = 0,
     environ: Mapping[str, str] | None = None,
     updates: Callable[[], int] | None = None,
-) -> Recorder | None:
+) -> TimelineRecorder | None:
     """The recorder that the environment asks for; every rank of the job calls it, since they agree on a clock.
 
     Args:
@@ -331,7 +332,7 @@ def recorder_of_job(
             environ[TIMELINE_VARIABLE if within is None else PROFILE_VARIABLE],
             _FOLDER_VARIABLE,
         )
-    return Recorder(
+    return TimelineRecorder(
         stage,
         control.rank,
         keep=keep,

@@ -72,7 +72,7 @@ class ModuleNode:
 
 
 @dataclass(frozen=True)
-class Flow:
+class ModuleFlow:
     """Tensors that one module's own frame makes, or holds as a parameter, and others compute with.
 
     Paths of modules, and bytes of one microbatch.
@@ -101,7 +101,7 @@ class Trace:
 
     root: ModuleNode
     #: Which module computes with what another one made; empty if the model was not traced.
-    flows: list[Flow] = field(default_factory=list)
+    flows: list[ModuleFlow] = field(default_factory=list)
     foreign_uses: list[ForeignUse] = field(default_factory=list)  # see there; empty if the model was not traced
     #: Path and name of each attribute with tensors that the module, or another one, sets in forward.
     attributes: list[tuple[str, str]] = field(default_factory=list)

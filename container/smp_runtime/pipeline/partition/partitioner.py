@@ -60,7 +60,7 @@ def partition(
     settings = settings or CostSettings()
     if pieces > 1:
         settings = replace(settings, in_flight=settings.in_flight * pieces)
-    search = _Search(CostModel(trace, stages * pieces, settings), pinned or {})
+    search = _PartitionSearch(CostModel(trace, stages * pieces, settings), pinned or {})
     placement = {path: piece % stages for path, piece in search.best().items()}
     for node in trace.root.walk():
         for alias in node.aliases:
@@ -90,7 +90,7 @@ def partition(
     return assignment
 
 
-class _Search:
+class _PartitionSearch:
     """One decision; ``used`` are the stages that got something, after :meth:`best`."""
 
     def __init__(self, model: CostModel, pinned: Mapping[str, int]) -> None:

@@ -21,7 +21,7 @@ _MOST_UNITS = 1200
 
 
 @dataclass
-class Unit:
+class PlaceableUnit:
     """Modules that are never apart: one module's own frame, or a small module with all in it, or a bound group."""
 
     paths: tuple[str, ...]
@@ -130,7 +130,7 @@ def _followers(root: ModuleNode, traced: bool) -> Iterator[tuple[str, str]]:
     yield from visit(root, "")
 
 
-def _units(model: CostModel, bound: Sequence[_Bound], followers: Mapping[str, str]) -> list[Unit]:
+def _units(model: CostModel, bound: Sequence[_Bound], followers: Mapping[str, str]) -> list[PlaceableUnit]:
     """The model as a sequence: the modules in a module first, then its own frame; small modules stay whole."""
     in_flight = sum(model.in_flight) / model.stages
     sizes: dict[str, int] = {}
@@ -174,16 +174,16 @@ def _opened(
     costs: Mapping[str, float],
     must_open: set[str],
     followers: Mapping[str, str],
-) -> Iterator[Unit]:
+) -> Iterator[PlaceableUnit]:
     open_it = node.path in must_open or costs[node.path] > grain or node is model.trace.root or node.is_container
     if node.children and node.is_divisible and open_it:
         for child in callees_in_order(node):
             yield from _opened(model, child, grain, costs, must_open, followers)
         if node.path not in followers:
-            yield Unit((node.path,), model.needs[node.path])
+            yield PlaceableUnit((node.path,), model.needs[node.path])
     elif node.path not in followers:
         paths = tuple(inner.path for inner in node.walk() if inner.path not in followers)
-        yield Unit(paths, model.subtree(node))
+        yield PlaceableUnit(paths, model.subtree(node))
 
 
 def callees_in_order(node: ModuleNode) -> list[ModuleNode]:
@@ -199,8 +199,8 @@ def callees_in_order(node: ModuleNode) -> list[ModuleNode]:
 
 
 def _joined(
-    model: CostModel, units: list[Unit], bound: Sequence[_Bound]
-) -> tuple[list[Unit], list[tuple[list[int], int | None]]]:
+    model: CostModel, units: list[PlaceableUnit], bound: Sequence[_Bound]
+) -> tuple[list[PlaceableUnit], list[tuple[list[int], int | None]]]:
     """Units that are bound together and adjacent, or nearly, become one; the others form groups.
 
     Returns:
@@ -216,13 +216,13 @@ def _joined(
         # The step function runs with the root's own frame, on the last stage unless set otherwise.
         stage_of.setdefault(root, model.stages - 1)
     absorbed = _absorbed(model, units, members, stage_of)
-    result: list[Unit] = []
+    result: list[PlaceableUnit] = []
     new_number: dict[int, int] = {}
     for number, unit in enumerate(units):
         first = absorbed.get(number, number)
         if first != number:
             whole = result[new_number[first]]
-            result[new_number[first]] = Unit(whole.paths + unit.paths, whole.need + unit.need)
+            result[new_number[first]] = PlaceableUnit(whole.paths + unit.paths, whole.need + unit.need)
         else:
             new_number[number] = len(result)
             result.append(unit)
@@ -265,7 +265,7 @@ def _leaders(count: int, number_of: Mapping[str, int], bound: Sequence[_Bound]) 
 
 
 def _absorbed(
-    model: CostModel, units: Sequence[Unit], members: Mapping[int, list[int]], stage_of: Mapping[int, int]
+    model: CostModel, units: Sequence[PlaceableUnit], members: Mapping[int, list[int]], stage_of: Mapping[int, int]
 ) -> dict[int, int]:
     """By number, the first of the units that become one: bound together, with next to nothing in between."""
     in_flight = sum(model.in_flight) / model.stages

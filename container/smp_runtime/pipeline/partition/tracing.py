@@ -24,11 +24,18 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.microbatch_state.attribute_watch import AttributeWatch
-from smp_runtime.microbatch_state.entries import Slot, Taken
+from smp_runtime.microbatch_state.entries import ModuleSlot, Taken
 from smp_runtime.microbatch_state.snapshot import Snapshot, restored
 from smp_runtime.pipeline.partition.meta_device import values_left_out
 from smp_runtime.pipeline.partition.module_times import median_times, run_repeatedly
-from smp_runtime.pipeline.partition.module_tree import Flow, ForeignUse, ModuleNode, ModuleTree, Trace, order_by_call
+from smp_runtime.pipeline.partition.module_tree import (
+    ForeignUse,
+    ModuleFlow,
+    ModuleNode,
+    ModuleTree,
+    Trace,
+    order_by_call,
+)
 from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.flop_formulas import flop_registry, sdpa_flop_count
 from smp_runtime.tensors.nested import argument_tensors, storage_of, tensor_bytes, tensors_in, total_bytes
@@ -147,7 +154,7 @@ def _measure_times(model: nn.Module, tree: ModuleTree, run: Callable[[], object]
         node.seconds = seconds.get(node.path, 0.0)
 
 
-class _Calls:
+class _TracedCalls:
     """Follows the calls of a model's modules on this thread.
 
     Attributes:
@@ -170,7 +177,7 @@ class _Calls:
     def running(self) -> Iterator[None]:
         """Watch all calls inside."""
         modules = list(self.tree.modules.values())
-        slots = [Slot(vars(module), "_compiled_call_impl") for module in modules]
+        slots = [ModuleSlot(vars(module), "_compiled_call_impl") for module in modules]
         former = [slot.take() for slot in slots]
         for slot, module in zip(slots, modules, strict=True):
             original = module._compiled_call_impl or module._call_impl  # noqa: SLF001 - what __call__ runs
@@ -200,7 +207,7 @@ class _Calls:
         return threading.get_ident() == self._thread
 
 
-class _Recorder(_Calls):
+class _Recorder(_TracedCalls):
     """Counts operations, bytes and uses of values, and writes them into the nodes."""
 
     def __init__(self, tree: ModuleTree, balance: float, measures_memory: bool) -> None:
@@ -237,12 +244,12 @@ class _Recorder(_Calls):
         for node in self.tree.root.walk():
             node.flops = max(node.flops, float(node.calls))
 
-    def flows(self) -> list[Flow]:
+    def flows(self) -> list[ModuleFlow]:
         """Tensors with the same maker and the same users are one flow."""
         total: defaultdict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
         for maker, users in self._consumers.values():
             total[maker.path, tuple(users)] += max(users.values())
-        return [Flow(maker, users, size) for (maker, users), size in total.items() if size]
+        return [ModuleFlow(maker, users, size) for (maker, users), size in total.items() if size]
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -421,7 +428,7 @@ class _NoBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Stopwatch(_Calls):
+class _Stopwatch(_TracedCalls):
     """Measures the seconds of each module's own frame, in one run.
 
     Attributes:

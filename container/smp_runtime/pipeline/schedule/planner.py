@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
 from smp_runtime.pipeline.schedule.recorded_step import Facts
-from smp_runtime.pipeline.schedule.simulation import Clock, Graph, replay, summary
+from smp_runtime.pipeline.schedule.simulation import ScheduleSimulator, SegmentGraph, replay, summary
 
 if TYPE_CHECKING:
     from smp_runtime.pipeline.schedule.policies import Policy
@@ -37,7 +37,7 @@ _FINALISTS = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class SchedulePlan:
     """A schedule and what it promises."""
 
     orders: dict[int, tuple[Action, ...]]  # for every rank, the actions in the order in which it is to run them
@@ -49,7 +49,7 @@ class Plan:
     start: dict[Action, float] = field(default_factory=dict)  # seconds, of every action
 
 
-def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: float = 0.0) -> Plan:
+def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: float = 0.0) -> SchedulePlan:
     """The order in which every rank runs the segments of a step.
 
     The orders name every segment once, cannot deadlock on the recorded graph whatever the real durations are, and keep
@@ -69,13 +69,13 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
     # The same plan, whichever rank's record came first.
     segments = sorted(segments, key=lambda s: (s.action.microbatch, s.action.kind.value, s.action.path, s.action.part))
     if not segments:
-        return Plan({}, 0.0, 0.0, {}, {}, "nothing to run")
-    facts = Facts(Graph(segments, latency, ascending=True), active, policy)
+        return SchedulePlan({}, 0.0, 0.0, {}, {}, "nothing to run")
+    facts = Facts(SegmentGraph(segments, latency, ascending=True), active, policy)
     best = _search(facts)
     graph = facts.graph
     sequence = best.clock.order
     run = summary(graph, replay(graph, sequence, active))  # without the waits that the rule chose
-    return Plan(
+    return SchedulePlan(
         orders={rank: tuple(graph.segments[i].action for i in sequence[r]) for r, rank in enumerate(graph.ranks)},
         makespan=run.makespan,
         bound=facts.bound / 1e9,
@@ -119,7 +119,7 @@ def _rules(facts: Facts) -> list[_Rule]:
     return [_Rule(priority, spare) for spare in spares for priority in ("lowest", "longest")]
 
 
-class _Choice:
+class _RuleRun:
     """A rule at work on a graph."""
 
     def __init__(self, facts: Facts, rule: _Rule, keys: Sequence[float] | None = None) -> None:
@@ -191,7 +191,7 @@ class _Choice:
 
         return key
 
-    def _is_its_turn(self, clock: Clock, rank: int, node: int) -> bool:
+    def _is_its_turn(self, clock: ScheduleSimulator, rank: int, node: int) -> bool:
         """Whether what comes before gradients of weights on their rank has begun.
 
         A short wait for a value should not be filled with them: what comes next would come late, and with it everything after.
@@ -201,7 +201,7 @@ class _Choice:
             turns.pop()
         return not turns or self.turn[node] < self.turn[turns[-1]]
 
-    def pick(self, clock: Clock, rank: int, now: int) -> int:
+    def pick(self, clock: ScheduleSimulator, rank: int, now: int) -> int:
         """See :class:`.Picker`."""
         place, best = self.place, -1
         for node in clock.ready[rank]:
@@ -220,7 +220,7 @@ class _Choice:
                     return -1
         return best
 
-    def _allowed(self, clock: Clock, rank: int, node: int) -> bool:
+    def _allowed(self, clock: ScheduleSimulator, rank: int, node: int) -> bool:
         k = self.facts.graph.microbatch[node]
         if not clock.begun[k] and clock.open >= clock.active:
             return False
@@ -242,7 +242,7 @@ class _Choice:
         self.capped = True
         return False
 
-    def _wave_allows(self, clock: Clock, rank: int, node: int, k: int) -> bool:
+    def _wave_allows(self, clock: ScheduleSimulator, rank: int, node: int, k: int) -> bool:
         wave = self.facts.wave[k]
         if clock.lowest < self.facts.first[wave]:
             return False
@@ -277,7 +277,7 @@ def _cycle(count: int, cap: int, waiting: int) -> dict[tuple[str, int], int]:
 @dataclass(eq=False)
 class _Try:
     rule: _Rule
-    clock: Clock
+    clock: ScheduleSimulator
     capped: bool
 
     @property
@@ -286,8 +286,8 @@ class _Try:
 
 
 def _run(facts: Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Try:
-    choice = _Choice(facts, rule, keys)
-    clock = Clock(facts.graph, facts.active).run(choice)
+    choice = _RuleRun(facts, rule, keys)
+    clock = ScheduleSimulator(facts.graph, facts.active).run(choice)
     if clock.done < len(facts.graph.segments):
         raise AssertionError(f"the rule {rule} got stuck after {clock.done} of {len(facts.graph.segments)} segments")
     return _Try(rule, clock, choice.capped)
@@ -342,7 +342,7 @@ def _first_microbatches(facts: Facts) -> Facts | None:
     kept = set(graph.microbatches[:number])
     segments = [segment for segment in graph.segments if segment.action.microbatch in kept]
     try:
-        return Facts(Graph(segments, graph.latency / 1e9, ascending=True), active, facts.policy)
+        return Facts(SegmentGraph(segments, graph.latency / 1e9, ascending=True), active, facts.policy)
     except ScheduleError:  # a microbatch needs something of a later one
         return None
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from smp_runtime.pipeline.schedule.policies import Policy
-    from smp_runtime.pipeline.schedule.simulation import Graph
+    from smp_runtime.pipeline.schedule.simulation import SegmentGraph
 
 #: Segments shorter than this fraction of a microbatch's work on the busiest rank go first, since they are what others wait for:
 #: as a rule the step function's own code.
@@ -17,7 +17,7 @@ _QUICK = 0.06
 class Facts:
     """What is known of a graph before any order: solo times, tails, waves, and how many microbatches fill each rank."""
 
-    def __init__(self, graph: Graph, active: int, policy: Policy) -> None:
+    def __init__(self, graph: SegmentGraph, active: int, policy: Policy) -> None:
         self.graph = graph
         self.active = active
         self.policy = policy

@@ -20,7 +20,7 @@ _END, _ARRIVAL, _FINISHED = range(3)
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """What came of a simulated schedule. Seconds throughout."""
 
     start: dict[Action, float]  # of every action, like the next
@@ -33,7 +33,7 @@ class Run:
     active: int  # the most microbatches begun and not finished, over all ranks
 
 
-def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latency: float = 0.0) -> Run:
+def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latency: float = 0.0) -> SimulatedRun:
     """Run ``orders`` on the recorded graph: every rank starts the next action of its order as soon as it can.
 
     Args:
@@ -44,7 +44,7 @@ def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latenc
         ScheduleError: an action is missing, unknown, stands twice or on a wrong rank, an event is given by nobody, or
             the order deadlocks; the message then names the circle of waits.
     """
-    graph = Graph(segments, latency)
+    graph = SegmentGraph(segments, latency)
     sequence = _sequence(orders, graph)
     return summary(graph, replay(graph, sequence, active))
 
@@ -52,7 +52,7 @@ def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latenc
 # ---- the graph ----
 
 
-class Graph:
+class SegmentGraph:
     """Segments compiled to numbers: nodes are positions in ``segments``, edges carry the time after a node's start.
 
     With ``ascending``, a segment also follows the same (kind, path, part) of the next lower microbatch on its rank. In
@@ -181,11 +181,11 @@ def _first_double(actions: Iterable[Action]) -> Action | None:
 class Picker(Protocol):
     """Decides what a free rank starts."""
 
-    def pick(self, clock: Clock, rank: int, now: int) -> int:
+    def pick(self, clock: ScheduleSimulator, rank: int, now: int) -> int:
         """A node that is ready on ``rank`` and allowed by the clock, or -1 to wait until something happens."""
 
 
-class Clock:
+class ScheduleSimulator:
     """Runs a graph: one segment at a time per rank, non-preemptive, chosen by a :class:`Picker`.
 
     Attributes:
@@ -195,7 +195,7 @@ class Clock:
         order, start, finish: what ran.
     """
 
-    def __init__(self, graph: Graph, active: int) -> None:
+    def __init__(self, graph: SegmentGraph, active: int) -> None:
         self.graph = graph
         self.active = active
         self.ns = graph.ns
@@ -237,7 +237,7 @@ class Clock:
         """Whether the rule of active microbatches lets this node start."""
         return self.open < self.active or self.begun[self.graph.microbatch[node]]
 
-    def run(self, picker: Picker) -> Clock:
+    def run(self, picker: Picker) -> ScheduleSimulator:
         """Until nothing more happens. With ``done`` short of the number of segments, the picker got stuck."""
         rank_of, events, busy = self.graph.rank, self._events, self._busy
         while events:
@@ -326,27 +326,27 @@ class _Replay:
     def __init__(self, sequence: Sequence[Sequence[int]]) -> None:
         self.sequence = sequence
 
-    def pick(self, clock: Clock, rank: int, now: int) -> int:
+    def pick(self, clock: ScheduleSimulator, rank: int, now: int) -> int:
         """See :class:`Picker`."""
         node = self.sequence[rank][len(clock.order[rank])]
         return node if node in clock.ready[rank] and clock.may_begin(node) else -1
 
 
-def replay(graph: Graph, sequence: Sequence[Sequence[int]], active: int) -> Clock:
+def replay(graph: SegmentGraph, sequence: Sequence[Sequence[int]], active: int) -> ScheduleSimulator:
     """Run fixed orders, in node numbers; ScheduleError when they deadlock."""
-    clock = Clock(graph, active).run(_Replay(sequence))
+    clock = ScheduleSimulator(graph, active).run(_Replay(sequence))
     if clock.done < len(graph.segments):
         raise ScheduleError(_deadlock(clock, sequence))
     return clock
 
 
-def summary(graph: Graph, clock: Clock) -> Run:
+def summary(graph: SegmentGraph, clock: ScheduleSimulator) -> SimulatedRun:
     """The figures of a finished clock, in seconds and real rank numbers."""
     actions = [segment.action for segment in graph.segments]
     busy = [0] * len(graph.ranks)
     for r, ns in zip(graph.rank, clock.ns, strict=True):
         busy[r] += ns
-    return Run(
+    return SimulatedRun(
         start={action: time / _NANOSECONDS for action, time in zip(actions, clock.start, strict=True)},
         finish={action: time / _NANOSECONDS for action, time in zip(actions, clock.finish, strict=True)},
         makespan=clock.makespan / _NANOSECONDS,
@@ -359,7 +359,7 @@ def summary(graph: Graph, clock: Clock) -> Run:
 # ---- what is wrong with an order ----
 
 
-def _sequence(orders: Orders, graph: Graph) -> list[list[int]]:
+def _sequence(orders: Orders, graph: SegmentGraph) -> list[list[int]]:
     """The orders in node numbers, once it is sure that every action stands exactly once and on its rank."""
     for rank, order in orders.items():
         double = _first_double(order)
@@ -379,7 +379,7 @@ def _sequence(orders: Orders, graph: Graph) -> list[list[int]]:
     return sequence
 
 
-def _deadlock(clock: Clock, sequence: Sequence[Sequence[int]]) -> str:
+def _deadlock(clock: ScheduleSimulator, sequence: Sequence[Sequence[int]]) -> str:
     """Follow what each rank's next action waits for until an action comes up again."""
     graph = clock.graph
     heads = {r: order[len(clock.order[r])] for r, order in enumerate(sequence) if len(clock.order[r]) < len(order)}
@@ -408,7 +408,7 @@ def _circle(node: int, waits_for: Callable[[int], tuple[int, str]]) -> list[tupl
     return [(i, path[i]) for i in nodes[nodes.index(node) :]]
 
 
-def _in_words(circle: list[tuple[int, str]], graph: Graph) -> str:
+def _in_words(circle: list[tuple[int, str]], graph: SegmentGraph) -> str:
     waits = "; ".join(
         f"{_named(node, graph)} {why} {_named(circle[(i + 1) % len(circle)][0], graph)}"
         for i, (node, why) in enumerate(circle)
@@ -416,6 +416,6 @@ def _in_words(circle: list[tuple[int, str]], graph: Graph) -> str:
     return f"the schedule deadlocks: {waits}. Change the order of one of these ranks."
 
 
-def _named(node: int, graph: Graph) -> str:
+def _named(node: int, graph: SegmentGraph) -> str:
     segment = graph.segments[node]
     return f"{segment.action} (rank {segment.rank})"

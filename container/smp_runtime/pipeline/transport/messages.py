@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from smp_records.records import FailureRecord
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """A tensor in a request or reply."""
 
     name: Name  # under which its owner keeps it
@@ -42,7 +42,7 @@ class GroupCall(NamedTuple):
         return f"checkpointed {'' if self.preserve_rng_state else 'without random state '}{' + '.join(self.members)}"
 
 
-class Call(NamedTuple):
+class ForwardCall(NamedTuple):
     """Run a module forward. Tensors of the message: those named in ``inline``."""
 
     microbatch: int
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     module: str | GroupCall
     head: bytes
     mutable: bool  # whether the arguments hold something that the module could change
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
     modes: Modes
     training: bytes  # flags of the module and of all in it
     nth: int  # how often the caller's task has called this module before
@@ -65,7 +65,7 @@ class Back(NamedTuple):
 
     microbatch: int
     path: Path
-    slots: tuple[Slot | None, ...]
+    slots: tuple[TensorSlot | None, ...]
     in_model_backward: bool
     accumulates: bool  # whether parameters get gradients, which torch.autograd.grad leaves alone
     wants_reply: bool
@@ -81,7 +81,7 @@ class Reply(NamedTuple):
     microbatch: int
     path: Path
     head: bytes
-    slots: tuple[Slot | None, ...]
+    slots: tuple[TensorSlot | None, ...]
     touched: tuple[bool, ...]
 
 
@@ -100,7 +100,7 @@ class Deliver(NamedTuple):
     stage: int
 
 
-class Value(NamedTuple):
+class ValueMessage(NamedTuple):
     """Values; their tensors travel with the message."""
 
     names: tuple[Name, ...]
@@ -119,7 +119,7 @@ class StepKind(NamedTuple):
     shapes: Hashable  # of its arguments
 
 
-class StepCall(Protocol):
+class StepAnnouncement(Protocol):
     """How a rank's script has called a step; pickled, since the other stages compare the root stage's with their own."""
 
     def check(self, root: Any, rank: int, root_rank: int) -> str:
@@ -140,7 +140,7 @@ class Begin(NamedTuple):
     is_recorded: bool  # whether the stages record what they do
     is_serial: bool  # whether the microbatches run one after the other
     requires: bytes  # which parameters require gradients
-    call: StepCall  # how the root stage's script has called the step
+    call: StepAnnouncement  # how the root stage's script has called the step
 
 
 class Diverged(NamedTuple):
@@ -156,7 +156,7 @@ class Ask(NamedTuple):
     halts: bool  # whether the stage stops at its place in the planned order
 
 
-class Answer(NamedTuple):
+class StageProgress(NamedTuple):
     """How far a stage is."""
 
     number: int  # of the question
@@ -205,16 +205,16 @@ class Fail(NamedTuple):
 Stamped = tuple[int, "tuple[Any, ...] | None", tuple[tuple[Any, ...], ...]]
 
 _KINDS: tuple[Any, ...] = (
-    *(Value, Call, Back, Done, Release, Reply, Deliver),
+    *(ValueMessage, ForwardCall, Back, Done, Release, Reply, Deliver),
     *(Begin, Diverged, End, Record, Fail),
-    *(Ask, Answer, Turn),
+    *(Ask, StageProgress, Turn),
 )
 #: Messages about the others, which are not counted themselves and bring no news.
-UNCOUNTED = (Ask, Answer, Turn)
+UNCOUNTED = (Ask, StageProgress, Turn)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 #: Where a message has slots.
-_SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (Call, Back, Reply)}
-_MODES = Call._fields.index("modes")
+_SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (ForwardCall, Back, Reply)}
+_MODES = ForwardCall._fields.index("modes")
 
 
 def plain(message: Any) -> tuple[Any, ...]:
@@ -225,7 +225,7 @@ def plain(message: Any) -> tuple[Any, ...]:
         fields[place] = tuple(
             [None if slot is None else (*slot[:2], tuple(slot[2]), slot[3]) for slot in fields[place]]
         )
-        if kind is Call:
+        if kind is ForwardCall:
             fields[_MODES] = tuple(fields[_MODES])
     return _CODES[kind], *fields
 
@@ -236,7 +236,7 @@ def named(fields: tuple[Any, ...]) -> Any:
     if (place := _SLOTS.get(kind)) is None:
         return kind(*fields[1:])
     values = list(fields[1:])
-    values[place] = tuple([None if s is None else Slot(s[0], s[1], Meta(*s[2]), s[3]) for s in values[place]])
-    if kind is Call:
+    values[place] = tuple([None if s is None else TensorSlot(s[0], s[1], Meta(*s[2]), s[3]) for s in values[place]])
+    if kind is ForwardCall:
         values[_MODES] = Modes(*values[_MODES])
     return kind(*values)

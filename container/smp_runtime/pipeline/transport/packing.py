@@ -60,7 +60,7 @@ def _pack(tree: Any, modules: Mapping[int, str]) -> Packed:
     try:
         try:
             return _packed(tree, modules, arguments, shared=False)
-        except _Shared:
+        except _SharedObject:
             return _packed(tree, modules, arguments, shared=True)
     except Exception as error:
         where, culprit, cause = _find_culprit(tree, modules) or ("the value", tree, error)
@@ -122,7 +122,7 @@ def _treatment(type_: type) -> int:
     return result
 
 
-class _Shared(Exception):
+class _SharedObject(Exception):
     """Something that can be changed is in the tree more than once."""
 
 
@@ -175,7 +175,7 @@ class _Pickler(pickle.Pickler):
             self.mutable = True
         if self.fast:
             if id(obj) in self._seen:
-                raise _Shared
+                raise _SharedObject
             self._seen[id(obj)] = obj
             if kind == _SET:
                 return "set", tuple(sorted(obj, key=_sort_key))

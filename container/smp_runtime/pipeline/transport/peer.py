@@ -111,7 +111,7 @@ class Peer:
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
-class Reader:
+class ConnectionReader:
     """Reads a connection ahead, so that a small message costs one call."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.errors import ConnectionLostError, DeadlineError, SMPRuntimeError
 from smp_runtime.pipeline.transport.connections import connect_all
-from smp_runtime.pipeline.transport.peer import Ended, Peer, Reader, write_pieces
+from smp_runtime.pipeline.transport.peer import ConnectionReader, Ended, Peer, write_pieces
 from smp_runtime.pipeline.transport.tensor_channels import (
     Announcement,
     TensorChannel,
@@ -44,7 +44,7 @@ _MESSAGE, _GOODBYE, _LAST_WORDS = 0, 1, 2
 
 _CLOSE_SECONDS = 10.0
 
-_open_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+_open_transports: weakref.WeakSet[PipelineTransport] = weakref.WeakSet()
 
 
 class StageFailed(SMPRuntimeError):
@@ -59,7 +59,7 @@ class StageFailed(SMPRuntimeError):
         self.words = words
 
 
-class Transport:
+class PipelineTransport:
     """Messages between the ranks of one pipeline group.
 
     A message is a small picklable head and tensors of any dtype and shape. Messages from one stage arrive in the
@@ -338,7 +338,7 @@ class Transport:
 
     def _receive(self, peer: Peer) -> None:
         """The receiver thread: hands on messages until the other side leaves or is lost."""
-        reader = Reader(peer.connection)
+        reader = ConnectionReader(peer.connection)
         try:
             use_device(self._device)
             while True:

@@ -13,16 +13,16 @@ from smp_tools.tracking.loggers.wandb import WandbLogger
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from smp_tools.tracking.run import Run
+    from smp_tools.tracking.run import TrackedRun
     from smp_tools.tracking.writer import Logger
 
 #: By name, what makes a tracker; its package is imported then.
-KINDS: Mapping[str, Callable[[Run], Logger]] = {
+KINDS: Mapping[str, Callable[[TrackedRun], Logger]] = {
     kind.name: kind for kind in (TensorBoardLogger, MLflowLogger, WandbLogger)
 }
 
 
-def make_loggers(names: Sequence[str], run: Run) -> list[Logger]:
+def make_loggers(names: Sequence[str], run: TrackedRun) -> list[Logger]:
     """The trackers of these names.
 
     Raises:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from smp_tools.tracking.points import Point
-    from smp_tools.tracking.run import Run
+    from smp_tools.tracking.points import MetricPoint
+    from smp_tools.tracking.run import TrackedRun
 
 #: Of one request, as MLflow takes it.
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100
@@ -27,7 +27,7 @@ class MLflowLogger:
 
     name = "mlflow"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # it asks git for nothing here
         from mlflow.entities import Metric, Param, RunTag
         from mlflow.tracking import MlflowClient
@@ -52,13 +52,13 @@ class MLflowLogger:
         tags = [RunTag("smp.job", run.name)] if run.name else []
         self._client.log_batch(self._run_id, params=told[:_MOST_PARAMETERS], tags=tags)
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricPoint]) -> None:
         """See :class:`~smp_tools.tracking.writer.Logger`."""
         metrics = self._metrics(points)
         while some := list(islice(metrics, _MOST_METRICS)):
             self._client.log_batch(self._run_id, metrics=some)
 
-    def _metrics(self, points: Sequence[Point]) -> Iterator[Any]:
+    def _metrics(self, points: Sequence[MetricPoint]) -> Iterator[Any]:
         for point in points:
             for name, value in point.values.items():
                 yield self._metric(name, value, int(point.when * 1000), point.step)

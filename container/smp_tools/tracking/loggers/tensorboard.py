@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smp_tools.tracking.points import Point
-    from smp_tools.tracking.run import Run
+    from smp_tools.tracking.points import MetricPoint
+    from smp_tools.tracking.run import TrackedRun
 
 
 class TensorBoardLogger:
@@ -20,14 +20,14 @@ class TensorBoardLogger:
 
     name = "tensorboard"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - what is missing is told now
 
         self._folder: Path = run.folder / self.name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer: Any = None
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricPoint]) -> None:
         """See :class:`~smp_tools.tracking.writer.Logger`."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smp_tools.tracking.points import Point
-    from smp_tools.tracking.run import Run
+    from smp_tools.tracking.points import MetricPoint
+    from smp_tools.tracking.run import TrackedRun
 
 
 class WandbLogger:
@@ -20,7 +20,7 @@ class WandbLogger:
 
     name = "wandb"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True)
@@ -36,7 +36,7 @@ class WandbLogger:
             **same,
         )
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[MetricPoint]) -> None:
         """See :class:`~smp_tools.tracking.writer.Logger`."""
         for point in points:
             self._run.log(dict(point.values), step=point.step)
