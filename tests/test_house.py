@@ -276,6 +276,19 @@ def test_no_file_is_too_long_to_read():
             assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
 
 
+def test_a_schedule_is_named_in_two_files():
+    from smp_config.schedules import SCHEDULES
+
+    found = set()
+    for package in PACKAGES:
+        for path in _files(package):
+            if any(
+                isinstance(node, ast.Constant) and node.value in set(SCHEDULES) - {"simple"} for node in _nodes(path)
+            ):
+                found.add(str(path.relative_to(ROOT)))
+    assert found == {"container/smp_config/schedules.py", "container/smp_runtime/pipeline/schedule/policies.py"}
+
+
 def test_the_facade_holds_no_logic():
     for path in _files("smdistributed"):
         for node in _nodes(path):

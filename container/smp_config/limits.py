@@ -1,4 +1,4 @@
-"""Limits that variables of the environment set for the ranks: seconds of a wait, and collectives in flight."""
+"""Limits of a job: seconds of a wait, ranks, collectives in flight, and the sizes of buckets; some are set by variables."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ MOST_LOCAL_RANKS = 2**12
 
 #: Steps or comparisons between two looks of a tool.
 MOST_EVERY = 1_000_000
+
+#: Default of ``bucket_cap_mb``, in bytes.
+BUCKET_CAP_BYTES = 25 * 2**20
+#: Below this latency outweighs what an earlier start wins.
+_SMALLEST_BUCKET = 2**20
 
 #: Seconds without progress after which a job hangs; 0 for no watch.
 HANG_VARIABLE = "SMP_HANG_SECONDS"
@@ -76,3 +81,11 @@ def throttle_limit(environ: Mapping[str, str]) -> int:
             "or -1 for no limit"
         )
     return limit
+
+
+def effective_bucket_bytes(total_bytes: int, cap_bytes: int = BUCKET_CAP_BYTES) -> int:
+    """The size at which buckets of gradients are closed: at most ``cap_bytes``, an eighth of a small model.
+
+    The last bucket of a step has nothing to hide behind, so it should be a small part of the whole.
+    """
+    return min(cap_bytes, max(_SMALLEST_BUCKET, total_bytes // 8))

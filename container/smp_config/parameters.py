@@ -15,8 +15,8 @@ from smp_config.errors import ConfigError, shown, suggest
 from smp_config.formats import strict_json
 from smp_config.formats.numbers_given import Real, Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.formats.values import why_no_path
-from smp_config.in_flight import Schedule, default_active
 from smp_config.limits import MOST_EVERY
+from smp_config.schedules import DEFAULT_SCHEDULE, TRAITS, Schedule, default_active, describe
 from smp_config.topology import Topology
 
 #: Arguments of ``smp.DistributedModel``, which are no settings of the job, and a value to show.
@@ -86,9 +86,8 @@ class ModelParallelParameters(BaseModel):
         1, ge=1, description="Pieces of the model that each pipeline stage owns: more idle less and send more."
     )
     pipeline: Schedule = Field(
-        "interleaved",
-        description="interleaved: backward first; zero_bubble: likewise, gradients of weights where a stage would idle; simple: "
-        "all forwards, then all backwards.",
+        DEFAULT_SCHEDULE,
+        description=describe(),
     )
     compile: StrictBool = Field(False, description="Compile the repeated blocks of each rank with torch.compile.")
     compile_backend: str = Field("inductor", min_length=1, description="The backend of torch.compile.")
@@ -384,18 +383,18 @@ class ModelParallelParameters(BaseModel):
         if self.pipeline_parallel_degree == 1 or not self.auto_partition:
             why = "auto_partition is false" if self.pipeline_parallel_degree > 1 else "pipeline_parallel_degree is 1"
             return [f"virtual_stages={self.virtual_stages} ignored: {why}"]
-        if self.pipeline == "zero_bubble":
+        if TRAITS[self.pipeline].splits_backward:
             return [
-                "stages wait no less with zero_bubble and virtual_stages than with virtual_stages alone: use one of them"
+                f"stages wait no less with {self.pipeline} and virtual_stages than with virtual_stages alone: use one of them"
             ]
         return []
 
     def _of_compiling(self) -> list[str]:
         """Settings of the compiler that change nothing."""
         said = []
-        if self.compile and self.pipeline == "zero_bubble":
+        if self.compile and TRAITS[self.pipeline].splits_backward:
             said.append(
-                "zero_bubble computes the gradients of compiled blocks whole: only what is not compiled can come later"
+                f"{self.pipeline} computes the gradients of compiled blocks whole: only what is not compiled can come later"
             )
         if "compile_backend" in self.model_fields_set and not self.compile:
             said.append("compile_backend ignored: compile is false")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from smp_config import ConfigError, Group, ModelParallelParameters, Topology
-from smp_config.in_flight import SCHEDULES, default_active, in_flight_counts
+from smp_config.schedules import DEFAULT_SCHEDULE, DOCUMENTED, SCHEDULES, TRAITS, default_active, in_flight_counts
 
 
 @dataclass(frozen=True)
@@ -204,21 +204,13 @@ def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False,
 def idle_fraction(
     stages: int,
     microbatches: int,
-    schedule: str = "interleaved",
+    schedule: str = DEFAULT_SCHEDULE,
     active: int | None = None,
     *,
     again: bool = False,
     pieces: int = 1,
 ) -> float:
-    """Part of a step in which a stage waits.
-
-    (p − 1) / (m + p − 1) for GPipe and 1F1B alike: Huang et al. 2019 and Narayanan et al. 2021, for stages of equal time and free
-    communication. (p − 1) / (3m + p − 1) for zero_bubble: Qi et al. 2023 (ZB-H1), where forward, gradients of inputs and gradients
-    of weights take equal time as well; (p − 1) / (2m + p − 1) where forward passes are computed again before gradients of inputs.
-
-    With fewer microbatches in flight than stages the pipeline never fills: one begins when another has gone through all p stages,
-    so m of them take ⌈m/a⌉ · p times of a stage and those by which the last ones follow each other. "simple" runs in waves of a
-    microbatches, and each fills and empties the pipeline.
+    """Part of a step in which a stage waits; :class:`~smp_config.schedules.ScheduleTraits` has the form of each schedule.
 
     Args:
         active: a, the most in flight; None: enough.
@@ -228,46 +220,20 @@ def idle_fraction(
             gains is not gained once more.
     """
     _at_least_one(stages=stages, microbatches=microbatches)
+    traits = TRAITS[schedule]
     most = microbatches if active is None else max(1, min(active, microbatches))
     if pieces > 1 and most >= min(microbatches, 2 * stages):
-        waves = -(-microbatches // most) if schedule == "simple" else 1
+        waves = -(-microbatches // most) if traits.has_waves else 1
         return waves * (stages - 1) / (pieces * microbatches + waves * (stages - 1))
-    if schedule == "zero_bubble":
-        return _idle_of_zero_bubble(stages, microbatches, most, again=again)
-    if active is None:
+    if active is None and not traits.splits_backward:
         return (stages - 1) / (microbatches + stages - 1)
-    waves = -(-microbatches // most)
-    if schedule == "simple":
-        return 1 - microbatches / (microbatches + waves * (stages - 1))
-    return 1 - microbatches / max(microbatches + stages - 1, waves * stages + (microbatches - 1) % most)
-
-
-def _idle_of_zero_bubble(stages: int, microbatches: int, most: int, *, again: bool) -> float:
-    """The same, from forward passes and gradients of weights that take a unit of time each, and all else of backward.
-
-    A stage waits for forward passes and gradients of inputs of the stages before it, and has its own gradients of weights to
-    compute meanwhile. Where no more are in flight than there are stages, a microbatch of the next wave waits for one that has come
-    through all of them, and for gradients of weights that were computed before; with one wave these fill what is left. The last
-    form is what the runtime's planner comes to, up to 8 % above where the last wave is not whole.
-    """
-    forward, inputs, weights = 1, 2 if again else 1, 1
-    whole = forward + inputs + weights
-    seconds = microbatches * whole + (stages - 1) * (whole - 2 * weights)
-    if most <= stages:
-        through, waves = stages * (forward + inputs) + weights, -(-microbatches // most)
-        follow = (forward + inputs) * (microbatches - 1)
-        if waves > 1:
-            through, follow = waves * through, (microbatches - 1) % most * whole + (waves - 1) * (most - 1) * weights
-        seconds = max(seconds, through + follow)
-    return 1 - microbatches * whole / seconds
+    return traits.idle(stages, microbatches, most, 2 if again else 1)
 
 
 def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active: int | None = None) -> int:
-    """Microbatches whose activations a stage holds at once.
+    """Microbatches whose activations a stage holds at once, by the rule of the schedule's traits.
 
-    All forwards first ("simple"): all of a wave, which has ``active`` of the m microbatches. Backward first
-    ("interleaved", 1F1B): min(m, p − i) at stage i counted from 0 (Narayanan et al. 2019, PipeDream). "zero_bubble": min(m, p)
-    at every stage (ZB-H1: Qi et al. 2023). Never more than ``active`` (``active_microbatches``; None: its default).
+    Never more than ``active`` (``active_microbatches``; None: its default).
 
     Raises:
         ConfigError: a stage that does not exist, or an unknown schedule.
@@ -279,7 +245,7 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active:
         )
     if schedule not in SCHEDULES:
         raise ConfigError(
-            f"pipeline is {schedule!r}; schedules are 'interleaved', 'zero_bubble' and 'simple': use one of them"
+            f"pipeline is {schedule!r}; schedules are {', '.join(map(repr, DOCUMENTED))}: use one of them"
         )
     most = default_active(stages) if active is None else active
     return in_flight_counts(schedule, stages, microbatches, most)[stage]

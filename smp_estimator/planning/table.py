@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smp_config.machine.instances import price_source
+from smp_config.schedules import TRAITS
 from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
 from smp_estimator.planning.batches import idle_fraction
 from smp_estimator.planning.forecast import Forecast, Verdict
@@ -83,7 +84,7 @@ def _idle_because(plan: Forecast) -> str:
     again = plan.request.workload.activation_checkpointing is not None
     pieces = settings.virtual_stages
     filled = idle_fraction(stages, settings.microbatches, settings.pipeline, again=again, pieces=pieces)
-    parts = ("2" if again else "3") if settings.pipeline == "zero_bubble" else ""
+    parts = ("2" if again else "3") if TRAITS[settings.pipeline].splits_backward else ""
     if pieces > 1:
         parts = f"{pieces} · "
     is_filled = plan.idle <= filled * (1 + 1e-9)

@@ -13,12 +13,13 @@ from typing import Any
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.machine.instances import instance, require_usable
+from smp_config.schedules import DOCUMENTED, TRAITS
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, ColouredText, Grid, Lines, Report, Shown
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Search, SearchRegion
 from smp_estimator.planning.search.improvement import change_line, change_words, search_dict, search_line
 from smp_estimator.planning.search.planned import configuration_of_settings, refuse_pieces
-from smp_estimator.planning.search.space import SCHEDULES, Configuration, Space
+from smp_estimator.planning.search.space import Configuration, Space
 from smp_estimator.rehearsal.least_work import Alone
 from smp_estimator.rehearsal.rehearse import rehearse
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of, on_gpu
@@ -210,8 +211,8 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     settings = ModelParallelParameters.from_mp_parameters(given)
     refuse_pieces(settings)
     kept = {name: value for name, value in given.items() if name not in _CHOSEN}
-    schedules: tuple[str, ...] = SCHEDULES
-    if settings.pipeline == "_only_forward":  # says what the job is for
+    schedules: tuple[str, ...] = DOCUMENTED
+    if not TRAITS[settings.pipeline].trains:  # says what the job is for
         kept["pipeline"], schedules = settings.pipeline, (settings.pipeline,)
     rehearsal = _Rehearsals(
         script, tuple(arguments), instance_type, instance_count, per_host, memory, kept, tell, run or rehearse

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_config.in_flight import in_flight_counts
+from smp_config.schedules import in_flight_counts
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, balance
 from smp_runtime.pipeline.partition.linear_partition import best_cuts

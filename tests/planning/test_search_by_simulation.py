@@ -12,7 +12,7 @@ import pytest
 from support.chains import makespan, segments
 
 from smp_config import ConfigError, Group
-from smp_config.in_flight import in_flight_counts
+from smp_config.schedules import in_flight_counts
 from smp_estimator.planning.batches import idle_fraction, layers_of_stage
 from smp_estimator.planning.request import Request, request_for
 from smp_estimator.planning.search.bounds import Needs

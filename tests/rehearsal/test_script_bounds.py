@@ -12,7 +12,7 @@ import pytest
 from support.chains import makespan
 
 from smp_config import ModelParallelParameters
-from smp_config.in_flight import in_flight_counts
+from smp_config.schedules import in_flight_counts
 from smp_estimator.planning.batches import layers_of_stage
 from smp_estimator.planning.search.bounds import least_bytes, least_seconds
 from smp_estimator.planning.search.planned import configuration_of_settings

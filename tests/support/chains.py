@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
-from smp_config.in_flight import in_flight_counts
+from smp_config.schedules import in_flight_counts
 from smp_runtime.pipeline.schedule.actions import Action, Segment, TaskKind
 from smp_runtime.pipeline.schedule.simulation import simulate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from smp_config import Group
-from smp_config.in_flight import effective_bucket_bytes
+from smp_config.limits import effective_bucket_bytes
 from smp_runtime.activations.marking import carry_over, marks
 from smp_runtime.data_parallel.reducer import batch_shares, seeing_own_batch, sharing_group
 from smp_runtime.data_parallel.sparse_gradients import sparse_tables

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_config.in_flight import effective_bucket_bytes
+from smp_config.limits import effective_bucket_bytes
 from smp_runtime.comm.buckets import Bucket, Reducing, Travel, make_buckets
 from smp_runtime.microbatch_state.compiled_blocks import is_compiled
 from smp_runtime.parameters.pending_gather import Arrivals, wait_before_calls

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from smp_config import Group, ModelParallelParameters, Topology
-from smp_config.in_flight import effective_bucket_bytes
+from smp_config.limits import effective_bucket_bytes
+from smp_config.schedules import TRAITS
 from smp_estimator.planning.batches import Batches, in_flight, layers_of_stages
 from smp_estimator.planning.memory.activations import LayerCost, StageActivations, stage_activations
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
@@ -25,6 +26,9 @@ from smp_estimator.planning.smddp import buffer_bytes
 
 if TYPE_CHECKING:
     from smp_estimator.planning.model_shape import Weight
+
+#: A schedule under which every stage holds all microbatches that are in flight.
+_IN_WAVES = next(name for name, traits in TRAITS.items() if traits.has_waves)
 
 
 class Kind(enum.Enum):
@@ -131,7 +135,7 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
     )
     microbatches = batch.microbatches if stages > 1 else 1
     # Of several pieces each stage may hold those of all microbatches in flight, as where all forward passes come first.
-    schedule = "simple" if parameters.virtual_stages > 1 else parameters.pipeline
+    schedule = _IN_WAVES if parameters.virtual_stages > 1 else parameters.pipeline
     flying = in_flight(schedule, stage, stages, microbatches, parameters.active_microbatches)
     return stage_activations(
         request.shape,

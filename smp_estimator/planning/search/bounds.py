@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import Group
+from smp_config.schedules import TRAITS
 from smp_records.rate_card import RateCard, sent_bytes
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
     microbatches = at.microbatches or samples
     active = min(at.active or microbatches, microbatches)
     # Gradients of weights may be computed in any moment: before a stage can begin stand forward passes alone.
-    splits = "zero_bubble" in (space.schedules if at.schedule is None else (at.schedule,))
+    schedules = space.schedules if at.schedule is None else (at.schedule,)
+    splits = any(TRAITS[schedule].splits_backward for schedule in schedules)
     waiting = forward / (forward + backward) if splits and forward else 1.0
     passes = space.accumulation * _pipelined(seconds, stages, microbatches, active, waiting)
     if needs.sums_last and stages == 1 and at.state is not None and at.sharded == 1:

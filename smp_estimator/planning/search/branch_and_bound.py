@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
+from smp_config.schedules import DEFAULT_SCHEDULE, TRAITS, ScheduleTraits
 from smp_estimator.planning.search.bounds import least_bytes, least_seconds
 from smp_estimator.planning.search.space import MEMORIES, Configuration
 
@@ -274,9 +275,8 @@ class Search:
         return least
 
 
-#: Schedules by how many microbatches they hold, and by how long stages wait: a higher number is no better.
-_HELD = {"interleaved": 0, "_only_forward": 0, "zero_bubble": 1, "simple": 2}
-_WAITING = {"zero_bubble": 0, "interleaved": 1, "_only_forward": 1, "simple": 2}
+def _traits_of(at: Configuration) -> ScheduleTraits:
+    return TRAITS[at.schedule or DEFAULT_SCHEDULE]
 
 
 def keeps_no_less(at: Configuration, other: Configuration) -> bool:
@@ -285,7 +285,7 @@ def keeps_no_less(at: Configuration, other: Configuration) -> bool:
         return False
     if (at.active or 1) * (other.microbatches or 1) < (other.active or 1) * (at.microbatches or 1):
         return False  # fewer samples in flight
-    if _HELD[at.schedule or "interleaved"] < _HELD[other.schedule or "interleaved"]:
+    if _traits_of(at).keeps < _traits_of(other).keeps:
         return False
     # Sharded state has buffers of its own, so that it is compared with other degrees of it only.
     is_more = (at.state, other.state) == ("whole", "optimizer") or 1 < at.sharded < other.sharded
@@ -310,7 +310,7 @@ def passes_no_less(at: Configuration, other: Configuration) -> bool:
     count, others = at.microbatches or 1, other.microbatches or 1
     if count != others and not ((at.pipeline or 1) == 1 and count > others):
         return False
-    first, second = (_WAITING[one.schedule or "interleaved"] for one in (at, other))
+    first, second = _traits_of(at).waits, _traits_of(other).waits
     if first < second or (first > second and (at.active or 1) < min(at.pipeline or 1, count)):
         return False  # a pipeline that is not filled has no closed form
     is_later = MEMORIES.index(at.memory or "kept") >= MEMORIES.index(other.memory or "kept")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ModelParallelParameters
+from smp_config.schedules import TRAITS
 from smp_estimator.planning.search.branch_and_bound import Found, Search
 from smp_estimator.planning.search.planned import configuration_of, plan_of, region_of, space_of
 from smp_estimator.planning.step_time import unknown_because
@@ -86,7 +87,7 @@ def improvements(
     if unknown_because(request) is not None:
         return ()
     given = ModelParallelParameters.from_mp_parameters({"ddp": True, **parameters})
-    if given.pipeline == "_only_forward":  # says what the job is for
+    if not TRAITS[given.pipeline].trains:  # says what the job is for
         request = request.changed({"pipeline": given.pipeline})
     start = configuration_of(request.changed(given.to_mp_parameters()))
     space_of(request, samples).check(start)

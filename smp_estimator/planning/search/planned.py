@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smp_config import ConfigError
+from smp_config.schedules import DEFAULT_SCHEDULE, DOCUMENTED
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.memory.device_memory import is_half, summed_bytes
 from smp_estimator.planning.plan import Plan
@@ -14,7 +15,7 @@ from smp_estimator.planning.request import OPTIMIZER_BYTES
 from smp_estimator.planning.search.bounds import Needs
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Search, SearchRegion
 from smp_estimator.planning.search.heuristic_steps import has_room
-from smp_estimator.planning.search.space import MEMORIES, SCHEDULES, Configuration, Space
+from smp_estimator.planning.search.space import MEMORIES, Configuration, Space
 from smp_estimator.planning.step_time import operations_of_rank, unknown_because
 from smp_records.rate_card import RateCard
 
@@ -110,7 +111,7 @@ def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
         layers=max(1, shape.layers),
         heads=shape.heads,
         memories=MEMORIES[: (3 if offloads else 2) if shape.has_layers else 1],
-        schedules=SCHEDULES if schedule == "interleaved" else (schedule,),
+        schedules=DOCUMENTED if schedule == DEFAULT_SCHEDULE else (schedule,),
     )
 
 
@@ -141,7 +142,7 @@ def configuration_of_settings(settings: ModelParallelParameters, memory: str) ->
         state=state,
         memory="offloaded" if settings.offload_activations else memory,
         microbatches=settings.microbatches,
-        schedule=settings.pipeline if stages > 1 else "interleaved",
+        schedule=settings.pipeline if stages > 1 else DEFAULT_SCHEDULE,
         active=min(settings.active_microbatches or 1, settings.microbatches) if stages > 1 else 1,
         placement=settings.placement,
     )

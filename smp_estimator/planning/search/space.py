@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_config import ConfigError, Group, Topology
-from smp_config.in_flight import default_active
+from smp_config.schedules import DEFAULT_SCHEDULE, DOCUMENTED, default_active
 
 #: Names of what is chosen one after the other; the first decide most about time and memory.
 LEVELS = ("pipeline", "tensor", "state", "memory", "microbatches", "schedule", "active", "placement")
@@ -23,11 +23,6 @@ _WHOLE, _OPTIMIZER = "whole", "optimizer"
 
 #: What activations cost: kept, computed again, or computed again with their inputs in the host's memory.
 MEMORIES = _, _AGAIN, _OFFLOADED = "kept", "again", "offloaded"
-
-_INTERLEAVED = "interleaved"
-
-#: Of a pipeline, the one that there is by itself first.
-SCHEDULES = (_INTERLEAVED, "zero_bubble", "simple")
 
 _PLACEMENTS = ("DPT", "PDT", "DTP", "TDP", "PTD", "TPD")
 _PLACEMENT_NAMES = {"DPT": "cluster", "TPD": "spread"}
@@ -42,7 +37,7 @@ class Configuration:
         state: ``"whole"``, ``"optimizer"`` (``shard_optimizer_state``), or the degree of sharded data parallelism.
         memory: of activations: ``"kept"``, ``"again"`` (checkpointing of each layer) or ``"offloaded"``, which is both.
         microbatches: of a batch.
-        schedule: of the pipeline, one of :data:`SCHEDULES`.
+        schedule: of the pipeline, one of :data:`~smp_config.schedules.DOCUMENTED`.
         active: most microbatches in flight.
         placement: letters, right-most fastest.
     """
@@ -83,7 +78,7 @@ class Configuration:
         switched = (stages > 1, (self.tensor or 1) > 1, self.state not in (None, _WHOLE), self.recomputes)
         own = stages > 1 and self.active not in (None, min(default_active(stages), count))
         cut = stages == 1 and count > 1
-        other = self.schedule not in (None, _INTERLEAVED)
+        other = self.schedule not in (None, DEFAULT_SCHEDULE)
         single = own + cut + other + (self.memory == _OFFLOADED) + (self.placement not in (None, "DPT"))
         return 2 * sum(switched) + single
 
@@ -101,7 +96,7 @@ class Configuration:
             found["sharded_data_parallel_degree"] = self.sharded
         if (self.microbatches or 1) > 1:
             found["microbatches"] = self.microbatches
-        if stages > 1 and self.schedule not in (None, _INTERLEAVED):
+        if stages > 1 and self.schedule not in (None, DEFAULT_SCHEDULE):
             found["pipeline"] = self.schedule
         if stages > 1 and self.active is not None and self.active != default_active(stages):
             found["active_microbatches"] = self.active
@@ -120,7 +115,7 @@ class Configuration:
         words += ["activation checkpointing"] if self.recomputes else []
         words += ["offloading"] if self.memory == _OFFLOADED else []
         words += [f"{self.microbatches} microbatches"] if (self.microbatches or 1) > 1 else []
-        words += [f"schedule {self.schedule}"] if stages > 1 and self.schedule not in (None, _INTERLEAVED) else []
+        words += [f"schedule {self.schedule}"] if stages > 1 and self.schedule not in (None, DEFAULT_SCHEDULE) else []
         if (
             stages > 1
             and self.active is not None
@@ -154,7 +149,7 @@ class Space:
     layers: int = 1
     heads: int = 0
     memories: tuple[str, ...] = MEMORIES
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = DOCUMENTED
 
     def __post_init__(self) -> None:
         for name in ("world", "per_host", "samples", "accumulation", "layers"):
@@ -269,7 +264,7 @@ class Space:
 
     def _schedules(self, at: Configuration) -> Iterator[str]:
         """Without a pipeline all are alike."""
-        yield from self.schedules if (at.pipeline or 1) > 1 else (_INTERLEAVED,)
+        yield from self.schedules if (at.pipeline or 1) > 1 else (DEFAULT_SCHEDULE,)
 
     def _actives(self, at: Configuration) -> Iterator[int]:
         """What there is by itself, enough to fill the pipeline and half of that, twice as many, and all."""
@@ -330,4 +325,4 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-__all__ = ["LEVELS", "MEMORIES", "SCHEDULES", "Configuration", "Space"]
+__all__ = ["LEVELS", "MEMORIES", "Configuration", "Space"]

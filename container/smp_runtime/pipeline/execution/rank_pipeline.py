@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from smp_config.schedules import DEFAULT_SCHEDULE
 from smp_runtime.microbatch_state.attributes import Attributes
 from smp_runtime.microbatch_state.remote_stubs import appearing_on
 from smp_runtime.pipeline.execution.completion import Completion
@@ -60,7 +61,7 @@ logger = logging.getLogger("smp")
 class PipelineSettings:
     """How a pipeline runs; every rank has the same, but for what it watches."""
 
-    policy: Policy = POLICIES["interleaved"]  # of the schedule
+    policy: Policy = POLICIES[DEFAULT_SCHEDULE]
     active: int = 1  # most microbatches in flight
     replica: int = 0  # data parallel rank, part of the seeds
     predicts: bool = True  # whether calls whose result is known in advance return without waiting for it

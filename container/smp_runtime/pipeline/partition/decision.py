@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from smp_config.in_flight import in_flight_counts
+from smp_config.schedules import in_flight_counts
 from smp_runtime.errors import SMPError, SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages, some
 from smp_runtime.pipeline.partition.costs import CostSettings

@@ -1,7 +1,7 @@
-"""What tells one pipeline schedule from another. A new schedule is one class here, and its name in the table below.
+"""The order of a pipeline's tasks under each schedule. A new schedule is one class here, and its name in the table below.
 
-The planner follows a policy when it makes an order; a rank follows it where no order is planned yet. How many microbatches
-a schedule holds at once stands in :mod:`smp_config.in_flight`, since planning without a runtime counts with it too.
+The planner follows a policy when it makes an order; a rank follows it where no order is planned yet. What planning without a
+runtime must know of a schedule too, its traits, stands in :mod:`smp_config.schedules`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from smp_config.schedules import DEFAULT_SCHEDULE, TRAITS
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import TaskKind
 
@@ -16,8 +17,13 @@ from smp_runtime.pipeline.schedule.actions import TaskKind
 class Policy:
     """Microbatches follow each other freely, at most ``active`` in flight, backward passes first; others override."""
 
-    #: Whether backward passes leave gradients of weights for later.
-    splits_backward = False
+    #: The schedule whose traits it has.
+    schedule = DEFAULT_SCHEDULE
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes leave gradients of weights for later."""
+        return TRAITS[self.schedule].splits_backward
 
     def wave(self, microbatch: int, active: int) -> int | None:
         """The wave that a microbatch belongs to, or None where there are no waves.
@@ -53,11 +59,13 @@ class ZeroBubble(Policy):
     A microbatch is in flight at a stage until its gradients of weights are there, so that no stage holds more than interleaved.
     """
 
-    splits_backward = True
+    schedule = "zero_bubble"
 
 
 class Simple(Policy):
     """All forwards, then all backwards (GPipe; Huang et al., 2019), in waves of as many microbatches as may be active."""
+
+    schedule = "simple"
 
     def wave(self, microbatch: int, active: int) -> int | None:
         """So many microbatches one after the other as may be active."""
@@ -68,12 +76,15 @@ class Simple(Policy):
         return phase is TaskKind.BACKWARD, microbatch
 
 
-#: By the names that the configuration accepts. Steps that are only forward are planned like interleaved ones.
+class OnlyForward(Policy):
+    """Steps that are only forward, planned like interleaved ones."""
+
+    schedule = "_only_forward"
+
+
+#: By the names that the configuration accepts.
 POLICIES: dict[str, Policy] = {
-    "interleaved": Interleaved(),
-    "zero_bubble": ZeroBubble(),
-    "simple": Simple(),
-    "_only_forward": Interleaved(),
+    policy.schedule: policy for policy in (Interleaved(), ZeroBubble(), Simple(), OnlyForward())
 }
 
 
