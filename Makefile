@@ -47,6 +47,7 @@ TRACKERS := .venv-trackers
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
 	@echo "make test         the tests (big matrices as a sample), with the newest SDK and the notebook side with the oldest"
+	@echo "make test-near    the tests that are near a change, in about two minutes: BASE=HEAD LIMIT=120"
 	@echo "make test-full    the tests, with the big matrices whole"
 	@echo "make test-all     all tests in all environments, in slices, into test-table.jsonl: SLICE=3/9, LIMIT=900, BUILD=no; test-report says what is missing"
 	@echo "make test-crossings  drawn combinations of features beside one process: SEED=1 COUNT=3000, or CASE='{…}'"
@@ -87,6 +88,12 @@ test: test-sdk-floor test-newest
 
 test-newest: $(VENV)/.installed
 	$(BIN)/$(RUNNER) pytest newest --sample -- $(SHARED_OUT) --durations=25 --durations-min=3
+
+# While a change is being made: its room first, then by the imports that lead to it. BASE=origin/main counts from there.
+BASE ?= HEAD
+test-near: LIMIT := $(if $(filter command%,$(origin LIMIT)),$(LIMIT),120)
+test-near: $(VENV)/.installed
+	$(BIN)/$(RUNNER) near --base $(BASE) --limit $(LIMIT) -- $(SHARED_OUT)
 
 # The notebook side with the oldest SDK that is supported. It wants an older protobuf, and imports pytz unasked.
 $(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.import_graph import imported_names, nodes, parse
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -99,30 +100,8 @@ PUBLIC_TWICE = {"ContainerJobFailed", "ModelParallel", "SMPStrategy"}
 MOST_FILES = 15
 
 
-@functools.cache
-def _tree(path):
-    """The parsed file, once for all tests that look into it."""
-    return ast.parse(path.read_text())
-
-
-@functools.cache
-def _nodes(path):
-    """All that the parsed file is made of; to walk through it takes as long as to parse it."""
-    return list(ast.walk(_tree(path)))
-
-
 def _files(package):
     return [p for p in PACKAGES[package].rglob("*.py") if "__pycache__" not in p.parts]
-
-
-def _imports(path):
-    """Names of all imports: deferred ones and those for type checkers tie files together like any other."""
-    for node in _nodes(path):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _module(path):
@@ -135,7 +114,7 @@ def _graph():
     files = {_module(path): path for package in PACKAGES for path in _files(package)}
     graph = {}
     for module, path in files.items():
-        found = set(_imports(path))
+        found = set(imported_names(path))
         # "from package import file" names both; it is the file that is imported.
         named = {name for name in found if name in files}
         packages = {name for name in named if any(other.startswith(f"{name}.") for other in named)}
@@ -159,7 +138,7 @@ def _rooms():
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_only_go_down(package):
     for path in _files(package):
-        for name in _imports(path):
+        for name in imported_names(path):
             top = name.split(".")[0]
             if top in PACKAGES and top != package:
                 allowed = MAY_IMPORT[package] | COMMANDS.get(path, set())
@@ -169,7 +148,7 @@ def test_imports_only_go_down(package):
 
 @pytest.mark.parametrize("path", COMMANDS)
 def test_commands_import_the_runtime_only_when_they_run(path):
-    for node in _tree(path).body:
+    for node in parse(path).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
             assert not any(name.split(".")[0] in COMMANDS[path] for name in names), ast.unparse(node)
@@ -264,7 +243,7 @@ def test_a_class_name_means_one_thing():
     homes = {}
     for package in PACKAGES:
         for path in _files(package):
-            for node in _nodes(path):
+            for node in nodes(path):
                 if isinstance(node, ast.ClassDef):
                     homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name for name, places in homes.items() if len(places) > 1} == PUBLIC_TWICE, homes
@@ -283,7 +262,7 @@ def test_a_schedule_is_named_in_two_files():
     for package in PACKAGES:
         for path in _files(package):
             if any(
-                isinstance(node, ast.Constant) and node.value in set(SCHEDULES) - {"simple"} for node in _nodes(path)
+                isinstance(node, ast.Constant) and node.value in set(SCHEDULES) - {"simple"} for node in nodes(path)
             ):
                 found.add(str(path.relative_to(ROOT)))
     assert found == {"container/smp_config/schedules.py", "container/smp_runtime/pipeline/schedule/policies.py"}
@@ -291,7 +270,7 @@ def test_a_schedule_is_named_in_two_files():
 
 def test_the_facade_holds_no_logic():
     for path in _files("smdistributed"):
-        for node in _nodes(path):
+        for node in nodes(path):
             if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
                 assert not isinstance(node, ast.If | ast.For | ast.While | ast.Try), path.relative_to(ROOT)
 
@@ -299,7 +278,7 @@ def test_the_facade_holds_no_logic():
 def _written_names(path):
     """Of a package whose names load later: by name, the module that type checkers read; and ``__all__``."""
     typed, listed = {}, []
-    for node in _tree(path).body:
+    for node in parse(path).body:
         if isinstance(node, ast.If):
             typed |= {alias.name: each.module for each in node.body for alias in each.names}
         elif isinstance(node, ast.ImportFrom) and node.module != "typing":
@@ -397,7 +376,7 @@ PIPELINE_ROOMS = {
 @pytest.mark.parametrize("room", PIPELINE_ROOMS)
 def test_the_rooms_of_the_pipeline(room):
     for path in (PACKAGES["smp_runtime"] / "pipeline" / room).glob("*.py"):
-        for node in _nodes(path):  # imports for type checkers too
+        for node in nodes(path):  # imports for type checkers too
             parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
             if parts[:2] == ["smp_runtime", "pipeline"] and len(parts) > 2:
                 assert parts[2] in {room} | PIPELINE_ROOMS[room], f"{path.relative_to(ROOT)} imports {node.module}"
@@ -455,20 +434,20 @@ def test_private_names_of_pytorch_are_used_behind_one_door():
 
     # The emulation takes the place of PyTorch's calls, private ones too.
     packages = PACKAGES.keys() - {"smp_emulation"}
-    files = {path: _nodes(path) for package in sorted(packages) for path in _files(package)}
+    files = {path: nodes(path) for package in sorted(packages) for path in _files(package)}
     behind = {name for _, name, _ in _uses_of_private_names(files.pop(DOOR))}
-    own = {name for nodes in files.values() for _, name in _definitions(nodes)}
+    own = {name for content in files.values() for _, name in _definitions(content)}
     in_place = {name for names in IN_PLACE.values() for name in names}
     # What a class may override, and what is reached by its name.
     held = (torch.nn.Module(), torch.optim.Optimizer, torch.amp.GradScaler, torch.distributed.ProcessGroup)
     inherited = {name for each in held for name in dir(each) if _is_private(name)}
-    for path, nodes in files.items():
-        for line, name, is_certain in _uses_of_private_names(nodes):
+    for path, content in files.items():
+        for line, name, is_certain in _uses_of_private_names(content):
             is_known = name in in_place or (name in own | OF_OTHERS and name not in behind and not is_certain)
             is_known |= "smp_integrations" in path.parts and not is_certain  # of the library that the file adapts
             assert is_known, f"{path.relative_to(ROOT)}:{line} uses {name} of PyTorch: take it through {DOOR.name}"
-        texts = [(n.lineno, n.value) for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        for line, name in (*texts, *_definitions(nodes)):
+        texts = [(n.lineno, n.value) for n in content if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        for line, name in (*texts, *_definitions(content)):
             is_known = name in in_place or name not in inherited
             assert is_known, f"{path.relative_to(ROOT)}:{line} says {name}, a name of PyTorch: list it in {DOOR.name}"
 

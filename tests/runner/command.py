@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from runner import running, table
+from runner import near, running, table
 from runner.durations import FILE, Durations
 from runner.environments import ENVIRONMENTS, ROOT, Environment, find
 from runner.report import Report
@@ -125,6 +126,26 @@ def call_pytest(name: str, sample: bool, options: tuple[str, ...]) -> None:
     environment = find(name)
     selections = environment.sample if sample else environment.selections
     sys.exit(running.call_pytest(environment, selections, options, ROOT))
+
+
+@main.command("near")
+@click.option("--base", default="HEAD", show_default=True, help="the commit from which the change is counted")
+@click.option("--limit", default=120, show_default=True, help="seconds for all of them")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def run_near(base: str, limit: int, options: tuple[str, ...]) -> None:
+    """Run the tests that are near a change; OPTIONS are those of pytest. The exit code is that of pytest."""
+    changed = near.changed_files(ROOT, base)
+    if not changed:
+        click.echo("no file of Python has changed")
+        return
+    chosen = near.choose(changed, Durations.read(), limit)
+    click.echo(
+        f"{len(changed)} files have changed: {len(chosen.files)} test files, about {chosen.seconds:.0f} s; for "
+        f"{len(chosen.left)} more that the change can reach there is no time: LIMIT={limit}"
+    )
+    newest = find("newest")
+    sample = dataclasses.replace(newest.sample[0], paths=chosen.files)
+    sys.exit(running.call_pytest(newest, [sample], options, ROOT))
 
 
 def _chosen(names: tuple[str, ...]) -> list[Environment]:

@@ -1,0 +1,70 @@
+"""Which files of the repository import which: packages, tests and what tests share."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Folders of Python, each with the one from which its modules are imported.
+_FOLDERS = {"container": "container", "smp_estimator": ".", "tests": "tests", "benchmarks": "benchmarks"}
+#: A module, or something in it, as tests name it in a string.
+_DOTTED = re.compile(r"\b(?:smp_\w+|smdistributed)(?:\.\w+)+")
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    """Return the parsed file, once for all who ask."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all that the parsed file is made of; to walk through it takes as long as to parse it."""
+    return list(ast.walk(parse(path)))
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield the names of all imports: deferred ones and those for type checkers tie files together like any other."""
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _named(path: Path) -> Iterator[str]:
+    for node in nodes(path):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from _DOTTED.findall(node.value)
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Return all files of Python by the names under which they are imported; a test file by its path."""
+    found = {}
+    for folder, base in _FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / base).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+@functools.cache
+def imports() -> dict[Path, set[Path]]:
+    """Return by file the others that it imports, or names in a string."""
+    known = modules()
+    graph: dict[Path, set[Path]] = {}
+    for path in known.values():
+        found = set()
+        for name in {*imported_names(path), *_named(path)}:
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            if name:
+                found.add(known[name])
+        graph[path] = found - {path}
+    return graph
