@@ -444,7 +444,7 @@ def test_streaming_takes_the_memory_of_one_tensor(solo, tmp_path):
         "import sys\n"
         "from click.testing import CliRunner\n"
         "from smp_estimator.cli.main import main\n"
-        "from smp_runtime.checkpoint.files import conversion\n"
+        "from smp_runtime.checkpoint.full import conversion\n"
         "def anonymous():\n"  # what is mapped from files can be dropped at any time
         "    return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('RssAnon'))\n"
         "from smp_runtime.checkpoint.files import safetensors_writer as safetensors_file\n"

@@ -80,7 +80,7 @@ def test_a_rank_and_its_children_find_it(gpus, number, tmp_path, monkeypatch):
         LAYOUT_VARIABLE: layout.to_text(),
     }
     rank._prepare(layout, 0, environ)
-    folder = str(Path(rank.__file__).parent / "discovery_emulation")
+    folder = str(Path(rank.__file__).parents[1] / "discovery_emulation")
     assert (folder in environ["PYTHONPATH"].split(os.pathsep)) == (folder in sys.path) == (number == 0)
     assert environ[emulation.VARIABLE] == ("0" if number else "1")
 

@@ -120,8 +120,8 @@ def test_a_job_that_does_not_run_is_refused() -> None:
 
 RANK = """
 import sys, time
-from smp_config import whereabouts
-notes = whereabouts.begin({whereabouts.FOLDER_VARIABLE: sys.argv[1]}, int(sys.argv[2]))
+from smp_records import rank_record
+notes = rank_record.begin({rank_record.FOLDER_VARIABLE: sys.argv[1]}, int(sys.argv[2]))
 notes.pace.tell(stage=0)
 print("ready", flush=True)
 while True:
@@ -132,7 +132,7 @@ while True:
     notes.begin_wait(position)
     time.sleep(0.004 * (5 - int(sys.argv[3])))
     notes.end_wait(position)
-    notes.enter(whereabouts.BETWEEN)
+    notes.enter(rank_record.BETWEEN)
 """
 
 

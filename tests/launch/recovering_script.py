@@ -75,7 +75,7 @@ elif args.resume:
     scheduler.load_state_dict(content["scheduler"])
 batches = iter(smp.data.DataLoader(range(100_000), batch_size=args.batch, shuffle=True))
 tell("start", begin, os.getpid(), time.monotonic())
-print(f"rank {smp.rank()} is forked: {'warm.zygote' in Path(f'/proc/{os.getppid()}/cmdline').read_text()}")
+print(f"rank {smp.rank()} is forked: {'warm.fork_server' in Path(f'/proc/{os.getppid()}/cmdline').read_text()}")
 for step in progress.steps(args.steps) if args.loop == "steps" else range(begin, args.steps):
     samples = next(batches)
     # Four rows for each sample, which follow from it.

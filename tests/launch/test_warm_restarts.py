@@ -47,7 +47,7 @@ print(json.dumps({
     "mask": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
     "limits": open("/proc/self/limits").read(), "files": sorted(map(int, os.listdir("/proc/self/fd")))[:3],
     "leads_group": os.getpgrp() == os.getpid(), "streams": [str(s.encoding) + s.errors for s in (sys.stdout, sys.stderr)],
-    "forked": "warm.zygote" in parent,
+    "forked": "warm.fork_server" in parent,
 }), flush=True)
 print("to stderr", file=sys.stderr)
 pid, draw = os.getpid(), random.random()
@@ -262,7 +262,7 @@ def test_a_standby_that_has_died_is_done_without(host):
 
 #: Where ``driver(code)`` has the process hold a CUDA driver whose calls return ``code``.
 DRIVER = (
-    "import ctypes; from types import SimpleNamespace as N; from smp_launch.warm import imports; "
+    "import ctypes; from types import SimpleNamespace as N; from smp_launch.ranks import imports; "
     "driver = lambda code: (setattr(imports, '_mapped_files', lambda: ['/usr/lib/libcuda.so.1']), "
     "setattr(ctypes, 'CDLL', lambda name: N(cuDeviceGetCount=lambda count: code)))"
 )

@@ -138,8 +138,8 @@ def test_a_rank_tells_its_stacks_whatever_it_does(tmp_path):
     """Its interpreter is busy in C code, which lets no other Python code run; its main thread is told as such."""
     code = textwrap.dedent("""
         import os, re
-        from smp_config import whereabouts
-        whereabouts.begin(os.environ, 5)
+        from smp_records import rank_record
+        rank_record.begin(os.environ, 5)
         def stuck():
             re.match(r"(a|a|b?)*c", "a" * 64)
         stuck()
@@ -181,12 +181,12 @@ def test_without_a_watch_nothing_is_kept_and_a_folder_that_is_gone_is_no_failure
 def test_the_signal_for_stacks_does_not_end_a_rank_whose_interpreter_is_ending(tmp_path):
     script = """
         import faulthandler, os
-        from smp_config import whereabouts
+        from smp_records import rank_record
 
-        whereabouts.begin({whereabouts.FOLDER_VARIABLE: os.environ["FOLDER"]}, 0)
-        os.kill(os.getpid(), whereabouts.STACKS_SIGNAL)
-        faulthandler.unregister(whereabouts.STACKS_SIGNAL)  # as the interpreter does when it ends
-        os.kill(os.getpid(), whereabouts.STACKS_SIGNAL)
+        rank_record.begin({rank_record.FOLDER_VARIABLE: os.environ["FOLDER"]}, 0)
+        os.kill(os.getpid(), rank_record.STACKS_SIGNAL)
+        faulthandler.unregister(rank_record.STACKS_SIGNAL)  # as the interpreter does when it ends
+        os.kill(os.getpid(), rank_record.STACKS_SIGNAL)
         print("lives")
     """
     ended = subprocess.run(

@@ -22,7 +22,7 @@ FOLLOW = (
     "import sys; from pathlib import Path; from smp_launch.remote.login import follow; "
     "from smp_launch.machine.locked_folders import StatusDir; follow(StatusDir(Path(sys.argv[1])))"
 )
-RANK = "import os; from smp_config import whereabouts as w; n = w.begin(os.environ, %d); n.begin_step();"
+RANK = "import os; from smp_records import rank_record as w; n = w.begin(os.environ, %d); n.begin_step();"
 #: In a file of this library's, as a wait is.
 WAITS = "n.open_wait('all_reduce', (0, 1)); import time; exec(compile('def wait(): time.sleep(1000)', w.__file__, 'exec')); wait()"
 SLEEPS = "import time; time.sleep(1000)"

@@ -321,7 +321,7 @@ def sleeper(tmp_path):
     processes = []
 
     def start(rank, code="import time; time.sleep(1000)"):
-        begin = "import os; from smp_config import whereabouts as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
+        begin = "import os; from smp_records import rank_record as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
         environ = {**os.environ, rank_record.FOLDER_VARIABLE: str(tmp_path)}
         processes.append(
             subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ, start_new_session=True)
