@@ -81,9 +81,9 @@ class LiveBytes(TorchDispatchMode):
 
         raised_by = TaskScheduler._raised_by
 
-        def counted(conductor, task):
+        def counted(scheduler, task):
             with self:
-                return raised_by(conductor, task)
+                return raised_by(scheduler, task)
 
         TaskScheduler._raised_by = counted
         try:

@@ -141,7 +141,7 @@ class ProgressTracker:
         self._stragglers.add([record])
 
     @property
-    def rows(self) -> list[rank_table.Row]:
+    def rows(self) -> list[rank_table.RankRow]:
         """Of the ranks that have told of their time."""
         return rank_table.most_worth_showing(rank_table.rows_of(self._ranks.values()))
 

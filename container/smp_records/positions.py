@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from smp_records.time_breakdown import Reading  # noqa: TC001 - pydantic reads the classes
+from smp_records.time_breakdown import TimeReading  # noqa: TC001 - pydantic reads the classes
 
 #: Kinds of calls: the script's own call of this library, or a collective over a group.
 PUBLIC, COLLECTIVE = 0, 1
@@ -72,7 +72,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankRecord:
     """A record, as it was read.
 
     Attributes:
@@ -114,4 +114,4 @@ class Glance:
     when: float
     step: int
     has_left: bool
-    pace: Reading | None = None
+    pace: TimeReading | None = None

@@ -23,7 +23,7 @@ from pathlib import Path
 from smp_config.formats.rank_lists import ranks_of, ranks_text
 from smp_config.recovery import restart_count
 from smp_records import time_breakdown
-from smp_records.positions import COLLECTIVE, PUBLIC, Glance, JoinedCall, ScriptLine, Waiting, Whereabouts
+from smp_records.positions import COLLECTIVE, PUBLIC, Glance, JoinedCall, RankRecord, ScriptLine, Waiting
 from smp_records.script_lines import script_line
 
 #: Names the folder where the ranks of a machine keep their records, as ``<rank>``; without it they keep none.
@@ -88,7 +88,7 @@ class Notes:
         self.step = 0
         self.explain: Callable[[BaseException], BaseException | None] | None = None
         self.on_step: Callable[[], None] | None = None
-        self.pace = time_breakdown.Pace()
+        self.pace = time_breakdown.TimeBreakdown()
         self._began: dict[int, float] = {}  # of open waits; those of collectives by position, others below 0
         self._map: mmap.mmap | None = None
         self._has_steps = False
@@ -353,7 +353,7 @@ def _forget() -> None:
     _notes = Notes()
 
 
-def read(path: Path) -> Whereabouts | None:
+def read(path: Path) -> RankRecord | None:
     """A rank's record; None where there is none, or none that is whole."""
     try:
         raw = path.read_bytes()
@@ -384,7 +384,7 @@ def read(path: Path) -> Whereabouts | None:
             waits.append(Waiting(since, text(what), ranks_of(text(whom)), ScriptLine(text(file), line)))
     _, pid, rank, main_thread = _HEAD.unpack_from(raw)
     _, step, microbatch, phase, left, long, long_until = _STATE.unpack_from(raw, _STATE_AT)
-    return Whereabouts(
+    return RankRecord(
         pid=pid,
         rank=rank,
         main_thread=main_thread,
@@ -421,7 +421,7 @@ def _last_change(raw: bytes) -> float:
     return max(_WHEN.unpack_from(raw, place)[0] for place in places)
 
 
-def read_all(folder: Path) -> dict[int, Whereabouts]:
+def read_all(folder: Path) -> dict[int, RankRecord]:
     """The records of all ranks of a folder, by rank."""
     found = {}
     with contextlib.suppress(OSError):

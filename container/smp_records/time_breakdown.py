@@ -27,7 +27,7 @@ BYTES = _FIELDS.size
 
 
 @dataclass(frozen=True)
-class Reading:
+class TimeReading:
     """What a rank has counted since it began.
 
     Attributes:
@@ -53,7 +53,7 @@ class Reading:
     waits: tuple[float, ...]
 
 
-class Pace:
+class TimeBreakdown:
     """The counters of this process.
 
     Threads of a pipeline count too, one at a time as its tasks run; should two meet, some microseconds are lost.
@@ -110,7 +110,7 @@ class Pace:
         self._stage = self._stage if stage is None else stage
         self._device_bytes = self._device_bytes if device_bytes is None else device_bytes
 
-    def read(self) -> Reading:
+    def read(self) -> TimeReading:
         """What was counted until now."""
         return _reading(self._fields(), self._clock())
 
@@ -123,7 +123,7 @@ class Pace:
             _FIELDS.pack_into(self._map, self._at, *self._fields())
 
 
-def reading(record: bytes, at: int, now: float) -> Reading | None:
+def reading(record: bytes, at: int, now: float) -> TimeReading | None:
     """What a rank has counted, out of its record; None where it holds no such numbers.
 
     Args:
@@ -134,11 +134,11 @@ def reading(record: bytes, at: int, now: float) -> Reading | None:
     return _reading(fields, now) if fields[0] < _KINDS else None
 
 
-def _reading(fields: tuple[float, ...], now: float) -> Reading:
+def _reading(fields: tuple[float, ...], now: float) -> TimeReading:
     kind, since, steps, updates, stage, device_bytes, computed, *rest = fields
     seconds = rest[:_KINDS]
     seconds[int(kind)] += max(0.0, now - since)  # of what goes on
-    return Reading(
+    return TimeReading(
         now,
         int(steps),
         int(updates),
@@ -151,7 +151,7 @@ def _reading(fields: tuple[float, ...], now: float) -> Reading:
     )
 
 
-def record_between(before: Reading, after: Reading, rank: int) -> PaceRecord:
+def record_between(before: TimeReading, after: TimeReading, rank: int) -> PaceRecord:
     """What a rank did between two readings; what is no counter, as memory, is for the caller to add."""
     from smp_records.records import PaceRecord
 

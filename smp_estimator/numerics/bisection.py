@@ -14,7 +14,7 @@ from smp_config.formats.secrets import MASK
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.numerics.comparison import Comparison, compare
 from smp_estimator.numerics.script_run import launch_command, run_recorded
-from smp_estimator.numerics.tensor_diff import CloseupFiles, RunNames, Whole, differences, order_of_samples
+from smp_estimator.numerics.tensor_diff import CloseupFiles, RunNames, WholeTensor, differences, order_of_samples
 from smp_records.numerics import (
     CLOSEUP_VARIABLE,
     EVERY_VARIABLE,
@@ -228,5 +228,5 @@ def _before(step: int, folder: str, checkpoints: Checkpoints) -> dict[int, Saved
     return {saved.step: saved for saved in checkpoints(Path(folder)) if 0 < saved.step <= step}
 
 
-def _reordered(whole: Whole, order: Sequence[int] | object) -> Whole:
+def _reordered(whole: WholeTensor, order: Sequence[int] | object) -> WholeTensor:
     return replace(whole, values=whole.values[order], pieces=[])  # type: ignore[index]  # an array of indices

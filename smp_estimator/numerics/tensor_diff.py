@@ -38,7 +38,7 @@ _SAME_RATIO = 1e-3
 
 
 @dataclass
-class Whole:
+class WholeTensor:
     """A tensor of one run.
 
     Attributes:
@@ -71,7 +71,7 @@ class CloseupFiles:
         """Of all tensors."""
         return list(dict.fromkeys(TensorKey(kept.phase, kept.name, kept.nth) for kept in self._kept))
 
-    def whole(self, key: TensorKey, rank: int | None = None, call: int = 0) -> Whole | None:
+    def whole(self, key: TensorKey, rank: int | None = None, call: int = 0) -> WholeTensor | None:
         """A tensor, put together; None where nobody has kept it.
 
         Args:
@@ -96,7 +96,7 @@ class CloseupFiles:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._folder / kept.file} cannot be read ({error}); repeat the run") from None
 
-    def _of_parts(self, found: Sequence[KeptTensor]) -> Whole:
+    def _of_parts(self, found: Sequence[KeptTensor]) -> WholeTensor:
         first = found[0]
         shape = tuple(first.shape)
         whole = np.full(math.prod(shape), np.nan)
@@ -112,9 +112,9 @@ class CloseupFiles:
             whole[mine] = self._values(kept)
             if mine.size < whole.size:
                 shares[kept.rank] = mine
-        return Whole(whole.reshape(shape), first.dtype, shares, heads=first.heads)
+        return WholeTensor(whole.reshape(shape), first.dtype, shares, heads=first.heads)
 
-    def _of_batch(self, found: Sequence[KeptTensor]) -> Whole:
+    def _of_batch(self, found: Sequence[KeptTensor]) -> WholeTensor:
         by_piece = {(kept.owner or 0, kept.microbatch or 0, kept.nth): kept for kept in reversed(found)}
         parts: list[Numbers] = []
         pieces: list[tuple[int, int, int]] = []
@@ -124,7 +124,7 @@ class CloseupFiles:
             pieces.append((owner, microbatch, len(values)))
         if len({part.shape[1:] for part in parts}) > 1:  # of different lengths: as they come
             parts = [part.reshape(-1) for part in parts]
-        return Whole(np.concatenate(parts), found[0].dtype, pieces=pieces, heads=found[0].heads)
+        return WholeTensor(np.concatenate(parts), found[0].dtype, pieces=pieces, heads=found[0].heads)
 
 
 def _same_call(kept: KeptTensor, key: TensorKey) -> bool:
@@ -177,8 +177,8 @@ class RunNames:
 
 
 def differences(
-    one: Whole,
-    other: Whole,
+    one: WholeTensor,
+    other: WholeTensor,
     key: TensorKey,
     allowed: float,
     heads: tuple[Sequence[Head], Sequence[Head]],
@@ -211,7 +211,7 @@ def differences(
     return said
 
 
-def _limit(one: Whole, other: Whole, allowed: float) -> Numbers:
+def _limit(one: WholeTensor, other: WholeTensor, allowed: float) -> Numbers:
     rounding = max(ROUNDING.get(one.dtype, 0.0), ROUNDING.get(other.dtype, 0.0))
     a, b = (np.nan_to_num(np.abs(run.values), nan=0.0, posinf=0.0, neginf=0.0) for run in (one, other))
     size = math.sqrt(float(np.mean(a**2)))
@@ -235,7 +235,7 @@ def _index(tensor: Numbers, at: int) -> str:
 
 
 def _where(
-    differs: Flags, one: Whole, other: Whole, key: TensorKey, heads: tuple[Sequence[Head], Sequence[Head]]
+    differs: Flags, one: WholeTensor, other: WholeTensor, key: TensorKey, heads: tuple[Sequence[Head], Sequence[Head]]
 ) -> Iterator[str]:
     """Along which axes not everything differs, and whose share that is."""
     for axis, length in enumerate(differs.shape):
@@ -267,7 +267,7 @@ def _where(
                 yield f"all of them are in the shards of rank(s) {', '.join(map(str, ranks))}"
 
 
-def _owners_of_samples(hit: npt.NDArray[np.int64], one: Whole, other: Whole) -> Iterator[str]:
+def _owners_of_samples(hit: npt.NDArray[np.int64], one: WholeTensor, other: WholeTensor) -> Iterator[str]:
     for run in (other, one):
         begin, found = 0, []
         for owner, microbatch, count in run.pieces:
@@ -281,7 +281,7 @@ def _owners_of_samples(hit: npt.NDArray[np.int64], one: Whole, other: Whole) -> 
 
 
 def _shares_along(
-    hit: npt.NDArray[np.int64], axis: int, length: int, shape: tuple[int, ...], run: Whole, heads: Sequence[Head]
+    hit: npt.NDArray[np.int64], axis: int, length: int, shape: tuple[int, ...], run: WholeTensor, heads: Sequence[Head]
 ) -> Iterator[str]:
     """Tensor parallel ranks whose share along an axis has all that differs."""
     degree = heads[0].degrees["tp"]

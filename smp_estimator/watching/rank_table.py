@@ -19,7 +19,7 @@ _MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """A rank. Parts are parts of its time; what is left of 1 is what it did before its first step.
 
     Attributes:
@@ -50,7 +50,7 @@ class Row:
     gpu_share: float | None
 
 
-def rows_of(records: Iterable[PaceRecord]) -> list[Row]:
+def rows_of(records: Iterable[PaceRecord]) -> list[RankRow]:
     """A row for each rank, by rank."""
     known = sorted((record for record in records if record.seconds > 0), key=lambda record: record.rank)
     least: dict[int, float] = defaultdict(lambda: 1.0)
@@ -60,7 +60,7 @@ def rows_of(records: Iterable[PaceRecord]) -> list[Row]:
     for record in known:
         in_collectives = record.collectives / record.seconds
         rows.append(
-            Row(
+            RankRow(
                 rank=record.rank,
                 host=record.host,
                 stage=record.stage,
@@ -83,7 +83,7 @@ _HEADS = "rank host stage step ms/step compute waiting comm. data saving memory 
 _WORDS = {"host"}
 
 
-def cells_of(row: Row) -> list[str]:
+def cells_of(row: RankRow) -> list[str]:
     """The row as text, in the order of the columns."""
     return [
         str(row.rank),
@@ -98,7 +98,7 @@ def cells_of(row: Row) -> list[str]:
     ]
 
 
-def table_of(rows: Iterable[Row], title: str = "") -> Table:
+def table_of(rows: Iterable[RankRow], title: str = "") -> Table:
     """For a terminal."""
     from rich.table import Table
     from rich.text import Text
@@ -111,20 +111,20 @@ def table_of(rows: Iterable[Row], title: str = "") -> Table:
     return table
 
 
-def html_of(rows: Iterable[Row]) -> str:
+def html_of(rows: Iterable[RankRow]) -> str:
     """For a notebook."""
     head = "".join(f"<th>{escape(name)}</th>" for name in _HEADS)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells_of(row))}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def most_worth_showing(rows: list[Row]) -> list[Row]:
+def most_worth_showing(rows: list[RankRow]) -> list[RankRow]:
     """All of few ranks; of many those with the most work of their own, by rank."""
     chosen = sorted(rows, key=lambda row: -(row.compute + row.data + row.saving))[:_MOST_ROWS]
     return sorted(chosen, key=lambda row: row.rank)
 
 
-def json_of(name: str, rows: Iterable[Row], stragglers: Iterable[Straggler]) -> Mapping[str, Any]:
+def json_of(name: str, rows: Iterable[RankRow], stragglers: Iterable[Straggler]) -> Mapping[str, Any]:
     """For programs; names and units are those of the fields."""
     return {
         "job": name,

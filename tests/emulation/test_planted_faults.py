@@ -113,13 +113,13 @@ ALONE = {
 #: Several ranks: a path, and a fault in it.
 ON_RANKS = {
     "a reduction that nobody waits for": Fault(
-        "reduction", "smp_runtime.comm.buckets:Reducing.land", "self._work.wait()", "pass"
+        "reduction", "smp_runtime.comm.buckets:Reducing.finish", "self._work.wait()", "pass"
     ),
     "parameters used before they are gathered": Fault(
         "sharding", "smp_runtime.sharding.unshard_prefetch:UnshardPrefetch._finish", "work.wait()", "pass"
     ),
     "gradients added before they have come": Fault(
-        "sharding", "smp_runtime.sharding.sharded_gradients:PendingReduceScatter.land", "work.wait()", "pass"
+        "sharding", "smp_runtime.sharding.sharded_gradients:PendingReduceScatter.finish", "work.wait()", "pass"
     ),
     "a tensor handed on before it has come": Fault(
         "pipeline", CHANNEL + "receive", "self._stream.synchronize()", "pass"

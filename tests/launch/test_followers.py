@@ -16,7 +16,7 @@ from smp_launch.errors import LaunchError, Stopped
 from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
 from smp_launch.machine.signals import StopRequests
 from smp_launch.remote.login import FOLLOW, environment_of
-from smp_launch.remote.remote_hosts import PATIENCE_VARIABLE, Followers
+from smp_launch.remote.remote_hosts import PATIENCE_VARIABLE, RemoteHosts
 from smp_launch.remote.ssh import PORT_VARIABLE, TRUSTED_VARIABLE, Client, port, trusted_addresses
 
 PACKAGES = Path(__file__).resolve().parents[2] / "container"
@@ -48,7 +48,7 @@ def client(tmp_path):
 def test_hosts_learn_how_the_job_ended(client, stop, tmp_path):
     hosts = ["algo-2", "algo-3"]
     dirs = [StatusDir(tmp_path / f"status-{host}") for host in hosts]
-    with Followers.reach(hosts, client(), stop, {}) as followers:
+    with RemoteHosts.reach(hosts, client(), stop, {}) as followers:
         assert all(d.leader_started() for d in dirs)
         assert followers.lost() == []
         assert len(followers.pids) == 2
@@ -57,13 +57,13 @@ def test_hosts_learn_how_the_job_ended(client, stop, tmp_path):
 
 
 def test_hosts_learn_that_the_leader_died(client, stop, tmp_path):
-    with Followers.reach(["algo-2"], client(), stop, {}):
+    with RemoteHosts.reach(["algo-2"], client(), stop, {}):
         pass
     assert StatusDir(tmp_path / "status-algo-2").wait_for_end() is None
 
 
 def test_a_lost_host_is_seen(client, stop):
-    with Followers.reach(["algo-2", "algo-3"], client(), stop, {}) as followers:
+    with RemoteHosts.reach(["algo-2", "algo-3"], client(), stop, {}) as followers:
         followers._connections[1].process.kill()
         followers._connections[1].process.wait(5)
         assert followers.lost() == ["algo-3"]
@@ -73,7 +73,7 @@ def test_a_lost_host_is_seen(client, stop):
 def test_a_host_that_comes_late_is_waited_for(client, stop, tmp_path):
     late = tmp_path / "late"
     threading.Timer(0.5, late.touch).start()
-    with Followers.reach(["algo-2"], client(f"[ -e {late} ] || exit 255"), stop, {}) as followers:
+    with RemoteHosts.reach(["algo-2"], client(f"[ -e {late} ] || exit 255"), stop, {}) as followers:
         assert late.exists()
         assert followers.lost() == []
 
@@ -81,13 +81,13 @@ def test_a_host_that_comes_late_is_waited_for(client, stop, tmp_path):
 def test_a_host_that_never_comes_is_named_with_ssh_s_reason(client, stop):
     refused = client("echo 'connect to host algo-2 port 22: Connection refused' >&2; exit 255")
     with pytest.raises(LaunchError, match=r"1 of 1 other host\(s\).* within 0.5 s \(algo-2: .*Connection refused\)"):
-        Followers.reach(["algo-2"], refused, stop, {PATIENCE_VARIABLE: "0.5"})
+        RemoteHosts.reach(["algo-2"], refused, stop, {PATIENCE_VARIABLE: "0.5"})
 
 
 def test_a_stop_ends_the_wait(client, stop):
     threading.Timer(0.3, lambda: os.kill(os.getpid(), 15)).start()
     with pytest.raises(Stopped, match="stopped by SIGTERM before its ranks had started"):
-        Followers.reach(["algo-2"], client("exit 255"), stop, {})
+        RemoteHosts.reach(["algo-2"], client("exit 255"), stop, {})
 
 
 def test_a_login_gets_the_environment_of_its_host_s_launcher(tmp_path, client):
@@ -122,14 +122,14 @@ def test_a_port_that_is_none(given):
 
 @pytest.mark.parametrize("banner", ["echo 'Welcome to the host'", "printf 'Last login\\r\\n\\n'; sleep 0.3; echo"])
 def test_a_banner_before_the_answer_is_passed_over(client, stop, banner):
-    with Followers.reach(["algo-2"], client(banner), stop, {PATIENCE_VARIABLE: "30"}) as followers:
+    with RemoteHosts.reach(["algo-2"], client(banner), stop, {PATIENCE_VARIABLE: "30"}) as followers:
         assert followers.lost() == []
 
 
 def test_a_host_that_begins_to_speak_and_falls_silent_ends_the_patience(client, stop):
     began = time.monotonic()
     with pytest.raises(LaunchError, match=r"within 3 s \(algo-2: it said 'Enter pass', but not that it is ready\)"):
-        Followers.reach(["algo-2"], client("printf 'Enter pass'; exec sleep 60"), stop, {PATIENCE_VARIABLE: "3"})
+        RemoteHosts.reach(["algo-2"], client("printf 'Enter pass'; exec sleep 60"), stop, {PATIENCE_VARIABLE: "3"})
     assert time.monotonic() - began < 30
 
 
@@ -137,5 +137,5 @@ def test_a_helper_that_holds_the_messages_does_not_hold_the_leader(client, stop)
     began = time.monotonic()
     proxy = client("echo 'proxy: no route' >&2; sleep 60 >/dev/null & exit 255")
     with pytest.raises(LaunchError, match=r"algo-2: proxy: no route"):
-        Followers.reach(["algo-2"], proxy, stop, {PATIENCE_VARIABLE: "3"})
+        RemoteHosts.reach(["algo-2"], proxy, stop, {PATIENCE_VARIABLE: "3"})
     assert time.monotonic() - began < 30

@@ -15,7 +15,7 @@ import yaml
 
 from smp_config import ModelParallelParameters
 from smp_config.formats.values import dictionary
-from smp_launch.anywhere.detect_launcher import Given, recognise
+from smp_launch.anywhere.detect_launcher import LauncherSettings, recognise
 from smp_launch.anywhere.run_command import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def test_the_pods_of_a_pytorchjob_become_the_ranks_that_the_degrees_need():
         # As the operator sets them, in pkg/controller.v1/pytorch/envvar.go.
         pod = {"MASTER_ADDR": "gpt-master-0", "MASTER_PORT": "23456", "RANK": str(number), "PET_NODE_RANK": str(number)}
         pod |= {"WORLD_SIZE": str(pods * processes), "PET_NNODES": str(pods), "PET_NPROC_PER_NODE": str(processes)}
-        found.append(recognise({**pod, "CUDA_VISIBLE_DEVICES": ""}, Given(options["processes"])))
+        found.append(recognise({**pod, "CUDA_VISIBLE_DEVICES": ""}, LauncherSettings(options["processes"])))
     assert [(pod.first_rank, pod.ranks, pod.size) for pod in found] == [(0, 2, 4), (2, 2, 4)]
     parameters = ModelParallelParameters.from_mp_parameters(dictionary(options["parameters"], "--parameters"))
     topology = parameters.topology(found[0].size)

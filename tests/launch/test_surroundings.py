@@ -9,7 +9,7 @@ import pytest
 
 from smp_config import ConfigError
 from smp_config.machine.interfaces import LOOPBACK, addresses, interface_towards
-from smp_launch.anywhere.detect_launcher import Given, LauncherKind, derived_port, first_host, recognise
+from smp_launch.anywhere.detect_launcher import LauncherKind, LauncherSettings, derived_port, first_host, recognise
 from smp_launch.anywhere.plain_rank import prepare, rank_variables
 
 HERE = socket.gethostname()
@@ -49,7 +49,9 @@ STEP_PORT = derived_port("4711", "0")
 
 
 def seen(environ, **given):
-    found = recognise({"SAGEMAKER_BASE_DIR": "/nowhere", "CUDA_VISIBLE_DEVICES": "", **environ}, Given(**given))
+    found = recognise(
+        {"SAGEMAKER_BASE_DIR": "/nowhere", "CUDA_VISIBLE_DEVICES": "", **environ}, LauncherSettings(**given)
+    )
     place = (found.kind, found.is_rank, found.first_rank, found.ranks, found.size)
     return place, (found.host, found.address, found.port)
 
@@ -239,7 +241,7 @@ def test_derived_ports_differ_between_steps_and_stay_below_those_of_connections(
 
 
 def test_what_a_rank_gets():
-    here = recognise(HOST, Given(processes=2))
+    here = recognise(HOST, LauncherSettings(processes=2))
     assert rank_variables(here, 1, with_parameters=False) == {
         "SMP_RANK": "3",
         "SMP_WORLD_SIZE": "4",
@@ -254,7 +256,10 @@ def test_what_a_rank_gets():
         "MASTER_ADDR": "node01",
         "MASTER_PORT": str(STEP_PORT),
     }
-    assert rank_variables(recognise({}, Given(processes=2)), 1, with_parameters=False)["SMP_PROCESS_MODE"] == "1"
+    assert (
+        rank_variables(recognise({}, LauncherSettings(processes=2)), 1, with_parameters=False)["SMP_PROCESS_MODE"]
+        == "1"
+    )
     # Transformers' Trainer would distribute a second time.
     assert "LOCAL_RANK" not in rank_variables(here, 1, with_parameters=True)
 
@@ -262,7 +267,7 @@ def test_what_a_rank_gets():
 def test_variables_of_other_launchers_do_not_reach_ranks_that_they_have_not_started():
     environ = {**HOST, "PMIX_RANK": "1", "PMI_RANK": "1", "PET_NNODES": "2", "OMP_NUM_THREADS": "3", "LOCAL_RANK": "0"}
     environ["SM_HP_MP_PARAMETERS"] = '{"ddp": true}'
-    prepare(recognise(HOST, Given(processes=2)), 0, environ)
+    prepare(recognise(HOST, LauncherSettings(processes=2)), 0, environ)
     assert not {"PMIX_RANK", "PMI_RANK", "PET_NNODES", "LOCAL_RANK"} & environ.keys()
     assert environ["OMP_NUM_THREADS"] == "3"
     assert json.loads(environ["SM_FRAMEWORK_PARAMS"]) == {"sagemaker_mpi_enabled": True}

@@ -20,7 +20,7 @@ import pytest
 from support.matrix import sampled
 
 from smp_config.errors import ConfigError
-from smp_launch.anywhere.detect_launcher import LauncherKind, Surroundings
+from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.anywhere.plain_rank import SURROUNDINGS_VARIABLE, to_text
 from smp_launch.ranks import messages
 from smp_launch.ranks.imports import installed
@@ -116,7 +116,7 @@ def host(folder):
     with contextlib.ExitStack() as stack:
 
         def make(begin=True, **environ):
-            surroundings = Surroundings(LauncherKind.MACHINE, "here", 1, 0, 2, address="127.0.0.1", port=1)
+            surroundings = DetectedLauncher(LauncherKind.MACHINE, "here", 1, 0, 2, address="127.0.0.1", port=1)
             values = {
                 **_with_path(),
                 SURROUNDINGS_VARIABLE: to_text(surroundings),

@@ -19,7 +19,7 @@ from smp_config import ConfigError
 from smp_estimator.numerics.bisection import Bisection, Saved
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun, TensorKey
-from smp_estimator.numerics.tensor_diff import CloseupFiles, RunNames, Whole, differences, order_of_samples
+from smp_estimator.numerics.tensor_diff import CloseupFiles, RunNames, WholeTensor, differences, order_of_samples
 from smp_records.numerics import Closeup, Head, KeptTensor, RecordedMoment, Start
 
 SPLIT = [
@@ -30,8 +30,10 @@ WEIGHT, RESULT = TensorKey("weight", "a.weight", 0), TensorKey("output", "a", 0)
 VALUES = np.random.default_rng(0).standard_normal((6, 128))
 
 
-def _told(other: Whole, one: Whole | None = None, key: TensorKey = WEIGHT, heads: Sequence[Head] = (HEAD,)) -> str:
-    one = one or Whole(VALUES, "float32")
+def _told(
+    other: WholeTensor, one: WholeTensor | None = None, key: TensorKey = WEIGHT, heads: Sequence[Head] = (HEAD,)
+) -> str:
+    one = one or WholeTensor(VALUES, "float32")
     return "\n".join(differences(one, other, key, 1e-6, ([HEAD], heads), RunNames("A", "B")))
 
 
@@ -44,7 +46,7 @@ def _changed(where: Any, factor: float = 2.0) -> np.ndarray[Any, np.dtype[np.flo
 def test_columns_are_the_share_of_a_tensor_parallel_rank() -> None:
     places = np.arange(VALUES.size).reshape(VALUES.shape)
     shares = {0: places[:, :64].reshape(-1), 1: places[:, 64:].reshape(-1)}
-    said = _told(Whole(_changed(np.s_[:, 64:]), "float32", shares), heads=SPLIT)
+    said = _told(WholeTensor(_changed(np.s_[:, 64:]), "float32", shares), heads=SPLIT)
     a = VALUES[0, 64]
     assert said.splitlines() == [
         f"384 of 768 elements of [6, 128] differ; the first is [0, 64]: {a:.9g} in A, {2 * a:.9g} in B; the greatest difference is "
@@ -52,7 +54,7 @@ def test_columns_are_the_share_of_a_tensor_parallel_rank() -> None:
         "only columns 64–127 of 128 along axis 1 differ, the share of tp rank 1",
         "each is 2 times as great in B",
     ]
-    part = _told(Whole(_changed(np.s_[2, 70:72]), "float32", shares), heads=SPLIT)
+    part = _told(WholeTensor(_changed(np.s_[2, 70:72]), "float32", shares), heads=SPLIT)
     assert "only rows 2 of 6 along axis 0 differ" in part
     assert "only columns 70–71 of 128 along axis 1 differ, in the share of tp rank 1" in part
 
@@ -62,37 +64,39 @@ def test_shards_of_the_flattened_tensor() -> None:
     shares = {0: flat_places[:500], 1: flat_places[500:]}
     values = VALUES.copy()
     values.reshape(-1)[500:] = 0.0
-    said = _told(Whole(values, "float32", shares), heads=[HEAD, replace(HEAD, rank=1)])
+    said = _told(WholeTensor(values, "float32", shares), heads=[HEAD, replace(HEAD, rank=1)])
     assert "all of them are in the shards of rank(s) 1" in said
     assert "all of them are 0 in B" in said
 
 
 def test_heads_of_attention() -> None:
-    said = _told(Whole(_changed(np.s_[:, 32:64]), "float32", heads=4))
+    said = _told(WholeTensor(_changed(np.s_[:, 32:64]), "float32", heads=4))
     assert "only columns 32–63 of 128 along axis 1 differ, head(s) 1 of 4" in said
-    one = Whole(np.tile(VALUES, (1, 3)), "float32", heads=4)
+    one = WholeTensor(np.tile(VALUES, (1, 3)), "float32", heads=4)
     values = one.values.copy()
     values[:, 128 + 96 : 256] += 1.0
-    assert "head(s) 3 of 4 of keys" in _told(Whole(values, "float32", heads=4), one)
+    assert "head(s) 3 of 4 of keys" in _told(WholeTensor(values, "float32", heads=4), one)
 
 
 def test_samples_belong_to_microbatches_and_replicas() -> None:
     pieces = [(0, 0, 2), (0, 1, 1), (1, 0, 2), (1, 1, 1)]
     said = _told(
-        Whole(_changed(np.s_[5:]), "float32", pieces=pieces), Whole(VALUES, "float32", pieces=[(0, 0, 6)]), RESULT
+        WholeTensor(_changed(np.s_[5:]), "float32", pieces=pieces),
+        WholeTensor(VALUES, "float32", pieces=[(0, 0, 6)]),
+        RESULT,
     )
     assert "only samples 5 of 6 along axis 0 differ, microbatch(es) 1 of replica(s) 1" in said
 
 
 def test_rows_in_another_order_shapes_and_rounding() -> None:
-    said = _told(Whole(VALUES[[0, 2, 1, 3, 4, 5]], "float32"))
+    said = _told(WholeTensor(VALUES[[0, 2, 1, 3, 4, 5]], "float32"))
     assert "rows are in another order: row 1 is row 2 of the other run, row 2 is row 1 of the other run" in said
     assert "only rows 1–2 of 6" in said
-    assert "[6, 128] elements in A, [3, 128] in B" in _told(Whole(VALUES[:3], "float32"))
-    assert "no element is beyond rounding" in _told(Whole(VALUES * (1 + 1e-7), "float32"))
+    assert "[6, 128] elements in A, [3, 128] in B" in _told(WholeTensor(VALUES[:3], "float32"))
+    assert "no element is beyond rounding" in _told(WholeTensor(VALUES * (1 + 1e-7), "float32"))
     bad = VALUES.copy()
     bad[1, 1] = np.nan
-    assert "1 of 768 elements" in _told(Whole(bad, "float32"))
+    assert "1 of 768 elements" in _told(WholeTensor(bad, "float32"))
 
 
 def _files(folder: Path, tensors: dict[TensorKey, list[np.ndarray[Any, Any]]]) -> CloseupFiles:

@@ -13,7 +13,12 @@ from support.rank_training import training_step, updates
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.microbatch_state.remote_stubs import AbsentAttribute, AbsentParameter, AbsentTensor, absent_parameter
+from smp_runtime.microbatch_state.remote_stubs import (
+    RemoteStub,
+    RemoteStubAttribute,
+    RemoteStubParameter,
+    absent_parameter,
+)
 from smp_runtime.pipeline.transport.tensor_channels import dense
 from smp_runtime.tensors.torch_private import swap_contents
 
@@ -44,7 +49,7 @@ def _absent_linear():
 def test_what_needs_no_elements_of_this_rank_is_harmless(harmless):
     layer, own = _absent_linear()
     with torch.no_grad():
-        assert isinstance(harmless(layer.weight, own), AbsentTensor)
+        assert isinstance(harmless(layer.weight, own), RemoteStub)
     assert own.equal(torch.ones(3, 3))
 
 
@@ -91,10 +96,10 @@ def test_a_stand_in_is_a_parameter_like_others():
     optimizer.step()
     optimizer.zero_grad()
     assert set(optimizer.state_dict()["state"]) == {1}
-    assert isinstance(copy.deepcopy(layer).weight, AbsentParameter)
+    assert isinstance(copy.deepcopy(layer).weight, RemoteStubParameter)
     layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)})
     assert layer.double().weight.dtype is torch.float64
-    assert isinstance(layer.weight, AbsentParameter)
+    assert isinstance(layer.weight, RemoteStubParameter)
 
 
 def test_it_does_not_travel_and_says_where_it_is():
@@ -131,7 +136,7 @@ def test_pickled_it_is_a_plain_meta_tensor():
     ],
 )
 def test_any_use_of_an_absent_attribute_raises(use):
-    attribute = AbsentAttribute("layers.0", "aux_loss", 1)
+    attribute = RemoteStubAttribute("layers.0", "aux_loss", 1)
     with pytest.raises(
         SMPUserError, match=r"'aux_loss' of module 'layers\.0'.*stage 1.*return the value from its forward"
     ):
@@ -150,7 +155,7 @@ def _teaching(stage_of_teacher, case):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.microbatch_state.remote_stubs import AbsentAttribute, AbsentParameter
+    from smp_runtime.microbatch_state.remote_stubs import RemoteStubAttribute, RemoteStubParameter
 
     torch.manual_seed(0)
 
@@ -208,11 +213,14 @@ def _teaching(stage_of_teacher, case):
         return f"{type(error).__name__}: {error}"
     if case == "attribute":
         return "nothing"
-    kinds = isinstance(next(student.parameters()), AbsentParameter), isinstance(vars(student)["last"], AbsentAttribute)
+    kinds = (
+        isinstance(next(student.parameters()), RemoteStubParameter),
+        isinstance(vars(student)["last"], RemoteStubAttribute),
+    )
     assert kinds == (smp.pp_rank() == 1,) * 2
     state = model.state_dict()
     smp.shutdown()
-    assert not isinstance(vars(student).get("last"), AbsentAttribute)
+    assert not isinstance(vars(student).get("last"), RemoteStubAttribute)
     return before, state
 
 

@@ -78,10 +78,10 @@ def test_messages_are_the_same_after_their_way():
         named,
         plain,
     )
-    from smp_runtime.tensors.remote_tensor import Meta
+    from smp_runtime.tensors.remote_tensor import TensorMetadata
 
     name = ("A", 1, (0, 2), 0)
-    slots = (TensorSlot(name, 0, Meta((2, 3), torch.bfloat16, "cpu", True), True), None)
+    slots = (TensorSlot(name, 0, TensorMetadata((2, 3), torch.bfloat16, "cpu", True), True), None)
     modes = Modes(True, (("cpu", True, torch.bfloat16),))
     messages = [
         ForwardCall(
@@ -100,4 +100,4 @@ def test_messages_are_the_same_after_their_way():
         assert type(came) is type(message)
         if "slots" in message._fields:
             assert type(came.slots[0]) is TensorSlot
-            assert type(came.slots[0].meta) is Meta
+            assert type(came.slots[0].meta) is TensorMetadata

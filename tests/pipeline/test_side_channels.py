@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.microbatch_state.remote_stubs import AbsentAttribute, AbsentAttributes
+from smp_runtime.microbatch_state.remote_stubs import RemoteStubAttribute, RemoteStubAttributes
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 from smp_runtime.pipeline.partition.tracing import trace
@@ -103,14 +103,14 @@ def test_an_assignment_carries_the_attributes():
 
 def test_stand_ins_for_attributes_come_and_go():
     model = Reading(lambda m: 0)
-    stands = AbsentAttributes(
+    stands = RemoteStubAttributes(
         dict(model.named_modules()),
         [("noting", "aux"), ("noting", "new"), ("normal", "own"), ("gone", "x")],
         lambda path: 1,
         lambda path: path == "normal",
     )
-    assert isinstance(model.noting.aux, AbsentAttribute)
-    assert isinstance(model.noting.new, AbsentAttribute)
+    assert isinstance(model.noting.aux, RemoteStubAttribute)
+    assert isinstance(model.noting.new, RemoteStubAttribute)
     assert not hasattr(model.normal, "own")
     assert "Noting" in repr(model)
     assert set(model.state_dict()) == set(Reading(lambda m: 0).state_dict())

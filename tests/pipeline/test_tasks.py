@@ -21,8 +21,8 @@ def _conductor(lock: Any, device: str, ended: threading.Event) -> TaskScheduler:
     def finished(task: Task) -> None:
         ended.set()
 
-    conductor = TaskScheduler(lock, 0, POLICIES["interleaved"], torch.device(device))
-    conductor.report_to(
+    scheduler = TaskScheduler(lock, 0, POLICIES["interleaved"], torch.device(device))
+    scheduler.report_to(
         is_admitted=lambda task: True,
         diverged=lambda why: None,
         failed=lambda error, label: ended.set(),
@@ -30,7 +30,7 @@ def _conductor(lock: Any, device: str, ended: threading.Event) -> TaskScheduler:
         idle=lambda: None,
         leaves_weights=lambda task: None,
     )
-    return conductor
+    return scheduler
 
 
 @pytest.mark.parametrize("records", [True, False])
@@ -44,51 +44,51 @@ def test_what_a_recorded_segment_lasts_counts_the_work_of_the_gpu(records):
         mock.patch.object(torch.cuda, "set_device", return_value=None),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
     ):
-        conductor = _conductor(lock, "cuda:0", ended)
+        scheduler = _conductor(lock, "cuda:0", ended)
 
         def work(task: Task) -> None:
-            conductor.wait(task, ("value",), lambda event: made.is_set())
+            scheduler.wait(task, ("value",), lambda event: made.is_set())
             done.append("second segment")
 
         with lock:
-            conductor.reset(None, records=records)
-            conductor.add(Task(TaskKind.FORWARD, 0, (), "module", work), (), lambda event: True)
-            conductor.poke()
-        while not conductor.waiting_tasks() or conductor.is_running:
+            scheduler.reset(None, records=records)
+            scheduler.add(Task(TaskKind.FORWARD, 0, (), "module", work), (), lambda event: True)
+            scheduler.poke()
+        while not scheduler.waiting_tasks() or scheduler.is_running:
             assert not ended.wait(0.01)
         made.set()
         with lock:
-            conductor.arrived("value")
-            conductor.poke()
+            scheduler.arrived("value")
+            scheduler.poke()
         assert ended.wait(PATIENCE)
-        conductor.close()
+        scheduler.close()
     settled = ["the GPU has done it"] if records else []
     assert done == [*settled, "second segment", *settled]
-    assert [segment.action.part for segment in conductor.record] == ([0, 1] if records else [])
+    assert [segment.action.part for segment in scheduler.record] == ([0, 1] if records else [])
 
 
 def test_a_wait_that_planned_steps_do_not_have_leaves_the_segment_whole():
     lock, ended, made = threading.RLock(), threading.Event(), threading.Event()
-    conductor = _conductor(lock, "cpu", ended)
+    scheduler = _conductor(lock, "cpu", ended)
 
     def work(task: Task) -> None:
-        conductor.give(task, ("asked",))
-        conductor.wait(task, (("value",),), lambda event: made.is_set(), goes_on=True)
-        conductor.give(task, ("made",))
+        scheduler.give(task, ("asked",))
+        scheduler.wait(task, (("value",),), lambda event: made.is_set(), goes_on=True)
+        scheduler.give(task, ("made",))
 
     with lock:
-        conductor.reset(None)
-        conductor.add(Task(TaskKind.FORWARD, 0, (), "module", work), (("argument",),), lambda event: True)
-        conductor.poke()
-    while not conductor.waiting_tasks() or conductor.is_running:
+        scheduler.reset(None)
+        scheduler.add(Task(TaskKind.FORWARD, 0, (), "module", work), (("argument",),), lambda event: True)
+        scheduler.poke()
+    while not scheduler.waiting_tasks() or scheduler.is_running:
         assert not ended.wait(0.01)
     made.set()
     with lock:
-        conductor.arrived(("value",))
-        conductor.poke()
+        scheduler.arrived(("value",))
+        scheduler.poke()
     assert ended.wait(PATIENCE)
-    conductor.close()
-    (segment,) = conductor.record
+    scheduler.close()
+    (segment,) = scheduler.record
     assert segment.action.part == 0
     assert segment.needs == (("argument",),)
     (_, asked), (_, gave) = segment.gives

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp_runtime.comm.control import ControlPlane, SoloCarrier
+from smp_runtime.comm.control import ControlPlane, SoloTransport
 from smp_runtime.errors import DeadlineError, SMPRuntimeError
 from smp_runtime.pipeline.transport.transport import PipelineTransport
 
@@ -452,7 +452,7 @@ def test_a_stage_that_does_not_connect_is_named(ranks):
 def alone(**kwargs: Any) -> tuple[PipelineTransport, list]:
     got: list = []
     transport = PipelineTransport(
-        ControlPlane(SoloCarrier()),
+        ControlPlane(SoloTransport()),
         [0],
         device=CPU,
         on_message=lambda *message: got.append(message),

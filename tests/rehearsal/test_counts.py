@@ -11,10 +11,15 @@ from torch import nn
 from smp_records.rate_card import Measured
 from smp_runtime.activations import offloading
 from smp_runtime.tensors.torch_private import absent_store
-from smp_tools.rehearsal.fake_collectives import AbsentCollectives, CountedCollectives, DirectCollectives, Ledger
+from smp_tools.rehearsal.fake_collectives import (
+    AbsentCollectives,
+    CollectiveLedger,
+    CountedCollectives,
+    DirectCollectives,
+)
 from smp_tools.rehearsal.memory import LiveMemory, RankPhase, by_kind
 from smp_tools.rehearsal.phases import Phases
-from smp_tools.rehearsal.skip_compute_mode import Unperformed
+from smp_tools.rehearsal.skip_compute_mode import SkipComputeMode
 from smp_tools.rehearsal.work import ModuleTimes, TimedWork, WorkClock
 
 FORWARD = RankPhase("forward", "blocks.1")
@@ -26,7 +31,7 @@ def memory():
 
 
 def test_storages_count_from_their_making_until_nobody_holds_them(memory):
-    with Unperformed([memory]):
+    with SkipComputeMode([memory]):
         first = torch.zeros(1000)
         second = first + 1
         view = second[10:]
@@ -39,7 +44,7 @@ def test_storages_count_from_their_making_until_nobody_holds_them(memory):
 
 
 def test_the_peak_names_what_was_alive_then_also_if_it_is_gone(memory):
-    with Unperformed([memory]):
+    with SkipComputeMode([memory]):
         kept, gone = torch.zeros(100), torch.ones(300)
         memory.mark("parameter", [kept])
         del gone
@@ -54,7 +59,7 @@ def test_the_peak_names_what_was_alive_then_also_if_it_is_gone(memory):
 
 
 def test_a_storage_that_is_emptied_in_place_counts_with_what_is_left(memory):
-    with Unperformed([memory]):
+    with SkipComputeMode([memory]):
         tensor = torch.zeros(256)
         other = torch.zeros(1)
         tensor.untyped_storage().resize_(0)
@@ -71,7 +76,7 @@ def test_a_storage_that_is_emptied_in_place_counts_with_what_is_left(memory):
 def test_the_curve_has_each_kind_from_the_beginning_of_the_step_and_keeps_its_highest_point():
     moments = iter(range(10_000))
     memory = LiveMemory(lambda: FORWARD, lambda: float(next(moments)))
-    with Unperformed([memory]):
+    with SkipComputeMode([memory]):
         weights = torch.zeros(25)
         memory.mark("parameter", [weights])
         memory.begin_curve()
@@ -86,7 +91,7 @@ def test_the_curve_has_each_kind_from_the_beginning_of_the_step_and_keeps_its_hi
 
 
 def test_main_memory_is_no_memory_of_the_gpu(memory):
-    with Unperformed([memory]):
+    with SkipComputeMode([memory]):
         kept = torch.zeros(100)
         with memory.in_host_memory():
             away = torch.zeros(1000)
@@ -105,7 +110,7 @@ def test_offloaded_activations_wait_in_main_memory(memory):
     offloader = offloading.Offloader(1, torch.device("cpu"), lambda: ((None, ()), None, None))
     offloading.in_host_memory.append(memory.in_host_memory)
     try:
-        with Unperformed([memory]):
+        with SkipComputeMode([memory]):
             x = torch.ones(100, requires_grad=True)
             stored = offloader.store(x * 2)
             assert (memory.now, memory.host_now) == (800, 0)
@@ -123,7 +128,7 @@ def test_the_most_that_one_microbatch_holds_is_of_its_forward_pass():
     memory = LiveMemory(lambda: at["where"])
     memory.microbatch = lambda: at["microbatch"]
     held = {}
-    with Unperformed([memory]):
+    with SkipComputeMode([memory]):
         weights = torch.zeros(1000)
         for at["microbatch"], size in enumerate((10, 30, 20)):
             held[at["microbatch"]] = [torch.zeros(size), torch.zeros(size)]
@@ -147,7 +152,7 @@ def test_modules_are_named_in_forward_and_in_the_backward_of_their_nodes():
     try:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         phases.name(model)
-        with Unperformed([Look()]):
+        with SkipComputeMode([Look()]):
             model(torch.ones(2, 4)).sum().backward()
     finally:
         phases.close()
@@ -174,11 +179,11 @@ def test_backward_on_another_thread_than_forward_knows_its_modules_and_nothing_i
         outputs = []
 
         def forward():
-            with Unperformed([memory, Look()]):
+            with SkipComputeMode([memory, Look()]):
                 outputs.append(model(torch.ones(2, 4)))
 
         def backward():
-            with Unperformed([memory, Look()]), torch.autograd.set_multithreading_enabled(False):
+            with SkipComputeMode([memory, Look()]), torch.autograd.set_multithreading_enabled(False):
                 outputs.pop().sum().backward()
 
         for work in (forward, forward, backward, backward):
@@ -204,7 +209,7 @@ def four():
 
 
 def test_collectives_with_absent_ranks_are_counted_and_give_what_equal_ranks_would(four):
-    ledger = Ledger(lambda: FORWARD)
+    ledger = CollectiveLedger(lambda: FORWARD)
     ledger.name_of = lambda group: ("dp", 2)
     done = CountedCollectives(AbsentCollectives(buffers=False), ledger)
     tensor = torch.tensor([1.0, 0.0, 3.0, 0.0])
@@ -222,11 +227,11 @@ def test_collectives_with_absent_ranks_are_counted_and_give_what_equal_ranks_wou
 
 
 def test_what_a_script_asks_of_torch_itself_is_counted_once(four):
-    ledger = Ledger(lambda: FORWARD)
+    ledger = CollectiveLedger(lambda: FORWARD)
     direct = DirectCollectives(ledger)
     done = CountedCollectives(AbsentCollectives(buffers=False), ledger)
     direct.counted = done.counted
-    with Unperformed([], direct):
+    with SkipComputeMode([], direct):
         dist.all_reduce(torch.zeros(10))
         dist.broadcast(torch.zeros(5), 0)
         done.all_reduce(torch.zeros(10), four)
@@ -246,7 +251,7 @@ class Rates:
 def test_modules_work_is_that_of_their_operations():
     clock = WorkClock()
     times = ModuleTimes(lambda: FORWARD, Rates(), clock)
-    with Unperformed([times]):
+    with SkipComputeMode([times]):
         torch.zeros(2, 3) @ torch.zeros(3, 5)
     found = {one.dtype: one for one in times.rows()}["float32"]
     assert found.flops == found.seconds == clock.now == 2 * 2 * 3 * 5
@@ -268,7 +273,7 @@ def test_measured_durations_are_spread_over_the_operations_of_a_module_as_the_ra
     for step in range(2):
         times.begin()
         began = clock.now
-        with Unperformed([times]):
+        with SkipComputeMode([times]):
             for at["microbatch"] in range(3):
                 torch.mm(*small), torch.mm(*large)  # 2 and 4 operations
                 at["where"] = beside  # blocks.10, which is not of blocks.1
@@ -279,7 +284,7 @@ def test_measured_durations_are_spread_over_the_operations_of_a_module_as_the_ra
         # By the rates first, since it was not known how many operations there are.
         assert clock.now - began == (3 * 8 + 2 if step == 0 else 3 * (6 + 2) + 2)
         assert times.measured_seconds == (0 if step == 0 else 18)
-    with Unperformed([times]):
+    with SkipComputeMode([times]):
         at["microbatch"] = 0
         torch.mm(*small)
     assert clock.now - began == 3 * (6 + 2) + 2 + 2

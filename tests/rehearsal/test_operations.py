@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_runtime.errors import SMPUserError
-from smp_tools.rehearsal.skip_compute_mode import Unperformed, as_fused
+from smp_tools.rehearsal.skip_compute_mode import SkipComputeMode, as_fused
 
 #: Elements of a tensor whose operations are not performed here.
 LARGE = 4096
@@ -23,7 +23,7 @@ class Heard:
 
 
 def unperformed(*watchers):
-    return Unperformed(watchers, performed_bytes=4096)
+    return SkipComputeMode(watchers, performed_bytes=4096)
 
 
 def test_small_operations_have_their_values():
@@ -82,7 +82,7 @@ def test_a_model_gives_gradients_of_the_shapes_that_it_gives_otherwise(dtype):
             F.cross_entropy(out.flatten(0, 1).float(), torch.zeros(64, dtype=torch.long)).backward()
         return [(p.grad.shape, p.grad.stride(), p.grad.dtype) for p in layer.parameters()]
 
-    assert gradients(unperformed()) == gradients(Unperformed(performed_bytes=None))
+    assert gradients(unperformed()) == gradients(SkipComputeMode(performed_bytes=None))
 
 
 def test_numbers_of_different_types_are_different_arguments():

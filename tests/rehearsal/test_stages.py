@@ -9,7 +9,7 @@ from torch import nn
 
 from smp_estimator.planning import Verdict
 from smp_estimator.rehearsal import rehearse
-from smp_tools.rehearsal.module_inventory import Holdings
+from smp_tools.rehearsal.module_inventory import ModuleInventory
 from tests.rehearsal.test_command import GIB, kind, rehearsed
 
 SCRIPT = Path(__file__).with_name("stages_script.py")
@@ -28,7 +28,7 @@ def looked(called, stage_of=None, stage=0, trained=()):
     for name in trained:
         model.get_submodule(name).weight.grad = torch.zeros(2, 4)
     assignment = None if stage_of is None else SimpleNamespace(stage_of=stage_of)
-    found = Holdings()
+    found = ModuleInventory()
     found.look([SimpleNamespace(module=model, assignment=assignment)], stage, called)
     return found
 
@@ -53,7 +53,7 @@ def test_of_another_stage_nothing_is_held():
 def test_parts_of_sharded_parameters_count():
     model = nn.Linear(4, 4, bias=False)
     model.weight.ds_tensor = torch.zeros(8)
-    found = Holdings()
+    found = ModuleInventory()
     found.look([SimpleNamespace(module=model, assignment=None)], 0, set())
     assert found.parameters == 8
 

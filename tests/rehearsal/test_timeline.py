@@ -11,7 +11,7 @@ from smp_estimator.rehearsal.timeline import job_timeline, save_timeline, timeli
 from smp_estimator.timeline import read_timeline
 from smp_records.rehearsal import TimedBlock
 from smp_tools.rehearsal.memory import RankPhase
-from smp_tools.rehearsal.skip_compute_mode import Unperformed
+from smp_tools.rehearsal.skip_compute_mode import SkipComputeMode
 from smp_tools.rehearsal.work import ModuleTimes, WorkClock
 from tests.rehearsal.test_command import GIB, kind, rehearsed
 
@@ -93,7 +93,7 @@ def test_blocks_end_where_a_rank_waits_or_does_something_else():
     times.keeps_blocks = True
     times.microbatch = lambda: number["microbatch"]
     row, column = torch.ones(1, 1), torch.ones(1, 1)  # two operations: multiply and add
-    with Unperformed([times]):
+    with SkipComputeMode([times]):
         row @ column
         row @ column
         clock.wait_until(10)

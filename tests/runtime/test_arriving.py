@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.parameters.pending_gather import Arrivals, Arriving, wait_before_calls
+from smp_runtime.parameters.pending_gather import PendingGathers, PendingParameter, wait_before_calls
 
 NEW = 7.0
 
@@ -29,7 +29,7 @@ class Coming:
 
 
 def _arriving(count=1):
-    flat, arrivals = torch.zeros(4 * count), Arrivals()
+    flat, arrivals = torch.zeros(4 * count), PendingGathers()
     parameters = [nn.Parameter(part.view(2, 2)) for part in flat.split(4)]
     work = Coming(flat)
     arrivals.expect(work, parameters, flat)
@@ -59,7 +59,7 @@ READERS = {
 @pytest.mark.parametrize("how", READERS)
 def test_whoever_reads_waits(how):
     arrivals, work, (parameter,) = _arriving()
-    assert type(parameter) is Arriving
+    assert type(parameter) is PendingParameter
     found = READERS[how](parameter)
     assert work.waits == 1
     assert type(parameter) is nn.Parameter
@@ -119,7 +119,7 @@ class Foreign(nn.Module):
 
 
 def _stack(is_one):
-    events, arrivals = [], Arrivals()
+    events, arrivals = [], PendingGathers()
     model = nn.Sequential(*(Foreign(events, f"layer {n}") for n in range(3)))
     wait_before_calls(model, set(model.parameters()), is_one)
     for layer in reversed(model):
@@ -145,7 +145,7 @@ def test_parameters_of_classes_of_their_own_are_waited_for_at_once():
     class Quantised(nn.Parameter):
         pass
 
-    flat, arrivals = torch.zeros(4), Arrivals()
+    flat, arrivals = torch.zeros(4), PendingGathers()
     parameter = Quantised(flat)
     arrivals.expect(Coming(flat), [parameter], flat)
     assert type(parameter) is Quantised
@@ -159,7 +159,7 @@ def test_a_failed_gather_is_told_to_every_reader():
 
     flat = torch.zeros(4)
     parameter = nn.Parameter(flat)
-    Arrivals().expect(Lost(), [parameter], flat)
+    PendingGathers().expect(Lost(), [parameter], flat)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="closed by peer"):
             parameter.sum()
@@ -169,7 +169,7 @@ def test_compiled_code_of_the_script_reads_new_values():
     layer = nn.Linear(2, 2, bias=False)
     run = torch.compile(layer, backend="eager")
     for _ in range(2):
-        arrivals, flat = Arrivals(), torch.zeros(4)
+        arrivals, flat = PendingGathers(), torch.zeros(4)
         layer.weight.data = flat.view(2, 2)
         arrivals.expect(Coming(flat), [layer.weight], flat)
         assert run(torch.eye(2)).tolist() == [[NEW] * 2] * 2

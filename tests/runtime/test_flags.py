@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smp_runtime.comm.collectives import NOTHING
-from smp_runtime.comm.flag_all_reduce import MOST_HOSTS, Flags, travel_by_host
+from smp_runtime.comm.flag_all_reduce import MOST_HOSTS, FlagAllReduce, travel_by_host
 from smp_runtime.optim.gradient_norms import multiply, scale_down
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -33,7 +33,7 @@ class _Twice:
 @pytest.mark.parametrize("device", [GPU, CPU])
 def test_flags_are_summed_in_the_hosts_memory(device):
     collectives = _Twice()
-    assert Flags(torch.tensor([1.0, 0.0]), device, collectives, None, 2).land().tolist() == [2, 0]
+    assert FlagAllReduce(torch.tensor([1.0, 0.0]), device, collectives, None, 2).finish().tolist() == [2, 0]
     assert collectives.devices == ("cpu",)
 
 

@@ -13,7 +13,7 @@ from support.reference import Alone, divided
 
 from smp_runtime.comm import control
 from smp_runtime.comm import rendezvous as meeting_place
-from smp_runtime.comm.control_transports import StoreCarrier
+from smp_runtime.comm.control_transports import StoreTransport
 from smp_runtime.errors import SMPRuntimeError
 
 STEPS, BATCH, RATE = 3, 8, 0.5
@@ -87,7 +87,7 @@ def _join(own):
     rank = int(os.environ["RANK"])
     place = int(own[rank]["RANK"]), int(own[rank]["WORLD_SIZE"])
     try:
-        StoreCarrier.at_meeting_place(*place, os.environ)
+        StoreTransport.at_meeting_place(*place, os.environ)
     except SMPRuntimeError as error:
         return str(error)
     return ""
@@ -154,14 +154,14 @@ def test_nobody_keeps_the_store(meeting):
         SMPRuntimeError,
         match=rf"rank 1 of 2 waited 0.5 s for the store of the job at 127.0.0.1:{port}.*rank 0 keeps it",
     ):
-        StoreCarrier.at_meeting_place(1, 2, meeting(port))
+        StoreTransport.at_meeting_place(1, 2, meeting(port))
 
 
 def test_nobody_comes_to_the_store(meeting):
     with pytest.raises(
         SMPRuntimeError, match=r"rank 0 of 2 waited 0.5 s for the other ranks.*MASTER_ADDR and MASTER_PORT"
     ):
-        StoreCarrier.at_meeting_place(0, 2, meeting(free_port()))
+        StoreTransport.at_meeting_place(0, 2, meeting(free_port()))
 
 
 def test_the_port_is_taken(meeting):
@@ -169,11 +169,11 @@ def test_the_port_is_taken(meeting):
         taken.bind(("", 0))
         taken.listen()
         with pytest.raises(SMPRuntimeError, match=r"rank 0 of 2 cannot keep the store.*a MASTER_PORT of its own"):
-            StoreCarrier.at_meeting_place(0, 2, meeting(taken.getsockname()[1]))
+            StoreTransport.at_meeting_place(0, 2, meeting(taken.getsockname()[1]))
 
 
 def test_an_mpi_that_does_not_know_the_launcher(monkeypatch):
-    monkeypatch.setattr(control, "MpiCarrier", lambda: types.SimpleNamespace(rank=0, size=1))
+    monkeypatch.setattr(control, "MpiTransport", lambda: types.SimpleNamespace(rank=0, size=1))
     with pytest.raises(SMPRuntimeError, match=r"MPI says that this is rank 0 of 1, but PMI_RANK=1 and PMI_SIZE=4"):
         control.connect({"PMI_RANK": "1", "PMI_SIZE": "4"})
 

@@ -232,7 +232,7 @@ class _Calls:
         lambda folder: _Calls(torch.load, folder),
         lambda folder: _Calls(plain_data._record, "os", "mkdir", {}),
         lambda folder: _Calls(plain_data._record, "smp_runtime.comm.plain_data", "np", {}),
-        lambda folder: _Calls(plain_data._record, "smp_runtime.comm.control_transports", "StoreCarrier", {}),
+        lambda folder: _Calls(plain_data._record, "smp_runtime.comm.control_transports", "StoreTransport", {}),
         lambda folder: _Calls(
             plain_data._record, "smp_runtime.comm.waiting", "WaitingPlace", {"call": "", "left": "", "more": 1}
         ),

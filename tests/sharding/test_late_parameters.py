@@ -34,9 +34,9 @@ def _wrapped():
 
 def _waiting(model):
     """Which layers' values are still under way; asking does not wait for them."""
-    from smp_runtime.parameters.pending_gather import Arriving
+    from smp_runtime.parameters.pending_gather import PendingParameter
 
-    return [type(layer._parameters["weight"]) is Arriving for layer in model.module]
+    return [type(layer._parameters["weight"]) is PendingParameter for layer in model.module]
 
 
 def _update(smp, model, optimizer, step):
@@ -107,12 +107,12 @@ class _Coming:
 def test_a_rank_leaves_when_all_has_come_unless_it_has_failed(solo, failed):
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.job import session
-    from smp_runtime.parameters.pending_gather import Arrivals
+    from smp_runtime.parameters.pending_gather import PendingGathers
 
     solo({})
     flat, work, job = torch.zeros(4), _Coming(), session.current()
     parameter = nn.Parameter(flat)
-    job.ranks.keep(Arrivals, Arrivals).expect(work, [parameter], flat)
+    job.ranks.keep(PendingGathers, PendingGathers).expect(work, [parameter], flat)
     job.has_failed = failed
     smp.shutdown()
     assert work.waits == (not failed)

@@ -14,7 +14,7 @@ from torch import nn
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.module_conversion.in_place import planning
-from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, NotEqualError, Proof
+from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, EquivalenceCheck, NotEqualError
 from smp_runtime.module_conversion.in_place.plan_inference import single
 from smp_runtime.module_conversion.in_place.planning import splits
 from smp_runtime.module_conversion.splitting import BlockSplit
@@ -174,7 +174,7 @@ def test_the_proof_tells_right_from_wrong_and_leaves_block_and_random_numbers_al
     block, before = own_blocks.Alone(), torch.get_rng_state()
     state = {name: value.clone() for name, value in block.state_dict().items()}
     x = torch.randn(3, 7, own_blocks.WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    proof = Proof(block, BlockCall((x,), {}), 2)
+    proof = EquivalenceCheck(block, BlockCall((x,), {}), 2)
     (right, *_) = single(block, ["mlp.gate", "attention.q"])
     assert proof.of(BlockSplit(right.leaves)).summed == ()
     wrong = {path: type(how)(columns=True) for path, how in right.leaves.items()}

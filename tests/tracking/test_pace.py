@@ -8,7 +8,7 @@ import pytest
 
 from smp_records import rank_record, time_breakdown
 from smp_records.records import PaceRecord, format_pace, parse_pace
-from smp_records.time_breakdown import Pace, record_between
+from smp_records.time_breakdown import TimeBreakdown, record_between
 
 
 class Clock:
@@ -19,12 +19,12 @@ class Clock:
 
 
 @pytest.fixture
-def counted() -> tuple[Pace, Clock]:
+def counted() -> tuple[TimeBreakdown, Clock]:
     clock = Clock()
-    return Pace(clock), clock
+    return TimeBreakdown(clock), clock
 
 
-def test_each_second_counts_once_and_waits_are_taken_out(counted: tuple[Pace, Clock]) -> None:
+def test_each_second_counts_once_and_waits_are_taken_out(counted: tuple[TimeBreakdown, Clock]) -> None:
     rank, clock = counted
     before = rank.read()
     for _ in range(2):
@@ -49,7 +49,7 @@ def test_each_second_counts_once_and_waits_are_taken_out(counted: tuple[Pace, Cl
     assert rank.read().updates == 2
 
 
-def test_in_a_pipeline_tasks_compute_and_the_rest_of_the_step_is_idle(counted: tuple[Pace, Clock]) -> None:
+def test_in_a_pipeline_tasks_compute_and_the_rest_of_the_step_is_idle(counted: tuple[TimeBreakdown, Clock]) -> None:
     rank, clock = counted
     before = rank.read()
     rank.begin_step()
@@ -65,7 +65,7 @@ def test_in_a_pipeline_tasks_compute_and_the_rest_of_the_step_is_idle(counted: t
 
 @pytest.mark.parametrize("task", [0.0, 0.5])
 def test_parts_of_a_rank_that_is_read_while_it_waits_are_no_more_than_the_time(
-    counted: tuple[Pace, Clock], task: float
+    counted: tuple[TimeBreakdown, Clock], task: float
 ) -> None:
     rank, clock = counted
     for kind in (time_breakdown.STEP, time_breakdown.REDUCTION):

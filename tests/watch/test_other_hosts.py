@@ -11,7 +11,7 @@ import time
 import pytest
 
 from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
-from smp_launch.watch.hang_timeout import Patience
+from smp_launch.watch.hang_timeout import HangTimeout
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.other_hosts import GLANCE, RECORDS, WHERE, OtherHost, answer
 from smp_launch.watch.position import Standing
@@ -62,7 +62,7 @@ def test_a_hang_on_another_host_is_found_by_the_leader(host, processes, tmp_path
     following, other, rank = host
     (tmp_path / "own").mkdir()
     start_rank(processes, tmp_path / "own", 0, WAITS)
-    patience = Patience(1.0)
+    patience = HangTimeout(1.0)
     for step in (1, 2, 3):
         patience.saw(step, float(step))
     watch = HangWatch([LocalRanks(tmp_path / "own"), other], patience)

@@ -17,7 +17,7 @@ from smp_config.limits import HANG_VARIABLE, hang_seconds
 from smp_launch.failures.failure import FailureCollector
 from smp_launch.watch import stacks
 from smp_launch.watch import watch as watches
-from smp_launch.watch.hang_timeout import Patience
+from smp_launch.watch.hang_timeout import HangTimeout
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.position import RankPosition, Standing, position_of
 from smp_launch.watch.report import cause_of_hang, last_seen, text_of, write_report
@@ -26,7 +26,7 @@ from smp_launch.watch.states import State, is_active, state_of
 from smp_launch.watch.verdict import find
 from smp_launch.watch.watch import HangWatch
 from smp_records import rank_record
-from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, ScriptLine, Waiting, Whereabouts
+from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, RankRecord, ScriptLine, Waiting
 from smp_records.records import FailureRecord
 
 HERE = os.path.abspath(__file__)
@@ -42,7 +42,7 @@ def collective(number, line, name="all_reduce", size=8, members=EVERYONE):
 
 
 def position(rank, standing=Standing.WAITING, line=10, calls=(), wait=None, step=4, **more):
-    where = Whereabouts(
+    where = RankRecord(
         100 + rank, rank, 1, 0.0, step, -1, "forward", "", "", 0.0, tuple(calls), (wait,) if wait else ()
     )
     call = wait.what if wait else "smp.barrier"
@@ -192,7 +192,7 @@ def record(waits=(), main=1, **more):
         "left": "",
         "long": "",
     }
-    return Whereabouts(**{**values, "long_until": 0.0, "calls": (), "waits": tuple(waits), **more})
+    return RankRecord(**{**values, "long_until": 0.0, "calls": (), "waits": tuple(waits), **more})
 
 
 def stack(*frames, ident=1):
@@ -287,7 +287,7 @@ time.sleep(60)
 
 
 def test_patience_grows_with_the_steps_and_not_with_the_first():
-    patience = Patience(most=500.0)
+    patience = HangTimeout(most=500.0)
     assert (patience.seconds, patience.longer, patience.has_stepped) == (60.0, 500.0, False)
     patience.saw(1, 0.0)
     patience.saw(2, 300.0)
@@ -302,11 +302,11 @@ def test_patience_grows_with_the_steps_and_not_with_the_first():
 
 def test_what_the_user_has_set_holds_as_it_is():
     assert hang_seconds({}) is None
-    patience = Patience.from_environment({HANG_VARIABLE: "7.5"})
+    patience = HangTimeout.from_environment({HANG_VARIABLE: "7.5"})
     # But what only builds or compiles may take a minute, until the job is in its stride.
     assert (patience.seconds, patience.longer, patience.watches) == (7.5, 60.0, True)
     assert (in_stride(7.5).seconds, in_stride(7.5).longer) == (7.5, 7.5)
-    assert not Patience.from_environment({HANG_VARIABLE: "0"}).watches
+    assert not HangTimeout.from_environment({HANG_VARIABLE: "0"}).watches
     for text in ("-1", "nan", "inf", "soon"):
         with pytest.raises(ConfigError, match=r"SMP_HANG_SECONDS is .* counts the seconds"):
             hang_seconds({HANG_VARIABLE: text})
@@ -346,7 +346,7 @@ WAITS = (
 
 def in_stride(seconds, most=float("inf")):
     """Patience with a job that has done some steps."""
-    patience = Patience(seconds, most)
+    patience = HangTimeout(seconds, most)
     for step in (1, 2, 3):
         patience.saw(step, float(step))
     return patience

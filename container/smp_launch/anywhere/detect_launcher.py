@@ -54,7 +54,7 @@ class LauncherKind(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Given:
+class LauncherSettings:
     """What the command line says, None where it says nothing.
 
     Attributes:
@@ -71,7 +71,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class DetectedLauncher:
     """Where a job's ranks are to run, seen from one process.
 
     Attributes:
@@ -122,7 +122,7 @@ class Surroundings:
         return f"{self.kind.value}: {here}{meet}"
 
 
-def recognise(environ: Mapping[str, str], given: Given) -> Surroundings:
+def recognise(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
     """What stands around this process.
 
     Raises:
@@ -140,7 +140,7 @@ def recognise(environ: Mapping[str, str], given: Given) -> Surroundings:
         if place_of_step(environ) is not None:
             return _of_hosts_of_step(environ, given)
         if environ.get("SLURM_JOB_ID") and not environ.get(ELASTIC_VARIABLE):
-            return Surroundings(LauncherKind.SLURM_ALLOCATION, _host_name(environ), 0, 0, 0)
+            return DetectedLauncher(LauncherKind.SLURM_ALLOCATION, _host_name(environ), 0, 0, 0)
         return _of_sagemaker(environ, given) or _of_machine(environ, given)
     if (given.processes or 1) > 1:
         raise ConfigError(
@@ -174,7 +174,7 @@ def derived_port(*names: str) -> int:
 # -- each of them ------------------------------------------------------------------------------------------------------
 
 
-def _of_options(environ: Mapping[str, str], given: Given) -> Surroundings:
+def _of_options(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
     hosts, mine = given.hosts, given.host_rank
     if hosts is None or mine is None or not given.master:
         missing = [
@@ -198,7 +198,9 @@ def _of_options(environ: Mapping[str, str], given: Given) -> Surroundings:
         )
     ranks = _ranks(environ, given)
     host = environ.get("SMP_HOST") or f"{socket.gethostname()}-{mine}"
-    return Surroundings(LauncherKind.OPTIONS, host, ranks, mine * ranks, hosts * ranks, address=address, port=int(port))
+    return DetectedLauncher(
+        LauncherKind.OPTIONS, host, ranks, mine * ranks, hosts * ranks, address=address, port=int(port)
+    )
 
 
 def _is_pod(environ: Mapping[str, str]) -> bool:
@@ -209,7 +211,7 @@ def _is_pod(environ: Mapping[str, str]) -> bool:
     return told or ("KUBERNETES_SERVICE_HOST" in environ and "RANK" in environ and "WORLD_SIZE" in environ)
 
 
-def _of_pod(environ: Mapping[str, str], given: Given) -> Surroundings:
+def _of_pod(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
     pods, mine = environ.get(_PODS, ""), environ.get(_POD_RANK, "")
     if not mine and _RENDEZVOUS in environ:
         raise ConfigError(
@@ -241,7 +243,7 @@ def _tasks_are_hosts(environ: Mapping[str, str]) -> bool:
     return environ.get("SLURM_STEP_NUM_TASKS") == environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES"))
 
 
-def _of_hosts_of_step(environ: Mapping[str, str], given: Given) -> Surroundings:
+def _of_hosts_of_step(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
     place = place_of_step(environ)
     if place is None:
         raise AssertionError("this is no step of SLURM")
@@ -270,7 +272,7 @@ def _meeting_place_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
     return address, _port(port) if port else derived_port(*names)
 
 
-def _of_rank(started: Started, environ: Mapping[str, str]) -> Surroundings:
+def _of_rank(started: Started, environ: Mapping[str, str]) -> DetectedLauncher:
     host = _host_name(environ)
     if started.launcher.speaks_mpi:
         local, ranks = (environ.get(f"OMPI_COMM_WORLD_LOCAL_{what}", "") for what in ("RANK", "SIZE"))
@@ -289,7 +291,7 @@ def _of_rank(started: Started, environ: Mapping[str, str]) -> Surroundings:
             f"{started.said}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}, where the ranks are to meet: "
             f"{started.launcher.value} sets them; set both to the host and a free port of rank 0"
         )
-    return Surroundings(
+    return DetectedLauncher(
         kind,
         host,
         ranks=int(ranks) if is_count(ranks) else 1,
@@ -312,7 +314,7 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
     return counts[int(here)] if is_count(here) and int(here) < len(counts) else ""
 
 
-def _of_sagemaker(environ: Mapping[str, str], given: Given) -> Surroundings | None:
+def _of_sagemaker(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher | None:
     tree = Tree.from_environment(environ)
     if not (tree.config_dir / "resourceconfig.json").is_file():
         return None
@@ -332,21 +334,21 @@ def _of_sagemaker(environ: Mapping[str, str], given: Given) -> Surroundings | No
     )
 
 
-def _of_machine(environ: Mapping[str, str], given: Given) -> Surroundings:
+def _of_machine(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
     ranks = _ranks(environ, given)
     return _of_hosts(LauncherKind.MACHINE, environ, ranks, 1, 0, "", 0)
 
 
 def _of_hosts(
     kind: LauncherKind, environ: Mapping[str, str], ranks: int, hosts: int, mine: int, address: str, port: int
-) -> Surroundings:
+) -> DetectedLauncher:
     """One host of several, each of which has as many ranks."""
     if hosts == 1:
         address, port = "127.0.0.1", 0
-    return Surroundings(kind, _host_name(environ), ranks, mine * ranks, hosts * ranks, address=address, port=port)
+    return DetectedLauncher(kind, _host_name(environ), ranks, mine * ranks, hosts * ranks, address=address, port=port)
 
 
-def _ranks(environ: Mapping[str, str], given: Given) -> int:
+def _ranks(environ: Mapping[str, str], given: LauncherSettings) -> int:
     return given.processes or gpu_count(environ) or 1
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from smp_config.errors import ConfigError
 from smp_config.machine.launchers import SECRET_VARIABLE, job_secret
 from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts, restart_count
-from smp_launch.anywhere.detect_launcher import LauncherKind, Surroundings
+from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.errors import LaunchError
 from smp_launch.failures.failure import Cause, FailureCollector
@@ -41,7 +41,7 @@ from smp_launch.supervision.supervise import (
     show,
 )
 from smp_launch.warm.standby import Standby, standby
-from smp_launch.watch.hang_timeout import Patience
+from smp_launch.watch.hang_timeout import HangTimeout
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
 from smp_launch.watch.watch import HangWatch
@@ -67,7 +67,7 @@ class LocalJob:
         again: what is run for each task of an allocation: this very command.
     """
 
-    surroundings: Surroundings
+    surroundings: DetectedLauncher
     script: str
     words: tuple[str, ...]
     parameters: ModelParallelParameters | None
@@ -195,7 +195,7 @@ class LocalJob:
                 SURROUNDINGS_VARIABLE: to_text(surroundings),
                 REPORT_VARIABLE: str(reports),
             }
-            patience = Patience.from_environment(environ)
+            patience = HangTimeout.from_environment(environ)
             if patience.watches or keeps:
                 passed[FOLDER_VARIABLE] = str(reports)
             if patience.watches:
@@ -228,7 +228,7 @@ def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def plan(
-    surroundings: Surroundings,
+    surroundings: DetectedLauncher,
     script: str,
     words: Sequence[str],
     parameters: ModelParallelParameters | None,
@@ -258,7 +258,7 @@ def plan(
 
 
 @contextlib.contextmanager
-def _meeting_place(surroundings: Surroundings) -> Iterator[Surroundings]:
+def _meeting_place(surroundings: DetectedLauncher) -> Iterator[DetectedLauncher]:
     """The same with a port that nobody else gets, where the ranks of this host are all there are."""
     if surroundings.port:
         yield surroundings

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from smp_config.machine.interfaces import LOOPBACK, interface_towards
 from smp_config.machine.launchers import ADDRESS_VARIABLE, PORT_VARIABLE, PROCESS_MODE_VARIABLE
-from smp_launch.anywhere.detect_launcher import LauncherKind, Surroundings
+from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.ranks.script import Program, RankPlace, Wrapper, run_to_end
 from smp_launch.ranks.torch_entry_points import make_findable
 from smp_launch.sagemaker.environment import cpu_count
@@ -71,12 +71,12 @@ def _reads_null(pid: int) -> bool:
         return False
 
 
-def rank_of(surroundings: Surroundings, local: int) -> int:
+def rank_of(surroundings: DetectedLauncher, local: int) -> int:
     """The number in the job of a rank of this host."""
     return surroundings.first_rank if surroundings.is_rank else surroundings.first_rank + local
 
 
-def rank_variables(surroundings: Surroundings, local: int, with_parameters: bool) -> dict[str, str]:
+def rank_variables(surroundings: DetectedLauncher, local: int, with_parameters: bool) -> dict[str, str]:
     """Where this rank stands; for the runtime, for libraries, and for scripts that read the environment.
 
     ``LOCAL_RANK`` is left out where the job has parameters of the model parallel library: as in a job of the platform, it would
@@ -102,7 +102,7 @@ def rank_variables(surroundings: Surroundings, local: int, with_parameters: bool
     return values if with_parameters else {**values, "LOCAL_RANK": str(local)}
 
 
-def prepare(surroundings: Surroundings, local: int, environ: MutableMapping[str, str]) -> None:
+def prepare(surroundings: DetectedLauncher, local: int, environ: MutableMapping[str, str]) -> None:
     """Make ``environ`` the environment of a rank; what the user has set of threads and interfaces stays."""
     if not surroundings.uses_mpi:
         for name in [name for name in environ if name.startswith(_OF_OTHERS)]:
@@ -120,15 +120,15 @@ def prepare(surroundings: Surroundings, local: int, environ: MutableMapping[str,
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def to_text(surroundings: Surroundings) -> str:
+def to_text(surroundings: DetectedLauncher) -> str:
     """As JSON, for an environment variable."""
     return json.dumps(asdict(surroundings))
 
 
-def from_text(text: str) -> Surroundings:
+def from_text(text: str) -> DetectedLauncher:
     """The opposite of :func:`to_text`."""
     given: Mapping[str, object] = json.loads(text)
-    return Surroundings(**{**given, "kind": LauncherKind(given["kind"])})  # type: ignore[arg-type]  # as they were written
+    return DetectedLauncher(**{**given, "kind": LauncherKind(given["kind"])})  # type: ignore[arg-type]  # as they were written
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from smp_config.formats.values import dictionary
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
 from smp_config.machine.disk_space import full_disk, no_more_files
 from smp_config.parameters import ModelParallelParameters
-from smp_launch.anywhere.detect_launcher import Given, LauncherKind, recognise
+from smp_launch.anywhere.detect_launcher import LauncherKind, LauncherSettings, recognise
 from smp_launch.anywhere.local_job import LocalJob, plan
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
 from smp_launch.errors import CANNOT_START, LaunchError, Stopped
@@ -63,7 +63,7 @@ def run_script(
     environ = os.environ
     again = [sys.executable, "-m", "smp_launch", *sys.argv[1:]]
     try:
-        surroundings = recognise(environ, Given(processes, hosts, host_rank, master))
+        surroundings = recognise(environ, LauncherSettings(processes, hosts, host_rank, master))
         job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again, environ)
     except ConfigError as error:
         sys.exit(_end(CANNOT_START, Cause(marked(f"the job cannot start: {error}", error)), failure_file))

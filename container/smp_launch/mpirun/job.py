@@ -22,7 +22,7 @@ from smp_launch.machine.signals import LIFELINE_VARIABLE
 from smp_launch.mpirun.command import OpenMpi, PrivateDirs, as_root, mpi_options, without_scheduler
 from smp_launch.sagemaker.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.supervision.supervise import GRACE_VARIABLE
-from smp_launch.watch.hang_timeout import Patience
+from smp_launch.watch.hang_timeout import HangTimeout
 
 if TYPE_CHECKING:
     from smp_config.job import JobSettings
@@ -42,7 +42,7 @@ class Job:
     custom: tuple[MpiOption, ...]
     buffers: BufferSizes
     mpi: OpenMpi | None
-    patience: Patience
+    patience: HangTimeout
     restarts: int
     parameters: ModelParallelParameters | None = None
     #: Hosts without ranks, which take the place of lost ones.
@@ -70,7 +70,7 @@ class Job:
         merge((), custom).raise_for_conflicts()
         buffers = BufferSizes.from_environment(variables(custom), environ)
         mpi = None if layout.kind is ScriptKind.SCRIPT else OpenMpi.find(environ)
-        patience, restarts = Patience.from_environment(environ), max_restarts(environ)
+        patience, restarts = HangTimeout.from_environment(environ), max_restarts(environ)
         spares = tuple(training.hosts[len(layout.hosts) :]) if mpi is not None else ()
         parameters = settings.model_parallel
         job = cls(training, layout, entry_point, custom, buffers, mpi, patience, restarts, parameters, spares)

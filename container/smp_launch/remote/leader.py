@@ -19,7 +19,7 @@ from smp_launch.machine.network import shared_memory_warning
 from smp_launch.machine.rank_pipes import REPORT_VARIABLE
 from smp_launch.mpirun.command import PrivateDirs, check_size, mpirun_command
 from smp_launch.remote.remaining_hosts import OtherHosts, RemainingHosts, lost_of
-from smp_launch.remote.remote_hosts import Followers
+from smp_launch.remote.remote_hosts import RemoteHosts
 from smp_launch.remote.ssh import Client
 from smp_launch.sagemaker.environment import EMULATION_LINE, emulates_cuda
 from smp_launch.supervision.memory_folder import memory_folder
@@ -67,7 +67,7 @@ def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> 
     others = [host for host in (*job.layout.hosts, *job.spares) if host != job.layout.leader]
     with (
         private_dir(Path(tempfile.gettempdir())) as folder,
-        Followers.reach(others, Client.create(folder, environ), stop, environ) as followers,
+        RemoteHosts.reach(others, Client.create(folder, environ), stop, environ) as followers,
     ):
         code, cause = run_job(job, stop, environ, followers)
         followers.publish(LeaderStatus(code, cause.headline if cause else ""))

@@ -146,7 +146,7 @@ def _last_line(data: bytes) -> str:
 
 
 @dataclass
-class Followers:
+class RemoteHosts:
     """All other hosts; a context manager that ends the connections.
 
     Attributes:
@@ -159,7 +159,7 @@ class Followers:
     _connections: list[_Connection] = field(default_factory=list)
 
     @classmethod
-    def reach(cls, hosts: Sequence[str], client: Client, stop: StopRequests, environ: Mapping[str, str]) -> Followers:
+    def reach(cls, hosts: Sequence[str], client: Client, stop: StopRequests, environ: Mapping[str, str]) -> RemoteHosts:
         """Connect to all ``hosts``.
 
         Raises:
@@ -200,7 +200,7 @@ class Followers:
                     elif names := stop.read():
                         raise Stopped(names[0])
 
-    def __enter__(self) -> Followers:
+    def __enter__(self) -> RemoteHosts:
         return self
 
     def __exit__(self, *_: object) -> None:

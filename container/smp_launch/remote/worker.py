@@ -26,7 +26,7 @@ from smp_launch.remote.remote_hosts import hosts_patience
 from smp_launch.remote.ssh import login_program, serving, trusted_addresses
 from smp_launch.supervision.memory_folder import memory_folder
 from smp_launch.supervision.supervise import grace_seconds, say
-from smp_launch.watch.hang_timeout import Patience
+from smp_launch.watch.hang_timeout import HangTimeout
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -62,7 +62,7 @@ def serve_leader(
         folder = stack.enter_context(private_dir(Path(tempfile.gettempdir())))
         status_dir = StatusDir(folder / "leader")
         status_dir.path.mkdir()
-        if Patience.from_environment(environ).watches:
+        if HangTimeout.from_environment(environ).watches:
             records_of(str(status_dir.path)).mkdir()
         if told := stack.enter_context(memory_folder(environ)):
             memory_of(str(status_dir.path)).symlink_to(told[FOLDER_VARIABLE])

@@ -62,7 +62,7 @@ class Forked:
 
 
 @dataclass
-class Zygote:
+class ForkServer:
     """Waits for wrappers, and forks.
 
     Args:
@@ -268,5 +268,5 @@ def main(arguments: Sequence[str]) -> NoReturn:
         why_not = f"its imports failed: {type(error).__name__}: {error}"
     gc.collect()
     gc.freeze()  # collections of forks leave it alone, so that its pages stay shared
-    task = Zygote(listener, environ, why_not).serve()
+    task = ForkServer(listener, environ, why_not).serve()
     task()

@@ -18,7 +18,7 @@ _IN_STRIDE = 3
 _REMEMBERED = 101
 
 
-class Patience:
+class HangTimeout:
     """Learns how long a job's steps take, and says how long nothing may happen.
 
     Args:
@@ -34,7 +34,7 @@ class Patience:
         self._furthest = 0
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Patience:
+    def from_environment(cls, environ: Mapping[str, str]) -> HangTimeout:
         """As a job's variables have it; ConfigError for values that are no numbers."""
         return cls(hang_seconds(environ), timeout_seconds(environ))
 

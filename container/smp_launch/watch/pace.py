@@ -16,7 +16,7 @@ from smp_records.time_breakdown import record_between
 
 if TYPE_CHECKING:
     from smp_records.records import PaceRecord
-    from smp_records.time_breakdown import Reading
+    from smp_records.time_breakdown import TimeReading
 
 #: Seconds for an answer of the driver's program.
 _GPU_SECONDS = 5.0
@@ -32,7 +32,7 @@ class Seen:
     """
 
     pid: int
-    reading: Reading
+    reading: TimeReading
     processor_seconds: float
     memory_bytes: int
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from smp_launch.watch.stacks import Frame, Thread  # noqa: TC001 - pydantic reads the class
 from smp_launch.watch.states import State  # noqa: TC001 - as above
-from smp_records.rank_record import BETWEEN, ScriptLine, Waiting, Whereabouts
+from smp_records.rank_record import BETWEEN, RankRecord, ScriptLine, Waiting
 from smp_records.script_lines import is_ours, is_script_s, is_standard
 
 _LOADER = os.path.join("torch", "utils", "data", "")
@@ -49,7 +49,7 @@ class RankPosition:
         is_compiling: whether PyTorch's compiler is at work.
     """
 
-    where: Whereabouts
+    where: RankRecord
     standing: Standing
     seconds: float
     line: ScriptLine
@@ -80,7 +80,7 @@ class RankPosition:
         return f"{self.line} ({source})" if source else str(self.line)
 
 
-def moment(where: Whereabouts) -> str:
+def moment(where: RankRecord) -> str:
     """When in its course a rank is, as in ``in backward of step 30``."""
     if where.phase == BETWEEN:
         return f"after step {where.step}"
@@ -88,7 +88,7 @@ def moment(where: Whereabouts) -> str:
 
 
 def position_of(
-    where: Whereabouts, state: State, threads: Sequence[Thread], now: float, *, is_active: bool
+    where: RankRecord, state: State, threads: Sequence[Thread], now: float, *, is_active: bool
 ) -> RankPosition:
     """Where a rank stands.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
 from smp_launch.sagemaker.environment import JOB_NAME_VARIABLE
-from smp_launch.watch.hang_timeout import Patience
+from smp_launch.watch.hang_timeout import HangTimeout
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.verdict import HangVerdict, find
 from smp_launch.watch.watch import HangWatch
@@ -72,7 +72,7 @@ def named(name: str) -> RunningJob:
 
 def positions_of(job: RunningJob) -> tuple[dict[int, RankPosition], HangVerdict | None]:
     """Where each rank is now, and what keeps those that stand still; None where all go on."""
-    watch = HangWatch([LocalRanks(job.folder)], Patience(given=_STILL_SECONDS))
+    watch = HangWatch([LocalRanks(job.folder)], HangTimeout(given=_STILL_SECONDS))
     positions = watch.positions()
     still = watch.standing_still(positions)
     return positions, find(still, max(p.seconds for p in still.values())) if still else None

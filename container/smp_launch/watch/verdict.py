@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from smp_config.formats.rank_lists import ranks_text
 from smp_launch.watch.position import RankPosition, Standing, moment
-from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, Whereabouts
+from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, RankRecord
 
 #: Groups of waiting ranks that a headline tells of.
 _SHOWN_GROUPS = 3
@@ -187,7 +187,7 @@ def _collective(
     )
 
 
-def _count(where: Whereabouts, members: tuple[int, ...]) -> int:
+def _count(where: RankRecord, members: tuple[int, ...]) -> int:
     """How many collectives of a group a rank has begun, as far as its record reaches."""
     return max((c.number for c in where.calls if c.kind == COLLECTIVE and c.members == members), default=0)
 

@@ -14,7 +14,7 @@ from smp_launch.watch.states import name_of, state_of
 from smp_launch.watch.verdict import HangVerdict, find
 
 if TYPE_CHECKING:
-    from smp_launch.watch.hang_timeout import Patience
+    from smp_launch.watch.hang_timeout import HangTimeout
     from smp_launch.watch.local_ranks import WatchedRanks
     from smp_records.rank_record import Glance
 
@@ -51,7 +51,7 @@ class HangWatch:
         patience: how long nothing may happen.
     """
 
-    def __init__(self, machines: Sequence[WatchedRanks], patience: Patience, size: int = 0) -> None:
+    def __init__(self, machines: Sequence[WatchedRanks], patience: HangTimeout, size: int = 0) -> None:
         self._machines = machines
         self._patience = patience
         self._size = size

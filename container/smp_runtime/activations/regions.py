@@ -19,7 +19,7 @@ from smp_runtime.activations.region_buffers import RegionBuffers
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.tensors.random_state import RandomState
-from smp_runtime.tensors.remote_tensor import Handle
+from smp_runtime.tensors.remote_tensor import RemoteTensor
 from smp_runtime.tensors.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run_region(
         return function(*args, **kwargs)
     activations.regions += 1
     leaves, structure = tree_flatten((args, kwargs))
-    leaves = [leaf.plain() if isinstance(leaf, Handle) else leaf for leaf in leaves]
+    leaves = [leaf.plain() if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves]
     region = _Region(function, leaves, structure, activations, preserve_rng_state, label)
     # Its own care for random numbers looks for devices among tensor arguments; this region has none.
     result = torch_checkpoint(region.run, use_reentrant=False, preserve_rng_state=False)

@@ -35,7 +35,7 @@ from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, SaveVerdict, not_saved, words_of
 from smp_runtime.checkpoint.live_state import ScriptPosition, random_file, updated
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
-from smp_runtime.checkpoint.save_plan import Apart, Contents, WriteShare, contents_of, optimizer_record
+from smp_runtime.checkpoint.save_plan import Apart, SavePlan, WriteShare, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
 
@@ -222,7 +222,7 @@ class Saver:
 
     def _jobs(
         self,
-        made: Contents,
+        made: SavePlan,
         model: DistributedModel,
         content: bytes,
         transaction: FolderTransaction,

@@ -44,7 +44,7 @@ class Apart:
 
 
 @dataclass
-class Contents:
+class SavePlan:
     """This rank's part of a checkpoint.
 
     Attributes:
@@ -148,7 +148,7 @@ def contents_of(
     apart: Apart | None = None,
     *,
     as_held: bool = False,
-) -> Contents:
+) -> SavePlan:
     """What this rank writes; with sharded data parallelism parts change hands first, unit by unit.
 
     Args:
@@ -156,7 +156,7 @@ def contents_of(
         as_held: write parts of sharded parameters as this rank has them, so that none change hands: this library loads them as
             well, other tools do not.
     """
-    made = Contents()
+    made = SavePlan()
     entries = updated(model, optimizer) if optimizer is not None else []
     parts = state_parts(session, model)
     flat = FlatGroups()
@@ -193,7 +193,7 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _describe(made: Contents, model: DistributedModel, stage: int) -> None:
+def _describe(made: SavePlan, model: DistributedModel, stage: int) -> None:
     for record in local_records(model):
         made.parameters[record.name] = TensorRecord(
             tuple(record.shape),
@@ -220,7 +220,7 @@ def _piece(region: TensorRegion) -> Piece:
     )
 
 
-def _module_file(made: Contents, model: DistributedModel, share: WriteShare) -> None:
+def _module_file(made: SavePlan, model: DistributedModel, share: WriteShare) -> None:
     """``model_*.pt``: everything that replicas have alike, under all of its names, in the order of the model."""
     if not share.writes(1):
         return
@@ -256,7 +256,7 @@ def _module_file(made: Contents, model: DistributedModel, share: WriteShare) -> 
     made.files[file] = build
 
 
-def _shard_file(made: Contents, model: DistributedModel, share: WriteShare, parts: int, flat: FlatGroups) -> None:
+def _shard_file(made: SavePlan, model: DistributedModel, share: WriteShare, parts: int, flat: FlatGroups) -> None:
     """``model_<pp>_<tp>_<shard>.pt``: parts of sharded parameters that no optimizer has."""
     if model.shards is None:
         return
@@ -281,7 +281,7 @@ def _shard_file(made: Contents, model: DistributedModel, share: WriteShare, part
 
 
 def _master_file(
-    made: Contents,
+    made: SavePlan,
     session: Session,
     model: DistributedModel,
     optimizer: DistributedOptimizer | None,
@@ -316,7 +316,7 @@ def _master_file(
 
 
 def _optimizer_file(
-    made: Contents,
+    made: SavePlan,
     model: DistributedModel,
     optimizer: DistributedOptimizer,
     entries: Sequence[Updated],

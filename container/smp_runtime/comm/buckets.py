@@ -89,7 +89,7 @@ def make_buckets(
 class Travel(Protocol):
     """A bucket under way."""
 
-    def land(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         """Wait; returns the flat result."""
         ...
 
@@ -101,7 +101,7 @@ class Reducing:
         self._work = work
         self._result = result
 
-    def land(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         """Wait; returns the flat result."""
         self._work.wait()
         return self._result

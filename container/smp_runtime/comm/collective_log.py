@@ -26,7 +26,7 @@ class _Group:
     begun: int = 0
 
 
-class WatchedCollectives:
+class LoggedCollectives:
     """See :class:`~smp_runtime.comm.collectives.Collectives`.
 
     Args:
@@ -77,10 +77,10 @@ class WatchedCollectives:
         if (kind := self._dtypes.get(dtype)) is None:
             kind = self._dtypes[dtype] = self._notes.text(str(dtype).removeprefix("torch."))
         position = self._notes.collective(self._names[name], known.members, known.begun, tensor.numel(), kind)
-        return _WatchedWork(start, self._notes, position)
+        return _LoggedWork(start, self._notes, position)
 
 
-class _WatchedWork:
+class _LoggedWork:
     """A collective under way."""
 
     def __init__(self, start: Callable[[], Work], notes: Notes, position: int) -> None:

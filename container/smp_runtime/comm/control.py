@@ -19,7 +19,7 @@ from smp_config.formats.rank_lists import ranks_text
 from smp_config.machine.launchers import Started, require_meeting_place, started_by
 from smp_records.rank_record import here
 from smp_records.script_lines import is_runtime_module, script_line
-from smp_runtime.comm.control_transports import MpiCarrier, SoloCarrier, StoreCarrier, process_group_size
+from smp_runtime.comm.control_transports import MpiTransport, SoloTransport, StoreTransport, process_group_size
 from smp_runtime.comm.waiting import ENDED, Carrier, left_error
 from smp_runtime.comm.waiting import timeout_seconds as timeout_seconds
 from smp_runtime.errors import (
@@ -221,7 +221,7 @@ class ControlPlane:
     def secret_for(self, purpose: str, nonce: bytes) -> bytes:
         """What the ranks of this job know and a stranger does not, for one purpose.
 
-        Where the job has no secret (:class:`~smp_runtime.comm.control_transports.StoreCarrier`) it is the nonce, and known to
+        Where the job has no secret (:class:`~smp_runtime.comm.control_transports.StoreTransport`) it is the nonce, and known to
         whoever reads what ranks exchange.
 
         Args:
@@ -275,17 +275,17 @@ def connect(environ: Mapping[str, str] | None = None) -> ControlPlane:
     if started is not None and started.launcher.speaks_mpi:
         return ControlPlane(_mpi(started))
     if process_group_size() > 1:
-        return ControlPlane(StoreCarrier.of_process_group(environ))
+        return ControlPlane(StoreTransport.of_process_group(environ))
     if started is not None:
         require_meeting_place(started, environ)
-        return ControlPlane(StoreCarrier.at_meeting_place(started.rank, started.size, environ))
-    return ControlPlane(SoloCarrier())
+        return ControlPlane(StoreTransport.at_meeting_place(started.rank, started.size, environ))
+    return ControlPlane(SoloTransport())
 
 
-def _mpi(started: Started) -> MpiCarrier:
+def _mpi(started: Started) -> MpiTransport:
     """The way to ranks that MPI has started; the MPI of mpi4py may be another than the launcher's, and know of none."""
     try:
-        carrier = MpiCarrier()
+        carrier = MpiTransport()
     except ImportError as error:
         raise SMPRuntimeError(
             f"this process was started by mpirun, but mpi4py cannot be imported ({error}); install it with pip install mpi4py"

@@ -47,7 +47,7 @@ _MPI_PAUSE_SECONDS = 1e-3
 _STORE_PAUSE_SECONDS = 5e-3
 
 
-class SoloCarrier:
+class SoloTransport:
     """One process alone: there is nobody to talk to."""
 
     rank = 0
@@ -76,7 +76,7 @@ class SoloCarrier:
         """There is no connection."""
 
 
-class MpiCarrier:
+class MpiTransport:
     """Messages over MPI; synchronous sends, polled so that every wait has a deadline.
 
     A rank that leaves tells it to the others at once, since ``MPI_Finalize`` then keeps it until all have left, without a word.
@@ -167,7 +167,7 @@ class _EndsProcess:
         end(1)
 
 
-class StoreCarrier:
+class StoreTransport:
     """Messages over a store of PyTorch: for ``torchrun`` and all others whose ranks meet without MPI.
 
     Whoever reaches the store's port can read and write all that it has. So each message is sealed for its place with a secret of
@@ -202,7 +202,7 @@ class StoreCarrier:
         self._store.set(self._nonce(self.rank), self._nonces[self.rank])
 
     @classmethod
-    def at_meeting_place(cls, rank: int, size: int, environ: Mapping[str, str]) -> StoreCarrier:
+    def at_meeting_place(cls, rank: int, size: int, environ: Mapping[str, str]) -> StoreTransport:
         """Meet the others at ``MASTER_ADDR`` and ``MASTER_PORT``, where rank 0 or torchrun's agent keeps a store.
 
         Raises:
@@ -234,7 +234,7 @@ class StoreCarrier:
         return cls(store, rank, size, environ)
 
     @classmethod
-    def of_process_group(cls, environ: Mapping[str, str]) -> StoreCarrier:
+    def of_process_group(cls, environ: Mapping[str, str]) -> StoreTransport:
         """The ranks of ``torch.distributed``, which the script has started, through the store at which they have met."""
         return cls(default_store(), dist.get_rank(), dist.get_world_size(), environ)
 

@@ -28,7 +28,7 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
-class Flags:
+class FlagAllReduce:
     """Flags under way, summed over a group.
 
     Args:
@@ -43,7 +43,7 @@ class Flags:
         self._values = values if travel_by_host(device, ranks) else to_device(values, device)
         self._work: Work = collectives.all_reduce(self._values, group)
 
-    def land(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         """Wait; returns the sums, in the host's memory."""
         self._work.wait()
         return self._values.cpu()

@@ -106,7 +106,7 @@ class _FromHook:
     def __init__(self, future: torch.futures.Future[Any]) -> None:
         self._future = future
 
-    def land(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         value = self._future.wait()
         average: torch.Tensor = value[0] if isinstance(value, list | tuple) else value
         return average

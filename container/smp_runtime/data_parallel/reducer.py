@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from smp_config import Group
 from smp_runtime.comm.buckets import Bucket, BucketTransport, Travel, make_buckets
-from smp_runtime.comm.flag_all_reduce import Flags, to_device, travel_by_host
+from smp_runtime.comm.flag_all_reduce import FlagAllReduce, to_device, travel_by_host
 from smp_runtime.data_parallel.bucket_transports import AllReduceTransport, Peers
 from smp_runtime.data_parallel.sparse_gradients import SparseReducer
 from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
@@ -131,12 +131,12 @@ class GradientReducer:
         """
         if not self._reduces or not self._buckets:
             return
-        results, used, late = self._send_and_land()
+        results, used, late = self._send_and_finish()
         if late:
             # What the parameters hold now is only the late part. A kept buffer is about to be written again.
             results = [r.clone() if b.persistent else r for r, b in zip(results, self._buckets, strict=True)]
             self._travels = []
-            late_results, used, _ = self._send_and_land()
+            late_results, used, _ = self._send_and_finish()
             results = [first.add_(second) for first, second in zip(results, late_results, strict=True)]
         self._adopt(results, used)
         for bucket in self._buckets:
@@ -220,7 +220,7 @@ class GradientReducer:
 
     # -- at the end of the window ----------------------------------------------------------------------------------
 
-    def _send_and_land(self) -> tuple[list[torch.Tensor], list[bool], bool]:
+    def _send_and_finish(self) -> tuple[list[torch.Tensor], list[bool], bool]:
         """Launch what is left and wait for all buckets.
 
         Returns:
@@ -229,19 +229,19 @@ class GradientReducer:
         while len(self._travels) < len(self._buckets):
             self._launch_next()
         early = self._launched_flags() if self._by_host else None
-        results = [travel.land() for travel in self._travels]
+        results = [travel.finish() for travel in self._travels]
         if self._carries_tail:
             flags = results[-1][self._buckets[-1].elements :]
         elif early is not None:
-            flags = early.land()
+            flags = early.finish()
         else:  # not before a hook of the script is done, which may communicate too, from gloo's own threads
-            flags = self._launched_flags().land()
+            flags = self._launched_flags().finish()
         *used, late = ((flags.real if flags.is_complex() else flags) > 0).tolist()
         return results, used, late
 
-    def _launched_flags(self) -> Flags:
+    def _launched_flags(self) -> FlagAllReduce:
         device = self._buckets[-1].device
-        return Flags(self._flags(torch.float32), device, self._collectives, self._group, len(self._ranks))
+        return FlagAllReduce(self._flags(torch.float32), device, self._collectives, self._group, len(self._ranks))
 
     def _adopt(self, results: list[torch.Tensor], used: list[bool]) -> None:
         for position, (bucket, result) in enumerate(zip(self._buckets, results, strict=True)):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_runtime.comm.flag_all_reduce import Flags
+from smp_runtime.comm.flag_all_reduce import FlagAllReduce
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives
@@ -98,8 +98,8 @@ class SparseReducer:
         mine = [_NONE if g is None else g.indices().shape[1] if g.is_sparse else _DENSE for g in gradients]
         table = torch.zeros(self._size, len(mine), dtype=torch.float64, device="cpu")
         table[self._group.rank()] = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        flags = Flags(table.view(-1), self._parameters[0].device, self._collectives, self._group, self._size)
-        return [list(map(int, column)) for column in flags.land().view_as(table).t().tolist()]
+        flags = FlagAllReduce(table.view(-1), self._parameters[0].device, self._collectives, self._group, self._size)
+        return [list(map(int, column)) for column in flags.finish().view_as(table).t().tolist()]
 
     def _dense(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
         if gradient is None:

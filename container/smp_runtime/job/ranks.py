@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from smp_config import ConfigError, Group, Topology
 from smp_config.machine.launchers import is_process_mode
 from smp_records.rank_record import FORWARD, here
-from smp_runtime.comm.collective_log import WatchedCollectives
+from smp_runtime.comm.collective_log import LoggedCollectives
 from smp_runtime.comm.control import Arrival, ControlPlane, host_name
 from smp_runtime.comm.devices import (
     assign_gpus,
@@ -26,7 +26,7 @@ from smp_runtime.comm.devices import (
 )
 from smp_runtime.comm.groups import ProcessGroups
 from smp_runtime.comm.host.collectives import HostCollectives, host_of
-from smp_runtime.parameters.pending_gather import Arrivals
+from smp_runtime.parameters.pending_gather import PendingGathers
 from smp_runtime.smddp.process_group import collectives_of
 from smp_runtime.smddp.registration import BACKEND, register
 
@@ -192,7 +192,7 @@ class Ranks:
         Raises:
             ConfigError: the number of ranks does not fit.
         """
-        if (arrivals := self.kept(Arrivals)) is not None:
+        if (arrivals := self.kept(PendingGathers)) is not None:
             arrivals.settle()
         self.topology = parameters.topology(self.control.size)
         self.cfg = parameters
@@ -213,7 +213,7 @@ class Ranks:
 def _watched(collectives: Collectives) -> Collectives:
     """The same, with notes of each where somebody may read them."""
     notes = here()
-    return WatchedCollectives(collectives, notes) if notes.are_kept else collectives
+    return LoggedCollectives(collectives, notes) if notes.are_kept else collectives
 
 
 def _agree(

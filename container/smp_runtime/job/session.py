@@ -31,7 +31,7 @@ from smp_runtime.job.faults import Injector
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
-from smp_runtime.parameters.pending_gather import Arrivals
+from smp_runtime.parameters.pending_gather import PendingGathers
 from smp_runtime.tensors.determinism import Determinism, TracedFirstStep
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Session:
 
     def _settle(self) -> None:
         """Other ranks may have what this one is still sending to come."""
-        if not self.has_failed and (arrivals := self.ranks.kept(Arrivals)) is not None:
+        if not self.has_failed and (arrivals := self.ranks.kept(PendingGathers)) is not None:
             arrivals.settle()
 
 

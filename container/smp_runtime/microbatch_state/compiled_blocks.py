@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from smp_runtime.microbatch_state.compile_once import compiling_once
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.torch_private import (
     DisableTorchFunction,
     compile_errors,
@@ -96,7 +96,7 @@ class CompiledForward:
         compiled = self._kind.compiled
         if compiled is None or _Eagerly.count:
             return self._eager(*args, **kwargs)
-        if any(isinstance(leaf, LaterTensor) for leaf in tree_leaves((args, kwargs))):
+        if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves((args, kwargs))):
             args, kwargs = tree_map(_plain, (args, kwargs))
         # A function mode would be compiled too; with none, entering this would be one more thing that compiled code depends on.
         modes_off = DisableTorchFunction() if count_function_modes() else contextlib.nullcontext()
@@ -119,7 +119,7 @@ class CompiledForward:
 
 
 def _plain(leaf: Any) -> Any:
-    return leaf.plain() if isinstance(leaf, LaterTensor) else leaf
+    return leaf.plain() if isinstance(leaf, LazyTensor) else leaf
 
 
 def is_compiled(module: nn.Module) -> bool:

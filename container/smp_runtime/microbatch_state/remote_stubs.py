@@ -34,7 +34,7 @@ def appearing_on(device: torch.device) -> Iterator[None]:
         _appearing_on.pop()
 
 
-class AbsentTensor(torch.Tensor):
+class RemoteStub(torch.Tensor):
     """A tensor without elements that stands for one on another stage, or for what was computed from such.
 
     Operations whose tensors are all absent do nothing and give absent ones, so a loop over all parameters runs on
@@ -68,15 +68,15 @@ class AbsentTensor(torch.Tensor):
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         tensors = argument_tensors((args, kwargs))
-        absent = [tensor for tensor in tensors if isinstance(tensor, AbsentTensor)]
+        absent = [tensor for tensor in tensors if isinstance(tensor, RemoteStub)]
         if not absent:  # in an argument that is not looked into
             with _Plainly():
                 return func(*args, **kwargs)
-        present = [tensor for tensor in tensors if not isinstance(tensor, AbsentTensor) and not tensor.is_meta]
+        present = [tensor for tensor in tensors if not isinstance(tensor, RemoteStub) and not tensor.is_meta]
         if present and name.startswith("_foreach_") and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
         is_own = any(isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in present)
-        if present and not is_own and changes_in_place(name) and isinstance(tensors[0], AbsentTensor):
+        if present and not is_own and changes_in_place(name) and isinstance(tensors[0], RemoteStub):
             return tensors[0]  # its own stage does it with its own elements
         if present and not _are_scalars(present, absent):
             _refuse_mixing(absent[0], name)
@@ -112,16 +112,16 @@ class AbsentTensor(torch.Tensor):
         """As a plain tensor or parameter on the meta device, which can be read without this package."""
         with _Plainly():
             plain = torch.empty_like(self, device="meta", requires_grad=False).as_subclass(torch.Tensor)
-            if isinstance(self, AbsentParameter):
+            if isinstance(self, RemoteStubParameter):
                 return rebuild_parameter, (plain, self.requires_grad, OrderedDict())
             return plain.__reduce_ex__(protocol)
 
 
-class AbsentParameter(AbsentTensor, nn.Parameter):
+class RemoteStubParameter(RemoteStub, nn.Parameter):
     """A parameter of a module on another stage."""
 
 
-class AbsentAttribute:
+class RemoteStubAttribute:
     """Stands for an attribute that a module on another stage sets while it runs; any use of it raises."""
 
     def __init__(self, path: str, name: str, stage: int) -> None:
@@ -144,7 +144,7 @@ class AbsentAttribute:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for each in leaves_of((args, kwargs)):
-            if isinstance(each, AbsentAttribute):
+            if isinstance(each, RemoteStubAttribute):
                 _refuse_use(each)
         raise SMPUserError(
             "a torch function got an attribute of a module on another pipeline stage, which is set there alone; "
@@ -159,7 +159,7 @@ class AbsentAttribute:
     __hash__ = object.__hash__
 
 
-def _refuse_use(attribute: AbsentAttribute, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_use(attribute: RemoteStubAttribute, *args: Any, **kwargs: Any) -> NoReturn:
     name, path, stage = (vars(attribute)[key] for key in ("_name", "_path", "_stage"))
     raise SMPUserError(
         f"attribute {name!r} of module {path!r} is used here, but the module sets it while it runs, and it runs on pipeline stage "
@@ -171,15 +171,15 @@ for _operator in (
     "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()  # a, b = both sides, in place
 ):
     for _side in ("__{}__", "__r{}__", "__i{}__"):
-        setattr(AbsentAttribute, _side.format(_operator), _refuse_use)
+        setattr(RemoteStubAttribute, _side.format(_operator), _refuse_use)
 for _operator in (
     "lt le eq ne gt ge neg pos abs invert bool float int index complex len iter next contains getitem setitem delitem "
     "array round enter exit"
 ).split():
-    setattr(AbsentAttribute, f"__{_operator}__", _refuse_use)
+    setattr(RemoteStubAttribute, f"__{_operator}__", _refuse_use)
 
 
-class AbsentAttributes:
+class RemoteStubAttributes:
     """The stand-ins for attributes, by path and name, that modules of other stages set while they run."""
 
     def __init__(
@@ -194,21 +194,21 @@ class AbsentAttributes:
             if path in modules and not is_local(path):
                 slot = ModuleSlot(vars(modules[path]), name)
                 self._former.append((slot, slot.take()))
-                slot.put(Taken(AbsentAttribute(path, name, stage_of(path))))
+                slot.put(Taken(RemoteStubAttribute(path, name, stage_of(path))))
 
     def remove(self) -> None:
         """The modules get back what they had."""
         for slot, taken in self._former:
-            if isinstance(slot.take().value, AbsentAttribute):
+            if isinstance(slot.take().value, RemoteStubAttribute):
                 slot.put(taken)
         self._former.clear()
 
 
 def absent_parameter(
     parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype | None = None
-) -> AbsentParameter:
+) -> RemoteStubParameter:
     """The stand-in for a parameter, with its shape and ``requires_grad``, and the type that it has on its stage, if another."""
-    made: AbsentParameter = _stand_in(AbsentParameter, parameter, f"parameter {name}", stage, dtype)
+    made: RemoteStubParameter = _stand_in(RemoteStubParameter, parameter, f"parameter {name}", stage, dtype)
     return made
 
 
@@ -216,7 +216,7 @@ def make_absent_in_place(parameter: nn.Parameter, name: str, stage: int, dtype: 
     """The same for a parameter that C++ holds too, as those of TorchScript, so that it cannot be swapped."""
     parameter.data = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
     made: Any = parameter
-    made.__class__ = AbsentParameter
+    made.__class__ = RemoteStubParameter
     made.absent_name, made.absent_stage = f"parameter {name}", stage
 
 
@@ -225,7 +225,7 @@ def absent_attributes_of(module: nn.Module, path: str, stage: int) -> None:
     for name, value in list(vars(module).items()):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             where = f"attribute {path}.{name}" if path else f"attribute {name}"
-            vars(module)[name] = _stand_in(AbsentTensor, value.detach(), where, stage)
+            vars(module)[name] = _stand_in(RemoteStub, value.detach(), where, stage)
 
 
 def _stand_in(kind: type, like: torch.Tensor, name: str, stage: int, dtype: torch.dtype | None = None) -> Any:
@@ -237,11 +237,11 @@ def _stand_in(kind: type, like: torch.Tensor, name: str, stage: int, dtype: torc
     return made
 
 
-def _absent(out: Any, origin: AbsentTensor) -> Any:
+def _absent(out: Any, origin: RemoteStub) -> Any:
     if isinstance(out, torch.Tensor):
-        if isinstance(out, AbsentTensor) or not out.is_meta:
+        if isinstance(out, RemoteStub) or not out.is_meta:
             return out
-        made = out.as_subclass(AbsentTensor)
+        made = out.as_subclass(RemoteStub)
         made.absent_name, made.absent_stage = origin.absent_name, origin.absent_stage
         return made
     if isinstance(out, tuple | list):
@@ -251,7 +251,7 @@ def _absent(out: Any, origin: AbsentTensor) -> Any:
 
 def _on_meta(value: Any) -> Any:
     """Stand-ins that are not on the meta device (TorchScript's) go there for an operation."""
-    if isinstance(value, AbsentTensor):
+    if isinstance(value, RemoteStub):
         return value if value.device.type == "meta" else torch.empty_like(value, device="meta")
     if type(value) in (tuple, list):
         return type(value)(_on_meta(each) for each in value)
@@ -260,7 +260,7 @@ def _on_meta(value: Any) -> Any:
     return value
 
 
-def _are_scalars(present: list[torch.Tensor], absent: list[AbsentTensor]) -> bool:
+def _are_scalars(present: list[torch.Tensor], absent: list[RemoteStub]) -> bool:
     """Whether a tensor of several elements is only scaled, by a number that the script has made."""
     return all(t.dim() == 0 and not t.requires_grad and not isinstance(t, nn.Parameter) for t in present) and any(
         tensor.dim() > 0 for tensor in absent
@@ -281,7 +281,7 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return [each[0] for each in done]
 
 
-def _refuse_mixing(tensor: AbsentTensor, name: str) -> NoReturn:
+def _refuse_mixing(tensor: RemoteStub, name: str) -> NoReturn:
     what, stage = tensor.absent_name, tensor.absent_stage
     raise SMPUserError(
         f"{name} got {what} together with a tensor of this rank, but it lies on pipeline stage {stage}, another one, and this "
@@ -291,7 +291,7 @@ def _refuse_mixing(tensor: AbsentTensor, name: str) -> NoReturn:
     )
 
 
-def _refuse_elements(tensor: AbsentTensor, name: str) -> NoReturn:
+def _refuse_elements(tensor: RemoteStub, name: str) -> NoReturn:
     what, stage = tensor.absent_name, tensor.absent_stage
     raise SMPUserError(
         f"{name} needs the elements of {what}, but it lies on pipeline stage {stage}, another one, and this rank has only its "

@@ -102,13 +102,13 @@ class RegionPlacement:
 
     def remote_calls(self) -> int:
         """Modules of other stages that the running task has called so far."""
-        task = self._context.conductor.current
+        task = self._context.scheduler.current
         return 0 if task is None else task.calls
 
     def where(self) -> tuple[Any, Any, Any] | None:
         """Place and action of the running task, and the planned order; None outside tasks."""
-        conductor = self._context.conductor
-        task, order = conductor.current, conductor.order
+        scheduler = self._context.scheduler
+        task, order = scheduler.current, scheduler.order
         if task is None:
             return None
         return (task.microbatch, task.path), task.action, None if order is None else order.actions
@@ -121,7 +121,7 @@ class RegionPlacement:
         group = GroupCall(tuple(paths), preserve_rng_state)
         self._context.called(group).training = members[0].training
         numbers = []
-        task = self._context.conductor.current
+        task = self._context.scheduler.current
         if task is not None:
             for member in paths:
                 numbers.append(task.called.get(member, 0))
@@ -131,7 +131,7 @@ class RegionPlacement:
 
     def seed(self, path: str, number: int) -> int:
         """Where the random numbers of a module begin that the running task's caller has called ``number`` times."""
-        task = self._context.conductor.current
+        task = self._context.scheduler.current
         if task is None:
             raise AssertionError("groups are only called by tasks")
         return task_seed(self._context.seed, self._context.replica, task.microbatch, path, number)

@@ -17,7 +17,7 @@ from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.comm.devices import channel_backend, release_cached_memory
 from smp_runtime.errors import SMPUserError
 from smp_runtime.microbatch_state.remote_stubs import (
-    AbsentAttributes,
+    RemoteStubAttributes,
     absent_attributes_of,
     absent_parameter,
     make_absent_in_place,
@@ -76,7 +76,7 @@ class Stages:
         self.pipeline: Pipeline | None = None
         self.assignment: Assignment | None = None
         self.regions: RegionPlacement | None = None
-        self._absent_attributes: AbsentAttributes | None = None
+        self._absent_attributes: RemoteStubAttributes | None = None
         if self.partitioned:
             self._record_modules()
 
@@ -238,7 +238,7 @@ class Stages:
         for path, module in modules.items():
             if not part.has(path):
                 absent_attributes_of(module, path, part.stage_of(path))
-        self._absent_attributes = AbsentAttributes(modules, self.assignment.attributes, part.stage_of, part.has)
+        self._absent_attributes = RemoteStubAttributes(modules, self.assignment.attributes, part.stage_of, part.has)
         scripts = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
         scripted = {id(parameter) for script in scripts for parameter in script.parameters()}
         local = {id(parameter) for parameter in part.parameters()}

@@ -11,7 +11,7 @@ import torch
 from smp_config import Group
 from smp_runtime.comm.control import RUNTIME_CHANNEL
 from smp_runtime.errors import SMPOperationError, SMPUserError
-from smp_runtime.microbatch_state.remote_stubs import AbsentTensor
+from smp_runtime.microbatch_state.remote_stubs import RemoteStub
 from smp_runtime.module_conversion.parameter_layout import slices_by_name, whole_state
 from smp_runtime.parameters.deferred_creation import Deferrals
 from smp_runtime.parameters.late_values import values_of
@@ -272,7 +272,7 @@ class ModelState:
 
 
 def _is_without_values(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, AbsentTensor)
+    return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteStub)
 
 
 def _refuse_without_values(state: Mapping[str, Any]) -> None:

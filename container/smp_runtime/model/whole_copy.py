@@ -11,7 +11,7 @@ from torch import nn
 
 from smp_records.script_lines import is_runtime_module
 from smp_runtime.errors import SMPUserError
-from smp_runtime.microbatch_state.remote_stubs import AbsentAttribute, AbsentTensor
+from smp_runtime.microbatch_state.remote_stubs import RemoteStub, RemoteStubAttribute
 from smp_runtime.module_conversion import registration
 from smp_runtime.module_conversion.splitting import become_whole
 from smp_runtime.nn.distributed_module import DistributedModule
@@ -97,7 +97,7 @@ def _whole(tensor: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tens
     value = state.pop(name, None)
     if not isinstance(value, torch.Tensor):  # a buffer that no state has
         value = tensor
-        if isinstance(tensor, AbsentTensor):
+        if isinstance(tensor, RemoteStub):
             raise SMPUserError(
                 f"model.cpu() gathers what model.state_dict() has, but {tensor.absent_name} lies on pipeline stage "
                 f"{tensor.absent_stage} and is not in it; let the module that has it save it under its own name"
@@ -113,10 +113,10 @@ def _left_out(part: nn.Module) -> Iterator[tuple[Any, Any]]:
             yield value, None
         elif _holds_hooks(name) and isinstance(value, dict):
             yield value, type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
-        elif isinstance(value, AbsentAttribute):
+        elif isinstance(value, RemoteStubAttribute):
             yield value, None  # the module sets it when it runs
         elif isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            yield value, None if isinstance(value, AbsentTensor) else value.detach().to("cpu", copy=True)
+            yield value, None if isinstance(value, RemoteStub) else value.detach().to("cpu", copy=True)
 
 
 def _holds_hooks(name: str) -> bool:

@@ -66,7 +66,7 @@ def state_of(original: nn.Module) -> dict[str, torch.Tensor]:
     return {n: v for n, v in state.items() if isinstance(v, torch.Tensor) and seen.setdefault(id(v), n) == n}
 
 
-class Heritage:
+class CarriedAttributes:
     """The weights of a replaced module on their way into its distributed form.
 
     Args:

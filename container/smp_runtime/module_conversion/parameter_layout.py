@@ -11,7 +11,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.job import session as sessions
-from smp_runtime.module_conversion.prescaled_batch_check import SameBatch
+from smp_runtime.module_conversion.prescaled_batch_check import PrescaledBatchCheck
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.block_entry import entry_of
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
@@ -47,11 +47,11 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
 def watch_batches(module: nn.Module) -> None:
     """With a common batch, find out in the first forward passes whether the ranks of a group have it."""
     hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - PyTorch has no public list of them
-    if any(isinstance(hook, SameBatch) for hook in hooks):
+    if any(isinstance(hook, PrescaledBatchCheck) for hook in hooks):
         return
     first = next(distributed_modules(module), None)
     if first is not None and first.tensor_group.size > 1 and first.tensor_group.prescaled:
-        SameBatch(first.tensor_group).watch(module)
+        PrescaledBatchCheck(first.tensor_group).watch(module)
 
 
 def _close_fast_paths(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -26,7 +26,7 @@ _SAMPLE = 512
 _Summary = tuple[tuple[int, ...], str, int | list[float]]
 
 
-class SameBatch:
+class PrescaledBatchCheck:
     """A hook in front of a module's first forward passes: raises on every rank when the inputs of one differ.
 
     Whole numbers are compared by a checksum, floating point numbers by a sample of the elements, which may differ by
@@ -69,7 +69,7 @@ class SameBatch:
 
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, LaterTensor) and value.layout is torch.strided and not value.is_meta:
+        if not isinstance(value, LazyTensor) and value.layout is torch.strided and not value.is_meta:
             yield path, value
         return
     children: Any = ()

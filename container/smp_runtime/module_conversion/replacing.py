@@ -18,7 +18,7 @@ from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.module_conversion import builtin
 from smp_runtime.module_conversion.candidates import Candidate, is_taken, outermost, wanted
 from smp_runtime.module_conversion.carry_over_attributes import (
-    Heritage,
+    CarriedAttributes,
     inherit,
     inherit_parameter_attributes,
     listed,
@@ -195,7 +195,7 @@ def _made(
         made = how.distributed(original, mark.overrides, automatic)
     if dtype is not None:
         set_parameter_type(made, dtype)
-    heritage = Heritage(state, made, how.to_ours) if state else None
+    heritage = CarriedAttributes(state, made, how.to_ours) if state else None
     written = _hand_over(candidate, heritage, made, group) if heritage is not None else set()
     successors = group.ranks.keep(Successors, Successors)
     for parameter in original.parameters():
@@ -251,7 +251,7 @@ def _agreed_state(candidate: Candidate, group: TensorGroup) -> dict[str, torch.T
     return state
 
 
-def _hand_over(candidate: Candidate, heritage: Heritage, made: nn.Module, group: TensorGroup) -> set[int]:
+def _hand_over(candidate: Candidate, heritage: CarriedAttributes, made: nn.Module, group: TensorGroup) -> set[int]:
     """Give ``made`` the weights of its original; returns the ids of the parameters that have them."""
     how, title = candidate.how, candidate.title
     if heritage.lost and how.arguments is not None:

@@ -10,7 +10,7 @@ import torch
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel.block_entry import is_in_block
 from smp_runtime.tensor_parallel.group import gather_whole
-from smp_runtime.tensors.lazy_tensor import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, LaterTensor, changes_in_place, plain_of
+from smp_runtime.tensors.lazy_tensor import NEEDS_NO_ELEMENTS, OF_ITS_PLACE, LazyTensor, changes_in_place, plain_of
 from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, backward_pass, storage_key, tree_map
 
@@ -37,7 +37,7 @@ class _Source:
     is_replicated: bool
 
 
-class WholeWeight(LaterTensor):
+class WholeWeight(LazyTensor):
     """A split weight that is gathered when it is used, on all ranks of its group."""
 
     source: _Source

@@ -3,7 +3,7 @@
 After an update of sharded state each rank has new values of its own part and gets the others' from other ranks. Waiting for
 all of them there would leave the processor idle until the last has come, while the next forward pass needs the first layer's.
 
-Until its values are there a parameter is of the class :class:`Arriving`, whose elements every function of PyTorch asks for.
+Until its values are there a parameter is of the class :class:`PendingParameter`, whose elements every function of PyTorch asks for.
 Modules ask before they are called besides, since a kernel of somebody else's may take a parameter past PyTorch's functions.
 """
 
@@ -34,7 +34,7 @@ class PendingWork(Protocol):
         """Return when the tensors can be used."""
 
 
-class Arriving(nn.Parameter):
+class PendingParameter(nn.Parameter):
     """A parameter whose values are under way; a plain one again from the first time that somebody asks for them."""
 
     @classmethod
@@ -44,7 +44,7 @@ class Arriving(nn.Parameter):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Arriving):
+            if isinstance(leaf, PendingParameter):
                 wait_for(leaf)
         return func(*args, **kwargs)
 
@@ -77,7 +77,7 @@ class _ParameterGather:
         self._stream = _stream_of(kept.device)
         for parameter in parameters:
             vars(parameter)[_GATHER] = self
-            parameter.__class__ = Arriving
+            parameter.__class__ = PendingParameter
 
     def wait(self) -> None:
         """The values are there when this returns, on any thread."""
@@ -95,7 +95,7 @@ class _ParameterGather:
         self._end(self)
 
 
-class Arrivals:
+class PendingGathers:
     """What is under way to this rank; one for each job, which nobody may leave before all is there."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def wait_for(parameter: nn.Parameter) -> None:
 
 
 def _make_plain(parameter: nn.Parameter) -> None:
-    if type(parameter) is Arriving:
+    if type(parameter) is PendingParameter:
         object.__setattr__(parameter, "__class__", nn.Parameter)
     vars(parameter).pop(_GATHER, None)
 
@@ -159,7 +159,7 @@ class _WaitingHook:
 
     def __call__(self, *_: Any) -> None:
         for parameter in self._parameters:
-            if type(parameter) is Arriving:
+            if type(parameter) is PendingParameter:
                 wait_for(parameter)
 
     def __reduce__(self) -> tuple[type[_WaitingHook], tuple[()]]:

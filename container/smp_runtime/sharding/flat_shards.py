@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_runtime.parameters.optimizer_shards import OptimizerShard
-from smp_runtime.parameters.pending_gather import Arrivals
+from smp_runtime.parameters.pending_gather import PendingGathers
 from smp_runtime.sharding.flat_unit import FlatUnit
 from smp_runtime.sharding.script_gradients import ScriptGradients
 
@@ -94,7 +94,7 @@ class FlatShards(Generic[Unit]):
 
     def settle(self) -> None:
         """Wait for what is under way to this rank, before shards change that others may still be reading."""
-        arrivals = self._ranks.kept(Arrivals)
+        arrivals = self._ranks.kept(PendingGathers)
         if arrivals is not None:
             arrivals.settle()
 

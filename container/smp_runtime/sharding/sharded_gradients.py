@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from smp_config import Group
-from smp_runtime.comm.flag_all_reduce import Flags
+from smp_runtime.comm.flag_all_reduce import FlagAllReduce
 from smp_runtime.sharding.unshard_prefetch import GatherTrace, refuse_unequal, sharing_positions
 from smp_runtime.tensors.parameter_attributes import get_gradient, set_gradient
 
@@ -108,7 +108,7 @@ class PendingReduceScatter:
     parts: list[torch.Tensor]
     is_sum: bool
 
-    def land(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         """Wait; returns this rank's row."""
         for work in self.works:
             work.wait()
@@ -222,7 +222,7 @@ class ShardedGradients:
                 # On its way a bucket is there twice: as sent, and as it comes in.
                 under_way = 2 * sum(other.filled for other in self._travelling.filling.units)
                 if elements + under_way > self._bucket_elements:
-                    self._land()
+                    self._finish()
             kind = self._dtype or group[0].dtype
             self._filling[number] = ReduceScatterInput(group, kind, self._rows, self._ranks.collectives, self._inside)
         return self._filling[number]
@@ -230,7 +230,7 @@ class ShardedGradients:
     @torch.no_grad()
     def _launch(self, number: int) -> None:
         """Send a group's gradients; zeros if none came on this rank."""
-        self._land()
+        self._finish()
         filling = self._filling_of(number)
         del self._filling[number]
         passed = self._passed.intersection(id(unit) for unit in filling.units)
@@ -253,11 +253,11 @@ class ShardedGradients:
             self._ranks.collectives.reduce_scatter(parts[-1], chunk.view(-1), self._inside).wait()
         self._travelling = PendingReduceScatter(filling, [], parts, is_sum=False)
 
-    def _land(self) -> None:
+    def _finish(self) -> None:
         if self._travelling is None:
             return
         travelling, self._travelling = self._travelling, None
-        row = travelling.land()
+        row = travelling.finish()
         if travelling.is_sum:
             self._summed.update(id(unit) for unit in travelling.filling.units)
             return
@@ -294,12 +294,12 @@ class ShardedGradients:
     def finish_window(self, *, reduces: bool) -> None:
         """A window has ended; with ``reduces`` send what is left and average over the sharding groups, for the update."""
         self._is_amid = False
-        self._land()
+        self._finish()
         if not reduces or not self._units:
             return
         for number in self._exchange():
             self._launch(number)
-        self._land()
+        self._finish()
         for unit in self._units:
             if id(unit) not in self._summed and (self._dtype or unit.dtype) in self._sums:
                 self._part(self._sum_of(unit), unit).zero_()
@@ -329,7 +329,7 @@ class ShardedGradients:
         news[used + groups + self._ranks.rank_in(Group.RDP)] = float(self._gathers.digest)
         self._gathers.forget()
         group, device = self._ranks.process_group(Group.RDP), self._units[0].device
-        news = Flags(news, device, self._ranks.collectives, group, self._ranks.size(Group.RDP)).land()
+        news = FlagAllReduce(news, device, self._ranks.collectives, group, self._ranks.size(Group.RDP)).finish()
         self._used_anywhere = news[:used] > 0
         self._used.zero_()
         if not self._ranks.control.speaks_for_all:  # else there is nobody who could have gathered anything else
@@ -343,12 +343,12 @@ class ShardedGradients:
         self._is_amid = False
         self._reached.clear()
         self._passed.clear()
-        self._land()
+        self._finish()
         self.touched = False
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._land()  # into sums that are forgotten too
+        self._finish()  # into sums that are forgotten too
         self._filling = {}
         self._ready = {}
         self._sums = {}

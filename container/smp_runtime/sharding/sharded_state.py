@@ -12,7 +12,7 @@ from smp_config import Group
 from smp_config.limits import effective_bucket_bytes
 from smp_runtime.comm.buckets import Bucket, Reducing, Travel, make_buckets
 from smp_runtime.microbatch_state.compiled_blocks import is_compiled
-from smp_runtime.parameters.pending_gather import Arrivals, wait_before_calls
+from smp_runtime.parameters.pending_gather import PendingGathers, wait_before_calls
 from smp_runtime.sharding.flat_shards import FlatShards
 from smp_runtime.sharding.flat_unit import WholeUnit
 from smp_runtime.tensors.parameter_attributes import get_data
@@ -33,9 +33,9 @@ class _SummedFurther:
         self._collectives = collectives
         self._group = group
 
-    def land(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor:
         """Wait; returns the flat result."""
-        result = self._first.land()
+        result = self._first.finish()
         self._collectives.all_reduce(result, self._group).wait()
         return result
 
@@ -143,7 +143,7 @@ class ShardedState(FlatShards[WholeUnit]):
     @torch.no_grad()
     def gather_parameters(self) -> None:
         """After an update, hand out this rank's shards; the others' come until somebody reads the parameters."""
-        arrivals = self._ranks.keep(Arrivals, Arrivals)
+        arrivals = self._ranks.keep(PendingGathers, PendingGathers)
         for unit in reversed(self.units):  # what forward needs first goes first
             # With a version counter of its own: a transport's write must not look like one of the script to the shards.
             work = self._ranks.collectives.all_gather(get_data(unit.data), unit.shard, self._group)

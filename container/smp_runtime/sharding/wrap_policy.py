@@ -47,7 +47,7 @@ class ShardingOptions:
 
 
 @dataclass
-class UnitPlan:
+class WrapPlan:
     """Parameters that are gathered, freed and reduced together.
 
     Attributes:
@@ -73,7 +73,7 @@ def is_sharded(parameter: torch.Tensor, options: ShardingOptions) -> bool:
     return parameter.is_floating_point() and parameter.numel() >= max(1, options.persistence_threshold)
 
 
-def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: ShardingOptions) -> list[UnitPlan]:
+def plan_units(module: nn.Module, parameters: Iterable[nn.Parameter], options: ShardingOptions) -> list[WrapPlan]:
     """Divide ``parameters`` into units, in the order of the modules.
 
     Repeated blocks (the children of a ``ModuleList`` or of an ``nn.Sequential`` of blocks) are units; so is any other
@@ -91,7 +91,7 @@ class _Planner:
     def __init__(self, left: dict[int, nn.Parameter], options: ShardingOptions) -> None:
         self._left = left
         self._target = max(1, options.max_live // 2)
-        self.units: list[UnitPlan] = []
+        self.units: list[WrapPlan] = []
 
     def visit(self, module: nn.Module, name: str, *, is_root: bool = False) -> None:
         whole = self._of(module.parameters())
@@ -124,7 +124,7 @@ class _Planner:
             kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
             del self._left[id(parameter)]
         # What a module with children holds itself is fetched when it is read, not while all the children run.
-        self.units += [UnitPlan(name, module if together else None, kind, by_tokens) for kind in kinds.values()]
+        self.units += [WrapPlan(name, module if together else None, kind, by_tokens) for kind in kinds.values()]
 
 
 def _elements(parameters: Sequence[torch.Tensor]) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.nested import mapped
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _RankParts:
         return self.group.exchange(whole, self.dim, 0) if self.by_rows else self.group.slice(whole, self.dim)
 
 
-class Deferred(LaterTensor):
+class Deferred(LazyTensor):
     """A tensor that is gathered when it is used."""
 
     parts: _RankParts

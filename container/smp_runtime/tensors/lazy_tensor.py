@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class LaterTensor(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor whose :meth:`elements` a subclass knows how to get."""
 
     _plain: torch.Tensor | None
@@ -76,11 +76,11 @@ class LaterTensor(torch.Tensor):
         if func in NEEDS_NO_ELEMENTS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in OF_ITS_PLACE and isinstance(args[0], LaterTensor):
+        if func in OF_ITS_PLACE and isinstance(args[0], LazyTensor):
             return args[0].in_graph(func, args[1:], kwargs)
         if func in _GRADIENTS_OF:
             return _gradients(func, args, kwargs)
-        if func in _LIKE and isinstance(args[0], LaterTensor):
+        if func in _LIKE and isinstance(args[0], LazyTensor):
             like = args[0]
             return _LIKE[func](tuple(like.shape), **{"dtype": like.dtype, "device": like.device, **kwargs})
         args, kwargs = tree_map(plain_of, (args, kwargs))
@@ -97,7 +97,7 @@ class _Elements(torch.autograd.Function):
     """From a tensor to its elements; gradients pass."""
 
     @staticmethod
-    def forward(ctx: Any, later: LaterTensor) -> torch.Tensor:
+    def forward(ctx: Any, later: LazyTensor) -> torch.Tensor:
         return later.elements()
 
     @staticmethod
@@ -115,12 +115,12 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _newest_of(leaf: Any) -> Any:
-    return leaf.unchanged() if isinstance(leaf, LaterTensor) else leaf
+    return leaf.unchanged() if isinstance(leaf, LazyTensor) else leaf
 
 
 def plain_of(leaf: Any) -> Any:
     """Return the plain tensor of one whose elements come later; anything else as it is."""
-    return leaf.plain() if isinstance(leaf, LaterTensor) else leaf
+    return leaf.plain() if isinstance(leaf, LazyTensor) else leaf
 
 
 def changes_in_place(name: str) -> bool:
@@ -131,7 +131,7 @@ def changes_in_place(name: str) -> bool:
 
 
 def _elements_of(leaf: Any) -> Any:
-    return leaf.elements() if isinstance(leaf, LaterTensor) else leaf
+    return leaf.elements() if isinstance(leaf, LazyTensor) else leaf
 
 
 def _methods(names: str) -> list[Any]:

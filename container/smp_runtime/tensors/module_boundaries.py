@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.nested import tensors_in
 
 
-class GraphOwners:
+class ModuleBoundaries:
     """Tells when a backward pass comes to what a module has made.
 
     Backward goes through a graph against the order in which it was made. So from the node of what a module returned on it runs
@@ -31,7 +31,7 @@ class GraphOwners:
             value: of any structure. Tensors whose elements are yet to come are left out: their nodes compute nothing.
         """
         for tensor in tensors_in(value):
-            node: Any = None if isinstance(tensor, LaterTensor) else tensor.grad_fn
+            node: Any = None if isinstance(tensor, LazyTensor) else tensor.grad_fn
             if node is not None and self._name not in node.metadata:
                 node.metadata[self._name] = owner
                 node.register_prehook(lambda gradients: self._reached(owner))

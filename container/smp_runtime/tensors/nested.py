@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.torch_private import storage_key, tree_map
 
 #: Containers and the attributes of objects are followed this deep in search of tensors.
@@ -65,7 +65,7 @@ def argument_tensors(value: Any) -> list[torch.Tensor]:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the memory that a tensor lies in, the same for all its views."""
-    if isinstance(tensor, LaterTensor):  # it has none yet
+    if isinstance(tensor, LazyTensor):  # it has none yet
         return id(tensor)
     try:
         return storage_key(tensor)

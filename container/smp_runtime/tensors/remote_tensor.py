@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 
 #: Call numbers from the step function down: ``(2, 0)`` is the first remote call inside the third one.
 Path = tuple[int, ...]
@@ -23,7 +23,7 @@ Path = tuple[int, ...]
 Name = tuple[str, int, Path, int]
 
 
-class Meta(NamedTuple):
+class TensorMetadata(NamedTuple):
     """A tensor without its elements."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Meta(NamedTuple):
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Meta:
+    def of(cls, tensor: torch.Tensor) -> TensorMetadata:
         """What a tensor is without its elements."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
 
@@ -44,7 +44,7 @@ class Fetcher(Protocol):
         """The value that stage ``owner`` has under a name; waited for if need be."""
 
 
-class Handle(LaterTensor):
+class RemoteTensor(LazyTensor):
     """A tensor by name.
 
     Attributes:
@@ -61,10 +61,12 @@ class Handle(LaterTensor):
     _fetcher: Fetcher
 
     @staticmethod
-    def __new__(cls, fetcher: Fetcher, name: Name, owner: int, meta: Meta, device: torch.device) -> Handle:
+    def __new__(
+        cls, fetcher: Fetcher, name: Name, owner: int, meta: TensorMetadata, device: torch.device
+    ) -> RemoteTensor:
         """A handle that is a tensor of ``meta``'s shape and type."""
         where = device if meta.device == device.type else torch.device(meta.device)
-        handle: Handle = cls.like(meta.shape, meta.dtype, where)
+        handle: RemoteTensor = cls.like(meta.shape, meta.dtype, where)
         handle.value_name = name
         handle.owner = owner
         handle.touched = False

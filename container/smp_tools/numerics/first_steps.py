@@ -10,7 +10,7 @@ import torch
 from smp_config import Group
 from smp_runtime.checkpoint.live_state import updated
 from smp_runtime.errors import NumericsError, SMPUserError
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.nested import tensors_in
 from smp_runtime.tensors.parameter_attributes import get_data, get_gradient
 
@@ -109,7 +109,7 @@ class FirstSteps:
         """Remember whether losses are NaN, on their device."""
         microbatch = self._ranks.step.microbatch
         for output in outputs:
-            if output.is_floating_point() and not isinstance(output, LaterTensor):
+            if output.is_floating_point() and not isinstance(output, LazyTensor):
                 self._losses.append((microbatch, output.detach().isnan().any()))
 
     @torch.no_grad()
@@ -190,7 +190,7 @@ def _are_ordinary(tensors: Sequence[torch.Tensor], *, allows_masks: bool) -> boo
 
 def _greatest(tensor: torch.Tensor, allows_masks: bool) -> torch.Tensor | None:
     """Return the greatest number in a tensor of a type that can be compared, NaN if there is any; else None."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not isinstance(tensor, LaterTensor)
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not isinstance(tensor, LazyTensor)
     if (
         not is_plain
         or not tensor.is_floating_point()

@@ -20,7 +20,7 @@ from smp_records.numerics import GRADIENT, GUARDS_VARIABLE, LOSS, OUTPUT, WEIGHT
 from smp_runtime.checkpoint.live_state import weights
 from smp_runtime.errors import NumericsError
 from smp_runtime.step.step import first_scalar
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import backward_pass
 from smp_tools.numerics.first_steps import gradients_of
@@ -138,7 +138,7 @@ class UpdateGuard:
             return
         for tensor in argument_tensors(result)[:1]:
             is_counted = tensor.is_floating_point() or tensor.is_complex()
-            if is_counted and not isinstance(tensor, LaterTensor):
+            if is_counted and not isinstance(tensor, LazyTensor):
                 total = plain_numbers(tensor).sum(dtype=torch.float32)
                 self._sums.append(_ResultSum(time.time(), name, self._session.ranks.step.microbatch, total))
 

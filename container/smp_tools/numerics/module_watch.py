@@ -12,7 +12,7 @@ from smp_config import Group
 from smp_records.numerics import INPUT, NUMBERS_OF_CALL, OUTPUT, OUTPUT_GRADIENT
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.block_entry import entry_of
-from smp_runtime.tensors.lazy_tensor import LaterTensor
+from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import backward_pass
 from smp_tools.numerics.journal import ValueOwner
@@ -92,7 +92,7 @@ class ModuleWatch:
         microbatch = self._ranks.step.microbatch
         for index, tensor in enumerate(argument_tensors(given)):
             # A single number is no part of a batch: each microbatch has it, and a count of tokens depends on how many there are.
-            if not isinstance(tensor, LaterTensor) and tensor.dim():
+            if not isinstance(tensor, LazyTensor) and tensor.dim():
                 place = ValueOwner(INPUT, name, index, microbatch, self.owner)
                 self._take(place, tensor, 1.0)
 
@@ -109,7 +109,7 @@ class ModuleWatch:
         for index, tensor in enumerate(argument_tensors(result)[:_MOST_TENSORS]):
             # A single number is no batch; of a loss, the one that the step returns counts, however the script has scaled this one.
             is_counted = tensor.is_floating_point() or tensor.is_complex()
-            if isinstance(tensor, LaterTensor) or not is_counted or not tensor.dim():
+            if isinstance(tensor, LazyTensor) or not is_counted or not tensor.dim():
                 continue
             number = nth * NUMBERS_OF_CALL + index
             if not again:

@@ -19,12 +19,12 @@ from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.step.microbatches import batch_samples
 from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.torch_private import dispatch_modes, stay_in
-from smp_tools.rehearsal.fake_collectives import CountedCollectives, DirectCollectives, Ledger
+from smp_tools.rehearsal.fake_collectives import CollectiveLedger, CountedCollectives, DirectCollectives
 from smp_tools.rehearsal.fake_p2p import LinkCounter
 from smp_tools.rehearsal.memory import LiveMemory, by_kind, largest
-from smp_tools.rehearsal.module_inventory import Holdings
+from smp_tools.rehearsal.module_inventory import ModuleInventory
 from smp_tools.rehearsal.phases import Phases
-from smp_tools.rehearsal.skip_compute_mode import Unperformed
+from smp_tools.rehearsal.skip_compute_mode import SkipComputeMode
 from smp_tools.rehearsal.work import ModuleTimes, TimedWork, WorkClock
 
 if TYPE_CHECKING:
@@ -60,17 +60,17 @@ class Counters:
         self.phases = Phases()
         self.clock = WorkClock()
         self.memory = LiveMemory(self.phases.where, lambda: self.clock.now)
-        self.ledger = Ledger(self.phases.where)
+        self.ledger = CollectiveLedger(self.phases.where)
         self._rates = rates
         self._has_clock = rates is not None
         self.work = ModuleTimes(self.phases.where, rates, self.clock, () if rates is None else rates.measured)
         self.links = LinkCounter()
         self._direct = DirectCollectives(self.ledger)
-        self.mode = Unperformed([self.memory, self.work], self._direct, performed_bytes)
+        self.mode = SkipComputeMode([self.memory, self.work], self._direct, performed_bytes)
         self._planned: SchedulePlan | None = None
         self._segments: Sequence[Segment] = ()
         self._put_back: list[Callable[[], object]] = []
-        self.holdings = Holdings()
+        self.holdings = ModuleInventory()
         self.loaders: Loaders | None = None
         self._samples = self._batches = self._runs = 0
         self._made: KindReport | None = None

@@ -62,7 +62,7 @@ _NAMES = {
 }
 
 
-class Ledger:
+class CollectiveLedger:
     """Adds up collectives by step, phase, sort and group.
 
     Args:
@@ -142,7 +142,7 @@ class CountedCollectives:
     def __init__(
         self,
         inner: Collectives,
-        ledger: Ledger,
+        ledger: CollectiveLedger,
         timed: Callable[[str, int, dist.ProcessGroup, Work], Work] | None = None,
     ) -> None:
         self._inner = inner
@@ -266,7 +266,7 @@ class DirectCollectives:
         counted: ``inside``: whether the caller has counted it already.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: CollectiveLedger) -> None:
         self._ledger = ledger
         self.counted = _CountingState()
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _MOST_NAMES = 12
 
 
-class Holdings:
+class ModuleInventory:
     """What the models of a rank come to; looked at after every update, since a script may let go of them at its end.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from smp_runtime.tensors.module_boundaries import GraphOwners
+from smp_runtime.tensors.module_boundaries import ModuleBoundaries
 from smp_runtime.tensors.torch_private import backward_pass, running_node
 from smp_tools.rehearsal.memory import RankPhase
 
@@ -41,7 +41,7 @@ class Phases:
         self._updating = False
         self.in_steps = False
         self.in_microbatch: Callable[[], bool] = lambda: False
-        self._owners = GraphOwners("rehearsal", self._reached)
+        self._owners = ModuleBoundaries("rehearsal", self._reached)
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),

@@ -38,7 +38,7 @@ from smp_records.rehearsal import REHEARSAL_VARIABLE, Failure, RehearsalRequest,
 from smp_records.script_lines import is_script_s
 from smp_records.timeline import TIMELINE_VARIABLE
 from smp_runtime.comm import collectives as collectives_room
-from smp_runtime.comm.control_transports import SoloCarrier, StoreCarrier
+from smp_runtime.comm.control_transports import SoloTransport, StoreTransport
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
@@ -318,10 +318,10 @@ class _Kind:
             raise _OtherKinds(topology.pipeline)
         self._kinds = kinds = self._kinds_of(topology)
         self._place(parameters)
-        inner: Any = SoloCarrier()
+        inner: Any = SoloTransport()
         if request.kinds > 1:
             store = dist.TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False)
-            inner = StoreCarrier(store, self._kind, request.kinds, os.environ)
+            inner = StoreTransport(store, self._kind, request.kinds, os.environ)
         host = kinds.host_of(self._rank)
         counters = self._counters
         calls = CallLog(sorted({*kinds.representatives, *kinds.others}), file_of_calls(request.folder, self._rank))

@@ -133,7 +133,7 @@ class Watcher(Protocol):
         """An operation is over."""
 
 
-class Unperformed(TorchDispatchMode):
+class SkipComputeMode(TorchDispatchMode):
     """Performs small operations on the calling thread, and only allocates the results of large ones.
 
     Args:

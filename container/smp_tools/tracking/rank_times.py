@@ -22,7 +22,7 @@ from smp_runtime.job.progress import processor_seconds
 from smp_tools.tracking.tracker import idle_share
 
 if TYPE_CHECKING:
-    from smp_records.time_breakdown import Reading
+    from smp_records.time_breakdown import TimeReading
     from smp_runtime.job.session import Session
     from smp_runtime.job.trained import TrainedOptimizer
 
@@ -98,7 +98,7 @@ class HostValues:
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         self._folder = environ.get(rank_record.FOLDER_VARIABLE, "")
         self._rank = rank
-        self._before: dict[int, Reading] = {}
+        self._before: dict[int, TimeReading] = {}
 
     def __call__(self) -> dict[str, float]:
         """By name, such as ``memory_gib/rank0`` and ``idle_share/rank0``."""
@@ -112,7 +112,7 @@ class HostValues:
                 self._before[rank] = read
         return found
 
-    def _ranks(self) -> dict[int, tuple[int, Reading]]:
+    def _ranks(self) -> dict[int, tuple[int, TimeReading]]:
         found = {self._rank: (os.getpid(), here().pace.read())}
         if self._folder:
             for name in os.listdir(self._folder):

@@ -41,7 +41,7 @@ from smp_runtime.checkpoint.memory.host_folder import (
 )
 from smp_runtime.checkpoint.memory.known_contents import KnownContents
 from smp_runtime.checkpoint.memory.newest import Recovery
-from smp_runtime.checkpoint.memory.peer_replication import Buddies, Outgoing
+from smp_runtime.checkpoint.memory.peer_replication import Outgoing, PeerReplication
 from smp_runtime.checkpoint.save_partial import Report, describe, files_of_job
 from smp_runtime.checkpoint.save_plan import WriteShare
 from smp_runtime.comm.control import host_name, timeout_seconds
@@ -194,10 +194,10 @@ class Copier:
         self._is_over = not self.is_on
         #: Whether an earlier start has left copies that are still needed.
         self._has_older = self._start > 0
-        self._buddies: Buddies | None = None
+        self._buddies: PeerReplication | None = None
         if self.is_on:
             if len(folders) > 1:
-                self._buddies = Buddies(self._rank, numbers, self._folder)
+                self._buddies = PeerReplication(self._rank, numbers, self._folder)
                 session.at_close.append(self._buddies.wait)
             self._rooms = Rooms(self._folder, self._start, self._rank)
             self._progress = CopyProgress(self._folder, self._start, len(self._everyone))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.checkpoint.save_plan import Contents, WriteShare, contents_of
-from smp_runtime.microbatch_state.remote_stubs import AbsentTensor
+from smp_runtime.checkpoint.save_plan import SavePlan, WriteShare, contents_of
+from smp_runtime.microbatch_state.remote_stubs import RemoteStub
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -36,7 +36,7 @@ class KnownContents:
     @classmethod
     def of(
         cls, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, share: WriteShare
-    ) -> Contents:
+    ) -> SavePlan:
         """What this rank copies now; see :func:`contents_of`. It has live tensors, and settings as they are when it is built."""
         known: KnownContents | None = vars(model).get(_ATTRIBUTE)
         if known is None or not known.still_holds(model, optimizer):
@@ -85,7 +85,7 @@ def _marks(model: DistributedModel, optimizer: DistributedOptimizer | None) -> t
 def _tensor_places(objects: list[object]) -> Iterator[Any]:
     for tensor in objects:
         # Of parameters of other stages nothing is copied, and to ask them takes long.
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, AbsentTensor):
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, RemoteStub):
             yield tensor.data_ptr()
             yield tensor.shape
             yield tensor.requires_grad

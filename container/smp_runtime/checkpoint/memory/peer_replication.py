@@ -109,7 +109,7 @@ class _Mirror:
         data.path.unlink(missing_ok=True)
 
 
-class Buddies:
+class PeerReplication:
     """The exchanges of one rank; every rank of the job makes one, and begins the same exchanges.
 
     Args:

@@ -157,7 +157,7 @@ class _PassResult:
     slices: dict[str, TensorSlice]
 
 
-class Proof:
+class EquivalenceCheck:
     """Compares splits of one block with the whole of it.
 
     Args:

@@ -16,7 +16,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_conversion.in_place.blocks import PlannedBlock, blocks_of, shared_with_others
 from smp_runtime.module_conversion.in_place.capture import BATCH, calls_of
-from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, NotEqualError, Proof
+from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, EquivalenceCheck, NotEqualError
 from smp_runtime.module_conversion.in_place.experts import expert_splits
 from smp_runtime.module_conversion.in_place.plan_inference import SplitUnit, inferred_units, narrow, single
 from smp_runtime.module_conversion.in_place.split_variants import is_divisible, joint_numbers, variants
@@ -183,14 +183,16 @@ def _choice(blocks: list[PlannedBlock], call: BlockCall | None, group: TensorGro
     return _BlockChoice.of(blocks, split, proven, why, group.size)
 
 
-def _proof_of(block: PlannedBlock, call: BlockCall | None, group: TensorGroup) -> tuple[Proof | None, list[str]]:
+def _proof_of(
+    block: PlannedBlock, call: BlockCall | None, group: TensorGroup
+) -> tuple[EquivalenceCheck | None, list[str]]:
     """What tries splits of a block out, or None and why there is nothing."""
     if call is None:
         return None, ["nothing is known of how it is called"]
     proof, why = None, ""
     for dtype in (torch.float64, torch.float32):
         try:
-            proof = Proof(block.module, call, group.size, dtype)
+            proof = EquivalenceCheck(block.module, call, group.size, dtype)
             break
         except Exception as error:  # whatever it raises, it was not called as was thought
             why = why or f"it does not run by itself ({type(error).__name__}: {str(error)[:120]})"
@@ -201,7 +203,7 @@ def _proof_of(block: PlannedBlock, call: BlockCall | None, group: TensorGroup) -
     return proof, []
 
 
-def _with_experts(proof: Proof, block: PlannedBlock, group: TensorGroup) -> BlockSplit:
+def _with_experts(proof: EquivalenceCheck, block: PlannedBlock, group: TensorGroup) -> BlockSplit:
     """Of each mixture of experts the first split that is right."""
     split = BlockSplit({})
     for _, found in expert_splits(block.module, proof.seen, group.size, is_spread=group.spreads_experts):
@@ -222,7 +224,7 @@ def _with_experts(proof: Proof, block: PlannedBlock, group: TensorGroup) -> Bloc
 
 
 def _grown(
-    proof: Proof, block: nn.Module, split: BlockSplit, units: Sequence[SplitUnit], size: int
+    proof: EquivalenceCheck, block: nn.Module, split: BlockSplit, units: Sequence[SplitUnit], size: int
 ) -> tuple[BlockSplit, list[tuple[SplitUnit, str]]]:
     """A split with all units, else with those that are right beside what it has; and why the others are not."""
     until = time.monotonic() + LONGEST
@@ -253,7 +255,7 @@ def _in_time(candidates: Iterator[BlockSplit], until: float) -> Iterator[BlockSp
 
 
 def _joint_candidates(
-    proof: Proof, block: nn.Module, units: Sequence[SplitUnit], beside: BlockSplit, size: int
+    proof: EquivalenceCheck, block: nn.Module, units: Sequence[SplitUnit], beside: BlockSplit, size: int
 ) -> Iterator[BlockSplit]:
     """All units at once, the likelier of those that overlap."""
     chosen: list[SplitUnit] = []
@@ -269,14 +271,16 @@ def _joint_candidates(
         yield from _with_arguments(proof, _together(chosen, beside, numbers), numbers, tables)
 
 
-def _candidates(proof: Proof, block: nn.Module, unit: SplitUnit, beside: BlockSplit, size: int) -> Iterator[BlockSplit]:
+def _candidates(
+    proof: EquivalenceCheck, block: nn.Module, unit: SplitUnit, beside: BlockSplit, size: int
+) -> Iterator[BlockSplit]:
     """What a unit may be beside what is split already, the likelier first."""
     for variant, numbers, tables in variants(block, unit, size):
         yield from _with_arguments(proof, _together([variant], beside, numbers), numbers, tables)
 
 
 def _with_arguments(
-    proof: Proof, split: BlockSplit, numbers: Sequence[Number], tables: Mapping[str, Tables]
+    proof: EquivalenceCheck, split: BlockSplit, numbers: Sequence[Number], tables: Mapping[str, Tables]
 ) -> Iterator[BlockSplit]:
     """A split with tables, and with slices of the arguments that have something for each head."""
     split = replace(split, tables={**split.tables, **tables})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from smp_runtime.module_conversion.in_place.equivalence_check import NotEqualError, Proof
+from smp_runtime.module_conversion.in_place.equivalence_check import EquivalenceCheck, NotEqualError
 from smp_runtime.module_conversion.splitting import BlockSplit
 from smp_runtime.nn.sharded.linear import is_linear
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def with_twins(proof: Proof, split: BlockSplit, size: int) -> BlockSplit:
+def with_twins(proof: EquivalenceCheck, split: BlockSplit, size: int) -> BlockSplit:
     """A split with modules that were not called beside it, each split like one of the same class, and tried out like that."""
     for path, like in _twins(proof):
         mine = _inside(split, like)
         if not mine.leaves:
             continue
         with contextlib.suppress(Exception):  # whatever a module raises that is called as another was
-            own = Proof(proof.block.get_submodule(path), proof.call_of(like), size, proof.dtype)
+            own = EquivalenceCheck(proof.block.get_submodule(path), proof.call_of(like), size, proof.dtype)
             split = _beside(split, _right(own, mine), path)
     return split
 
 
-def _right(proof: Proof, split: BlockSplit) -> BlockSplit:
+def _right(proof: EquivalenceCheck, split: BlockSplit) -> BlockSplit:
     """A split that is right; where the block has slices of a bias already, the module by itself gets the whole."""
     try:
         return proof.of(split)
@@ -35,7 +35,7 @@ def _right(proof: Proof, split: BlockSplit) -> BlockSplit:
         return proof.of(replace(split, arguments=proof.slices_of_arguments(split.numbers)))
 
 
-def _twins(proof: Proof) -> Iterator[tuple[str, str]]:
+def _twins(proof: EquivalenceCheck) -> Iterator[tuple[str, str]]:
     """Paths of modules whose linear maps were not called, and of one that each is like."""
     called = {path for path, _ in proof.seen}
     maps = {path: list(_maps_of(part)) for path, part in proof.block.named_modules() if path}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.microbatch_state.remote_stubs import AbsentTensor
+from smp_runtime.microbatch_state.remote_stubs import RemoteStub
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
@@ -22,7 +22,7 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, AbsentTensor) or parameter.is_meta:
+            if isinstance(parameter, RemoteStub) or parameter.is_meta:
                 continue
             state = optimizer.state.get(parameter)
             if not state or is_without_values(state):

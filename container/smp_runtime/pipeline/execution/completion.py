@@ -47,7 +47,7 @@ class Completion:
         for call in task.ended:
             call()
         task.ended = []
-        self._context.conductor.arrived(_code_of(task))
+        self._context.scheduler.arrived(_code_of(task))
         if task.parent is not None:
             task.parent.open -= 1
             self._complete(task.parent)
@@ -82,11 +82,11 @@ class Completion:
         task.parent = parent
         task.in_model_backward = True
         ready = ("w", task.microbatch, task.path)
-        self._context.conductor.give(parent, ready)
+        self._context.scheduler.give(parent, ready)
         # While there may be no choice, not before the parent's code has ended: else what comes first would depend on how long the
         # parent waits for others. An order that is planned from this step knows nothing of it.
         held = _code_of(parent)
-        self._context.conductor.add(task, (ready, held), lambda event: event != held or not self._context.in_turn)
+        self._context.scheduler.add(task, (ready, held), lambda event: event != held or not self._context.in_turn)
         task.needs = (ready,)
 
     def request_done(self, done: Done) -> None:
@@ -98,8 +98,8 @@ class Completion:
                 return
             task.open -= 1
             self._complete(task)
-            context.conductor.poke()
-            if task.kind is TaskKind.BACKWARD or not context.conductor.is_running:
+            context.scheduler.poke()
+            if task.kind is TaskKind.BACKWARD or not context.scheduler.is_running:
                 self._messenger.tell_now()
 
     def microbatch_done(self, microbatch: int) -> None:
@@ -119,7 +119,7 @@ class Completion:
             self._messenger.tell_later(stage, Release(task.microbatch))
         self._release(task.microbatch)
         microbatches.finished.add(task.microbatch)
-        context.conductor.poke()
+        context.scheduler.poke()
         if microbatches.are_finished:
             context.changed.notify_all()
 

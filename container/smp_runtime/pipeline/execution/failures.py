@@ -175,14 +175,14 @@ class Alarm:
         self,
         stage: int,
         ranks: Sequence[int],
-        conductor: TaskScheduler,
+        scheduler: TaskScheduler,
         changed: threading.Condition,
         is_open: Callable[[], bool],
         send: Callable[[int, object, Sequence[torch.Tensor]], None],
     ) -> None:
         self._stage = stage
         self._ranks = ranks
-        self._conductor = conductor
+        self._conductor = scheduler
         self._changed = changed
         self._is_open = is_open
         self._send = send

@@ -24,7 +24,7 @@ from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import Event, TaskKind
 from smp_runtime.pipeline.transport.messages import Back, ForwardCall, Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import Packed, pack, unpack
-from smp_runtime.tensors.remote_tensor import Handle, Meta, Path
+from smp_runtime.tensors.remote_tensor import Path, RemoteTensor, TensorMetadata
 from smp_runtime.tensors.torch_private import DisableTorchFunction, call_with_hooks, run_backward
 
 logger = logging.getLogger("smp")
@@ -152,14 +152,14 @@ class ModuleServer:
         needs = [request, *(slot.name for slot in slots if slot is not None and slot.comes), *more]
         task.known.update(needs)
         with context.lock:
-            if context.conductor.is_aborted:
+            if context.scheduler.is_aborted:
                 return
-            context.conductor.add(
+            context.scheduler.add(
                 task,
                 dict.fromkeys(needs),
                 lambda event: event == request or event in self._ran or context.is_there(event),
             )
-            context.conductor.poke()
+            context.scheduler.poke()
 
     def _direct(self, kind: str, task: Task, goes: Sequence[tuple[int, int]]) -> None:
         """Send what the task makes to the stages that need it: to its caller when it ends, to others at once."""
@@ -221,18 +221,18 @@ class ModuleServer:
         """The tensors of a result: an argument as it was, a value of a call inside, or made here."""
         position = {id(tensor): index for index, tensor in enumerate(given.tensors)}
         for index, tensor in enumerate(given.tensors):  # also what a handle turned into when it was touched
-            if isinstance(tensor, Handle) and tensor.fetched is not None and tensor.unchanged() is tensor:
+            if isinstance(tensor, RemoteTensor) and tensor.fetched is not None and tensor.unchanged() is tensor:
                 position[id(tensor.fetched)] = index
-        outputs = [t.unchanged() if isinstance(t, Handle) else t for t in results]
+        outputs = [t.unchanged() if isinstance(t, RemoteTensor) else t for t in results]
         slots: list[TensorSlot | None] = []
         made_here = []
         for index, output in enumerate(outputs):
             argument = position.get(id(output))
-            meta = Meta.of(output)
+            meta = TensorMetadata.of(output)
             made_here.append(False)
             if argument is not None and output._version == given.versions[argument]:
                 slots.append(call.slots[argument]._replace(meta=meta, comes=False))
-            elif isinstance(output, Handle):
+            elif isinstance(output, RemoteTensor):
                 slots.append(TensorSlot(output.value_name, output.owner, meta, False))
             else:
                 made_here[-1] = True
@@ -241,13 +241,13 @@ class ModuleServer:
 
     def _keep_graph(self, task: Task, graph: SavedGraph) -> None:
         """A forward pass has run: its backward pass may come, and may be on its way already."""
-        conductor = self._context.conductor
+        scheduler = self._context.scheduler
         with self._context.lock:
             ran = ("f", task.microbatch, task.path)
             self.graphs[task.microbatch, task.path] = graph
             self._ran.add(ran)
-            conductor.give(task, ran)
-            conductor.arrived(ran)
+            scheduler.give(task, ran)
+            scheduler.arrived(ran)
             self.most_in_flight = max(self.most_in_flight, len({key[0] for key in self.graphs}))
 
     def _tell_result(
@@ -268,7 +268,7 @@ class ModuleServer:
             )
         if call.wants_reply:
             touched = tuple(
-                slot.comes or (isinstance(t, Handle) and t.touched)
+                slot.comes or (isinstance(t, RemoteTensor) and t.touched)
                 for slot, t in zip(call.slots, given.tensors, strict=True)
             )
             self._remember(outcome)
@@ -326,15 +326,15 @@ class ModuleServer:
         found: list[torch.Tensor] = []
         made_here = []
         for index, gradient in enumerate(gradients):
-            made_here.append(gradient is not None and not isinstance(gradient, Handle))
+            made_here.append(gradient is not None and not isinstance(gradient, RemoteTensor))
             found.append(torch.empty(0, device="cpu") if gradient is None else gradient)
             if gradient is None:
                 slots.append(None)
-            elif isinstance(gradient, Handle):
-                slots.append(TensorSlot(gradient.value_name, gradient.owner, Meta.of(gradient), False))
+            elif isinstance(gradient, RemoteTensor):
+                slots.append(TensorSlot(gradient.value_name, gradient.owner, TensorMetadata.of(gradient), False))
             else:
                 name = ("B", back.microbatch, back.path, index)
-                slots.append(TensorSlot(name, self._context.stage, Meta.of(gradient), False))
+                slots.append(TensorSlot(name, self._context.stage, TensorMetadata.of(gradient), False))
         return Made(slots, found, made_here)
 
     def _is_as_expected(self, outcome: OutputMetadata, expected: bytes) -> bool:
@@ -360,7 +360,7 @@ class ModuleServer:
         """Say it once if a module changes an argument in place: its caller keeps the tensor as it was."""
         returned = {id(output) for output in outputs}
         for number, (tensor, version) in enumerate(zip(given.tensors, given.versions, strict=True)):
-            now = tensor.unchanged() if isinstance(tensor, Handle) else tensor
+            now = tensor.unchanged() if isinstance(tensor, RemoteTensor) else tensor
             if (now is not tensor or now._version != version) and id(now) not in returned:
                 if task.label not in self._warned:
                     self._warned.add(task.label)
@@ -385,9 +385,9 @@ class ModuleServer:
     def _reply(self, task: Task, head: bytes, slots: Sequence[TensorSlot | None], touched: tuple[bool, ...]) -> None:
         kind = str(task.kind)
         with self._context.lock:
-            self._context.conductor.give(task, ("r", kind, task.microbatch, task.path))
+            self._context.scheduler.give(task, ("r", kind, task.microbatch, task.path))
         reply = Reply(kind, task.microbatch, task.path, head, tuple(slots), touched)
         self._context.send(task.caller, reply, [])
 
-    def _handle(self, slot: TensorSlot) -> Handle:
-        return Handle(self._context.values, slot.name, slot.owner, slot.meta, self._context.device)
+    def _handle(self, slot: TensorSlot) -> RemoteTensor:
+        return RemoteTensor(self._context.values, slot.name, slot.owner, slot.meta, self._context.device)

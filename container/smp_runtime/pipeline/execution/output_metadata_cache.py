@@ -15,7 +15,7 @@ from smp_runtime.pipeline.transport.messages import Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import unpack
 
 if TYPE_CHECKING:
-    from smp_runtime.tensors.remote_tensor import Meta, Name, Path
+    from smp_runtime.tensors.remote_tensor import Name, Path, TensorMetadata
 
 #: Equal results before calls return without waiting.
 SIGHTINGS = 2
@@ -33,7 +33,7 @@ class Template(NamedTuple):
     suffix: Path  # call numbers below the call, for a value that a call inside made
     number: int  # index in its name
     owner: int  # stage
-    meta: Meta  # shape and type
+    meta: TensorMetadata  # shape and type
 
     def slot(self, microbatch: int, path: Path, arguments: Sequence[tuple[Name, int]]) -> TensorSlot:
         """The tensor of one call's result."""
@@ -87,17 +87,17 @@ def difference(before: OutputMetadata, slots: Sequence[TensorSlot | None], head:
     return f"{new[start : start + _SHOWN]} and not {old[start : start + _SHOWN]}"
 
 
-def described(metas: Sequence[Meta | None]) -> str:
+def described(metas: Sequence[TensorMetadata | None]) -> str:
     """Types, shapes and which require gradients."""
     return ", ".join("none" if meta is None else _text(meta) for meta in metas) or "no tensors"
 
 
-def _text(meta: Meta) -> str:
+def _text(meta: TensorMetadata) -> str:
     kind = f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
     return f"{kind} with requires_grad" if meta.requires_grad else kind
 
 
-def _shown(head: bytes, metas: Sequence[Meta | None]) -> str:
+def _shown(head: bytes, metas: Sequence[TensorMetadata | None]) -> str:
     """A result as text, with the values that are no tensors."""
     try:
         texts = [_Text("none" if meta is None else _text(meta)) for meta in metas]
@@ -113,7 +113,7 @@ class _Text(str):
     __repr__ = str.__str__
 
 
-class Learned:
+class LearnedOutput:
     """What is known of one kind of result.
 
     Attributes:
@@ -152,7 +152,7 @@ class Learned:
         return self._sightings <= SIGHTINGS
 
 
-class Prediction:
+class OutputPrediction:
     """Everything known of one kind of call.
 
     Attributes:
@@ -163,8 +163,8 @@ class Prediction:
     """
 
     def __init__(self) -> None:
-        self.forward: dict[tuple[bool, ...], Learned] = {}
-        self.backward: dict[Hashable, Learned] = {}
+        self.forward: dict[tuple[bool, ...], LearnedOutput] = {}
+        self.backward: dict[Hashable, LearnedOutput] = {}
         self.touched: tuple[bool, ...] | None = None
 
     def learn_touched(self, reply: Reply) -> None:
@@ -173,17 +173,17 @@ class Prediction:
         self.touched = tuple(a or b for a, b in zip(before, reply.touched, strict=True))
 
 
-class Predictions:
+class OutputMetadataCache:
     """All kinds of calls that this rank makes."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Hashable, Prediction] = {}
+        self._kinds: dict[Hashable, OutputPrediction] = {}
 
-    def of(self, kind: Hashable) -> Prediction:
+    def of(self, kind: Hashable) -> OutputPrediction:
         """What is known of a kind of call."""
         found = self._kinds.get(kind)
         if found is None:
             if len(self._kinds) >= MOST_KINDS:
                 self._kinds.clear()
-            found = self._kinds[kind] = Prediction()
+            found = self._kinds[kind] = OutputPrediction()
         return found

@@ -105,9 +105,9 @@ class Pipeline:
         lock = threading.RLock()
         attributes = Attributes(
             (part for path, part in modules.items() if stage_of(path) == stage),
-            in_task=lambda: conductor.current is not None,
+            in_task=lambda: scheduler.current is not None,
         )
-        conductor = TaskScheduler(lock, stage, settings.policy, device, attributes, settings.watch)
+        scheduler = TaskScheduler(lock, stage, settings.policy, device, attributes, settings.watch)
         messenger = Messenger(lock, counts=settings.meet is not None)
         self.context = context = StageContext(
             ranks=list(ranks),
@@ -117,13 +117,13 @@ class Pipeline:
             send=messenger.send,
             modules=modules,
             stage_of=stage_of,
-            conductor=conductor,
+            scheduler=scheduler,
             attributes=attributes,
             replica=settings.replica,
             predicts=settings.predicts,
             watch=settings.watch,
         )
-        self._alarm = Alarm(stage, context.ranks, conductor, context.changed, messenger.is_open, messenger.send)
+        self._alarm = Alarm(stage, context.ranks, scheduler, context.changed, messenger.is_open, messenger.send)
         self._messenger = messenger
         self.caller = RemoteCaller(context)
         self.server = server = ModuleServer(context, settings.begins)
@@ -133,7 +133,7 @@ class Pipeline:
         )
         self._root = RootStage(context, running_step, self.plans, settings.begins, settings.share)
         completion = Completion(context, messenger, server, running_step.microbatches, settings.begins)
-        conductor.report_to(
+        scheduler.report_to(
             is_admitted=running_step.microbatches.is_admitted,
             diverged=running_step.leave_order,
             failed=self._alarm.raised,
@@ -195,7 +195,7 @@ class Pipeline:
     @property
     def is_in_model_backward(self) -> bool:
         """Whether the calling thread's task runs under ``model.backward``."""
-        task = self.context.conductor.current
+        task = self.context.scheduler.current
         return task is not None and task.in_model_backward
 
     @property
@@ -266,17 +266,17 @@ class Pipeline:
 
     def _abort(self, error: BaseException) -> None:
         """The script's own thread leaves the step with an error."""
-        conductor = self.context.conductor
+        scheduler = self.context.scheduler
         self._alarm.raised(error, STEP_FUNCTION)
         with self.context.lock:
-            conductor.abort()
-        if not conductor.wait_for_end(60.0):
+            scheduler.abort()
+        if not scheduler.wait_for_end(60.0):
             logger.warning("tasks of the failed step are still running on stage %d", self.stage)
 
     def close(self) -> None:
         """Take the pipeline down; modules of other stages cannot be called any more."""
         self.transport.close()
-        self.context.conductor.close()
+        self.context.scheduler.close()
         if self.context.watch is not None:
             self.context.watch.close()
         for module in self.context.modules.values():

@@ -11,16 +11,16 @@ from torch.autograd.graph import get_gradient_edge
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.execution.output_metadata_cache import (
-    Learned,
+    LearnedOutput,
     OutputMetadata,
-    Prediction,
-    Predictions,
+    OutputMetadataCache,
+    OutputPrediction,
     outcome_of,
 )
 from smp_runtime.pipeline.execution.stage_context import StageContext, current_modes
 from smp_runtime.pipeline.transport.messages import Back, ForwardCall, GroupCall, Modes, Reply, TensorSlot
 from smp_runtime.pipeline.transport.packing import Packed, pack, restore_into, unpack
-from smp_runtime.tensors.remote_tensor import Handle, Meta, Name, Path
+from smp_runtime.tensors.remote_tensor import Name, Path, RemoteTensor, TensorMetadata
 from smp_runtime.tensors.torch_private import DisableTorchFunction, backward_pass, will_run
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class RemoteCaller:
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
-        self._predictions = Predictions()
+        self._predictions = OutputMetadataCache()
         #: The node of the graph that backward reaches in every call, unless it computes gradients of given tensors only.
         self._accumulates = get_gradient_edge(context.anchor).node
 
@@ -43,7 +43,7 @@ class RemoteCaller:
             SMPUserError: outside a step, or an argument that cannot travel.
         """
         context, label = self._context, str(module)
-        task = context.conductor.current
+        task = context.scheduler.current
         if task is None:
             raise SMPUserError(
                 f"module {label!r} lies on pipeline stage {context.stage_of_call(module)} and was called on stage "
@@ -65,9 +65,9 @@ class RemoteCaller:
     ) -> Any:
         context = self._context
         packed = pack((args, kwargs), modules=context.paths)
-        tensors = [t.unchanged() if isinstance(t, Handle) else t for t in packed.tensors]
+        tensors = [t.unchanged() if isinstance(t, RemoteTensor) else t for t in packed.tensors]
         modes = current_modes()
-        metas = tuple(Meta.of(tensor) for tensor in tensors)
+        metas = tuple(TensorMetadata.of(tensor) for tensor in tensors)
         training = context.switches.of_call(label)
         # What requires gradients is part of all that is learned.
         prediction = self._predictions.of((label, packed.head, metas, modes, training, context.switches.requires))
@@ -94,10 +94,10 @@ class RemoteCall:
         context: StageContext,
         task: Task,
         module: str | GroupCall,
-        prediction: Prediction,
+        prediction: OutputPrediction,
         packed: Packed,
         tensors: list[torch.Tensor],
-        metas: Sequence[Meta],
+        metas: Sequence[TensorMetadata],
         modes: Modes,
         training: bytes,
         accumulates: Any,
@@ -121,7 +121,7 @@ class RemoteCall:
         self._accumulates = accumulates
         #: Of the arguments that require gradients: whether the caller has a handle, not the tensor.
         given = zip(tensors, metas, strict=True) if modes.grad else ()
-        self._by_handle = [isinstance(tensor, Handle) for tensor, meta in given if meta.requires_grad]
+        self._by_handle = [isinstance(tensor, RemoteTensor) for tensor, meta in given if meta.requires_grad]
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class RemoteCall:
         context, task, prediction = self._context, self._task, self._prediction
         slots, inline = self._argument_slots()
         self._came = tuple(slot.comes for slot in slots)
-        known = prediction.forward.setdefault(self._came, Learned())
+        known = prediction.forward.setdefault(self._came, LearnedOutput())
         waits = not (known.is_known and context.predicts)
         expected = None if waits else known.digest
         context.opens(task, "F", self._path)
@@ -159,7 +159,7 @@ class RemoteCall:
         return tuple(self._handles_of(task, results, known).values())
 
     def _results(
-        self, task: Task, kind: str, learned: Learned, waits: bool, given: Sequence[TensorSlot | None]
+        self, task: Task, kind: str, learned: LearnedOutput, waits: bool, given: Sequence[TensorSlot | None]
     ) -> tuple[OutputMetadata, list[TensorSlot | None], Reply | None]:
         """What a request gives: what its reply says, or what such requests have given before.
 
@@ -194,7 +194,7 @@ class RemoteCall:
         for index, tensor in enumerate(self._tensors or ()):
             comes = touched is not None and touched[index]
             meta = self._metas[index]
-            if isinstance(tensor, Handle):
+            if isinstance(tensor, RemoteTensor):
                 slots.append(TensorSlot(tensor.value_name, tensor.owner, meta, comes or tensor.owner == self._stage))
                 if comes:
                     self._direct(tensor)
@@ -223,20 +223,22 @@ class RemoteCall:
             if slot is not None and slot.name[:3] == (kind, self._microbatch, self._path):
                 self._context.values.announce(slot.name, stage)
 
-    def _direct(self, handle: Handle) -> None:
+    def _direct(self, handle: RemoteTensor) -> None:
         """The called stage needs the elements of a handle."""
         if handle.owner != self._stage:
             if handle.needed is not None:
                 handle.needed(self._stage)
             self._context.values.direct(handle.value_name, handle.owner, self._stage)
 
-    def _handles_of(self, task: Task, slots: Sequence[TensorSlot | None], known: Learned) -> dict[int, Handle]:
+    def _handles_of(
+        self, task: Task, slots: Sequence[TensorSlot | None], known: LearnedOutput
+    ) -> dict[int, RemoteTensor]:
         """Handles for the tensors of a result, by position; where their elements are needed goes to what is known of it."""
         context = self._context
         handles = {}
         for index, slot in enumerate(slots):
             if slot is not None:
-                handles[index] = handle = Handle(context.values, slot.name, slot.owner, slot.meta, context.device)
+                handles[index] = handle = RemoteTensor(context.values, slot.name, slot.owner, slot.meta, context.device)
                 handle.needed = functools.partial(known.is_needed, index)
 
         def learn_home() -> None:
@@ -257,7 +259,7 @@ class RemoteCall:
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Post the backward pass; returns the gradients of the arguments that require them."""
         context = self._context
-        task = context.conductor.current
+        task = context.scheduler.current
         if task is None:
             raise SMPUserError(
                 f"backward reached module {str(self._module)!r} of pipeline stage {self._stage} outside its step; call "
@@ -274,7 +276,7 @@ class RemoteCall:
         slots, inline = self._gradient_slots(task, gradients)
         # A gradient's name depends on what was handed over as elements, and what by name.
         course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))
-        learned = self._prediction.backward.setdefault(course, Learned())
+        learned = self._prediction.backward.setdefault(course, LearnedOutput())
         waits = not (learned.is_known and context.predicts)
         here = {(index, context.stage) for index, by_handle in enumerate(self._by_handle) if not by_handle}
         goes = tuple(sorted(here | learned.goes if learned.is_known else here))
@@ -313,17 +315,17 @@ class RemoteCall:
             if gradient is None:
                 slots.append(None)
                 continue
-            meta = Meta.of(gradient)
+            meta = TensorMetadata.of(gradient)
             template = self.outcome.templates[index]
             made_there = template is not None and template.kind == "F" and template.suffix == ()
-            if isinstance(gradient, Handle):
+            if isinstance(gradient, RemoteTensor):
                 comes = made_there or gradient.owner == self._stage
                 slots.append(TensorSlot(gradient.value_name, gradient.owner, meta, comes))
                 if comes:
                     self._direct(gradient)
                 continue
             name: Name = ("G", self._microbatch, self._path, index)
-            context.conductor.give(task, name)  # not kept: it goes to one stage, which uses it once
+            context.scheduler.give(task, name)  # not kept: it goes to one stage, which uses it once
             slots.append(TensorSlot(name, context.stage, meta, True))
             inline[name] = gradient.detach()
         return slots, inline

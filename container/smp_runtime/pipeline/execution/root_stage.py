@@ -17,7 +17,7 @@ from smp_runtime.pipeline.execution.task import Task
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.pipeline.transport.messages import Begin, End, StepAnnouncement, StepKind
 from smp_runtime.pipeline.transport.packing import pack, unpack
-from smp_runtime.tensors.remote_tensor import Handle
+from smp_runtime.tensors.remote_tensor import RemoteTensor
 
 if TYPE_CHECKING:
     from smp_runtime.pipeline.execution.plan_store import PlanStore
@@ -89,8 +89,8 @@ class RootStage:
                 )
                 self._microbatches.tasks[number] = task
             for task in self._microbatches.tasks.values():
-                context.conductor.add(task, (), context.is_there)
-            context.conductor.poke()
+                context.scheduler.add(task, (), context.is_there)
+            context.scheduler.poke()
         # The others hear of the step while the first microbatch is under way; what it sends them waits for this.
         for stage in self._others:
             context.send(stage, begin._replace(order=plan.order_of(stage)), [])
@@ -122,8 +122,10 @@ class RootStage:
                 returned = function()
                 self._context.switches.step_function_ended(task.microbatch)
                 packed = pack(returned, modules=self._context.paths)
-                if any(isinstance(tensor, Handle) for tensor in packed.tensors):
-                    plain = [tensor.plain() if isinstance(tensor, Handle) else tensor for tensor in packed.tensors]
+                if any(isinstance(tensor, RemoteTensor) for tensor in packed.tensors):
+                    plain = [
+                        tensor.plain() if isinstance(tensor, RemoteTensor) else tensor for tensor in packed.tensors
+                    ]
                     returned = unpack(packed.head, plain, module_of=self._context.modules.__getitem__)
             self._microbatches.results[task.microbatch] = returned
         finally:
@@ -134,7 +136,7 @@ class RootStage:
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward pass that the script begins with ``model.backward``."""
-        task = self._context.conductor.current
+        task = self._context.scheduler.current
         if task is None:
             raise AssertionError("model.backward has checked that a task runs")
         ended = self._enter_backward(task)
@@ -157,19 +159,19 @@ class RootStage:
         """
         if task.kind is not TaskKind.STEP or task.phase is TaskKind.BACKWARD:
             return False
-        conductor = self._context.conductor
+        scheduler = self._context.scheduler
         with self._context.lock:
             task.phase = TaskKind.BACKWARD
             self._forward_ended(task.microbatch)
             # A planned order lets it begin at the right moment by itself.
-            events = self._microbatches.before_backward(task.microbatch) if conductor.order is None else []
-        conductor.wait(task, events, self._microbatches.has_happened)
+            events = self._microbatches.before_backward(task.microbatch) if scheduler.order is None else []
+        scheduler.wait(task, events, self._microbatches.has_happened)
         task.needs = ()  # not part of the record: the order that is planned from it keeps to the policy in its own way
         return True
 
     def _forward_ended(self, microbatch: int) -> None:
         """With the lock held: backward passes that have waited for it may begin; they do when this task gives up the baton."""
-        self._context.conductor.arrived(self._microbatches.forward_ended(microbatch))
+        self._context.scheduler.arrived(self._microbatches.forward_ended(microbatch))
 
     def _others_without_record(self) -> list[int]:
         return [stage for stage in self._others if stage not in self._running_step.records]

@@ -178,7 +178,7 @@ class RunningStep:
             context.switches.check(begin.requires, context.stage_of(""))
             context.seed = begin.seed
             order = self._plans.order(begin)
-            context.conductor.reset(order, records=begin.is_recorded)
+            context.scheduler.reset(order, records=begin.is_recorded)
             self.microbatches.active = 1 if begin.is_serial else self._active
             context.in_turn = begin.is_serial and self._plans.is_shared
             self._buffers = context.tensor_versions()
@@ -228,7 +228,7 @@ class RunningStep:
                     self._context.stage,
                     ", ".join(attributes.carried),
                 )
-            return Record(list(self._context.conductor.record), self._context.learned, changed, attributes.crosses)
+            return Record(list(self._context.scheduler.record), self._context.learned, changed, attributes.crosses)
 
     # -- what other stages tell --------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class RunningStep:
         """Another stage has left the planned order."""
         with self._context.lock:
             self._follow_no_order()
-            self._context.conductor.poke()
+            self._context.scheduler.poke()
 
     def asked(self, sender: int, ask: Ask) -> None:
         """The root stage asks how far this one is."""
@@ -265,25 +265,25 @@ class RunningStep:
         """The root stage tells what this one runs."""
         with self._context.lock:
             if turn.task is None:
-                self._context.conductor.go_on_to(turn.limit)
+                self._context.scheduler.go_on_to(turn.limit)
             else:
-                self._context.conductor.grant(turn.task)
+                self._context.scheduler.grant(turn.task)
 
     def _answer(self, ask: Ask) -> StageProgress:
         """With the lock held: how far this rank is."""
-        conductor, messenger = self._context.conductor, self._messenger
+        scheduler, messenger = self._context.scheduler, self._messenger
         if ask.halts:
             self.diverged = True
-            conductor.halt()
-        if not conductor.is_running:
+            scheduler.halt()
+        if not scheduler.is_running:
             messenger.tell_now()  # what others wait for and would hear later counts as under way
         return StageProgress(
             ask.number,
-            conductor.position,
-            conductor.is_running,
+            scheduler.position,
+            scheduler.is_running,
             tuple(messenger.sent),
             tuple(messenger.handled),
-            conductor.most_urgent(),
+            scheduler.most_urgent(),
         )
 
     def has_diverged(self) -> bool:
@@ -295,10 +295,10 @@ class RunningStep:
     def leave_order(self, why: str) -> None:
         """With the lock held: go on in the order in which work arrives, or halt where other pipelines must agree; tell the others.
 
-        It may be the conductor that calls this, while it decides who runs next; so it is left to the caller to poke it.
+        It may be the scheduler that calls this, while it decides who runs next; so it is left to the caller to poke it.
         """
         context = self._context
-        if context.conductor.order is not None and not self.diverged:
+        if context.scheduler.order is not None and not self.diverged:
             logger.debug("stage %d leaves the planned order: %s", context.stage, why)
             if self._plans.is_repeatable and not self._has_warned_of_order:
                 self._has_warned_of_order = True
@@ -316,10 +316,10 @@ class RunningStep:
     def _follow_no_order(self) -> None:
         self.diverged = True
         if self.meet is not None:  # ranks of other pipelines must leave it at the same place
-            self._context.conductor.halt()
+            self._context.scheduler.halt()
             self._context.changed.notify_all()
         else:
-            self._context.conductor.order = None
+            self._context.scheduler.order = None
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class RunningStep:
     def _has_come(self, is_true: Callable[[], bool], what: str, of: Callable[[], Collection[int]]) -> bool:
         """Wait; returns False where this rank must lead the stages out of the planned order first."""
         seconds = timeout_seconds()
-        conductor = self._context.conductor
+        scheduler = self._context.scheduler
         # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
         stall = min(STALL_SECONDS, 1.0 + 3 * self._longest_step)
         with self._context.changed:
@@ -367,12 +367,12 @@ class RunningStep:
                     return False
                 # Whoever makes ``is_true`` true notifies with the lock held; the wait has an end anyway, to look for stalls.
                 self._context.changed.wait(min(1.0, stall) if self._departure is None else FIRST_LOOK)
-                quiet = time.perf_counter() - conductor.last_progress
+                quiet = time.perf_counter() - scheduler.last_progress
                 if self._is_stalled(quiet, stall):
                     self.leave_order(f"nothing followed the planned order for {quiet:.2g} s")
-                    conductor.poke()
-                if quiet > seconds and not conductor.is_running:
-                    waiting = ", ".join(str(task) for task in conductor.waiting_tasks()) or "none"
+                    scheduler.poke()
+                if quiet > seconds and not scheduler.is_running:
+                    waiting = ", ".join(str(task) for task in scheduler.waiting_tasks()) or "none"
                     stage = self._context.stage
                     raise DeadlineError(
                         f"pipeline stage {stage} (rank {self._context.ranks[stage]}) waited {seconds:.0f} s for {what}; its "
@@ -382,11 +382,11 @@ class RunningStep:
 
     def _is_stalled(self, quiet: float, stall: float) -> bool:
         """With the lock held: whether the planned order does not fit, after ``quiet`` seconds without progress here."""
-        conductor = self._context.conductor
-        if conductor.order is None or self.diverged or conductor.is_running:
+        scheduler = self._context.scheduler
+        if scheduler.order is None or self.diverged or scheduler.is_running:
             return False
         if self.meet is None:
-            return conductor.is_stalled and quiet > stall
+            return scheduler.is_stalled and quiet > stall
         # Where pipelines must agree, time shows nothing: one that is only slow would be left by the others.
         return self._departure is not None and self._departure.is_stuck(quiet)
 

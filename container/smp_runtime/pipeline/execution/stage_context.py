@@ -37,7 +37,7 @@ class StageContext:
     send: Callable[..., None]  # message and tensors to a stage; the message gets the number of the step
     modules: Mapping[str, nn.Module]  # by path
     stage_of: Callable[[str], int]  # stage of every module by path; that of ``""`` is the root stage
-    conductor: TaskScheduler
+    scheduler: TaskScheduler
     attributes: Attributes  # of this stage's modules
     replica: int = 0  # data parallel rank, part of every task's seed
     predicts: bool = True  # whether calls whose result is known in advance return without waiting for it
@@ -63,7 +63,7 @@ class StageContext:
         self.changed = threading.Condition(self.lock)
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.others = [stage for stage in range(len(self.ranks)) if stage != self.stage]
-        self.values = ValueStore(self.lock, self.stage, self.conductor, self.send)
+        self.values = ValueStore(self.lock, self.stage, self.scheduler, self.send)
         # Something that requires a gradient, so that the result of a call does even where no argument does.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._groups: dict[str, tuple[GroupCall, nn.Module]] = {}
@@ -140,26 +140,26 @@ class StageContext:
         with self.lock:
             task.open += 1
             self.opened[kind, task.microbatch, path] = task
-            self.conductor.give(task, ("q", kind, task.microbatch, path))
+            self.scheduler.give(task, ("q", kind, task.microbatch, path))
 
     def replied(self, reply: Reply) -> None:
         """A reply has come, on the receiver's thread."""
         event = ("r", reply.kind, reply.microbatch, reply.path)
         with self.lock:
             self.replies[event] = reply
-            self.conductor.arrived(event)
-            self.conductor.poke()
+            self.scheduler.arrived(event)
+            self.scheduler.poke()
 
     def wait_for_reply(self, task: Task, kind: str, path: Path) -> Reply:
         """The reply to a request that was posted."""
         event = ("r", kind, task.microbatch, path)
-        self.conductor.wait(task, (event,), self.is_there)
+        self.scheduler.wait(task, (event,), self.is_there)
         with self.lock:
             return self.replies.pop(event)
 
     def wait_until_done(self, task: Task, kind: str, path: Path) -> None:
         """Let a request run that was posted, and all that it asks for, although its result is known."""
-        self.conductor.wait(
+        self.scheduler.wait(
             task,
             (("d", kind, task.microbatch, path),),
             lambda event: event[1:] not in self.opened,
@@ -169,7 +169,7 @@ class StageContext:
     def done(self, kind: str, microbatch: int, path: Path) -> Task | None:
         """With the lock held: a request is done; returns the task that has posted it."""
         task = self.opened.pop((kind, microbatch, path), None)
-        self.conductor.arrived(("d", kind, microbatch, path))
+        self.scheduler.arrived(("d", kind, microbatch, path))
         return task
 
 

@@ -4,7 +4,7 @@ A task is a microbatch's step function, or a module call that another stage aske
 until it needs a value that another task or stage makes; then it gives the baton back, which ends one *segment* of it.
 Who gets the baton next follows a planned order where there is one, else the schedule's policy.
 
-One lock guards all state of a rank's pipeline, the conductor's too. It is re-entrant, since what the conductor calls with
+One lock guards all state of a rank's pipeline, the scheduler's too. It is re-entrant, since what the scheduler calls with
 the lock held may come back to it (an ended task sends a message that opens another). Nobody waits for another rank, for a
 task or for a socket while holding it: a task that waits gives the lock back first and then blocks on its own ``turn``, and
 sending only queues bytes. So whoever holds the lock gets on, and no circle of waits can go through it.

@@ -25,19 +25,19 @@ class ValueStore:
     either there for good (until its own microbatch is released) or waited for with the lock. Values are sent without the
     lock, since tensors may take their time.
 
-    The conductor is told what has arrived.
+    The scheduler is told what has arrived.
     """
 
     def __init__(
         self,
         lock: threading.RLock,
         stage: int,
-        conductor: TaskScheduler,
+        scheduler: TaskScheduler,
         send: Callable[[int, object, list[torch.Tensor]], None],
     ) -> None:
         self._lock = lock
         self._stage = stage
-        self._conductor = conductor
+        self._conductor = scheduler
         self._send = send
         self._tensors: dict[Name, torch.Tensor] = {}
         self._versions: dict[Name, int] = {}

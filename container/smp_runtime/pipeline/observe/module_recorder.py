@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from smp_runtime.pipeline.schedule.actions import TaskKind
 from smp_runtime.tensors import computing_time
-from smp_runtime.tensors.module_boundaries import GraphOwners
+from smp_runtime.tensors.module_boundaries import ModuleBoundaries
 from smp_runtime.tensors.torch_private import backward_pass
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ModuleRecorder:
         #: What runs, since when; and what ran before backward began to run modules again.
         self._kind, self._path, self._since = TaskKind.FORWARD, "", 0.0
         self._before = ""
-        self._owners = GraphOwners("recorder", self._reached)
+        self._owners = ModuleBoundaries("recorder", self._reached)
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
-from smp_runtime.pipeline.schedule.recorded_step import Facts
+from smp_runtime.pipeline.schedule.recorded_step import RecordedStep
 from smp_runtime.pipeline.schedule.simulation import ScheduleSimulator, SegmentGraph, replay, summary
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
     segments = sorted(segments, key=lambda s: (s.action.microbatch, s.action.kind.value, s.action.path, s.action.part))
     if not segments:
         return SchedulePlan({}, 0.0, 0.0, {}, {}, "nothing to run")
-    facts = Facts(SegmentGraph(segments, latency, ascending=True), active, policy)
+    facts = RecordedStep(SegmentGraph(segments, latency, ascending=True), active, policy)
     best = _search(facts)
     graph = facts.graph
     sequence = best.clock.order
@@ -108,7 +108,7 @@ class _Rule:
         return f"{self.priority} first, in flight {spare}" + (", weights later" if self.weights_wait else "")
 
 
-def _rules(facts: Facts) -> list[_Rule]:
+def _rules(facts: RecordedStep) -> list[_Rule]:
     spares: list[int | None] = [None]
     if not facts.in_waves:
         least = max(1, min(int(need) for need in facts.need))
@@ -122,7 +122,7 @@ def _rules(facts: Facts) -> list[_Rule]:
 class _RuleRun:
     """A rule at work on a graph."""
 
-    def __init__(self, facts: Facts, rule: _Rule, keys: Sequence[float] | None = None) -> None:
+    def __init__(self, facts: RecordedStep, rule: _Rule, keys: Sequence[float] | None = None) -> None:
         self.facts = facts
         self.rule = rule
         graph = facts.graph
@@ -285,7 +285,7 @@ class _Try:
         return sum(self.clock.most_in_flight)
 
 
-def _run(facts: Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Try:
+def _run(facts: RecordedStep, rule: _Rule, keys: Sequence[float] | None = None) -> _Try:
     choice = _RuleRun(facts, rule, keys)
     clock = ScheduleSimulator(facts.graph, facts.active).run(choice)
     if clock.done < len(facts.graph.segments):
@@ -293,7 +293,7 @@ def _run(facts: Facts, rule: _Rule, keys: Sequence[float] | None = None) -> _Try
     return _Try(rule, clock, choice.capped)
 
 
-def _search(facts: Facts) -> _Try:
+def _search(facts: RecordedStep) -> _Try:
     rules = _rules(facts)
     size = len(facts.graph.segments)
     if size * len(rules) > _BUDGET:
@@ -308,7 +308,7 @@ def _search(facts: Facts) -> _Try:
     return _best(tries)[0]
 
 
-def _tries(facts: Facts, rules: Sequence[_Rule]) -> list[_Try]:
+def _tries(facts: RecordedStep, rules: Sequence[_Rule]) -> list[_Try]:
     """A run of every rule, less those that are known to come to the same."""
     tries: list[_Try] = []
     settled: set[tuple[str, bool]] = set()  # what more spare cannot change
@@ -332,7 +332,7 @@ def _best(tries: Sequence[_Try]) -> list[_Try]:
     return sorted(_without_doubles(tries), key=preference)
 
 
-def _first_microbatches(facts: Facts) -> Facts | None:
+def _first_microbatches(facts: RecordedStep) -> RecordedStep | None:
     """The same for fewer microbatches: enough for a full pipeline and, in waves, for two of them."""
     graph, active = facts.graph, facts.active
     # Waves are as long as each other, but for the last.
@@ -342,7 +342,7 @@ def _first_microbatches(facts: Facts) -> Facts | None:
     kept = set(graph.microbatches[:number])
     segments = [segment for segment in graph.segments if segment.action.microbatch in kept]
     try:
-        return Facts(SegmentGraph(segments, graph.latency / 1e9, ascending=True), active, facts.policy)
+        return RecordedStep(SegmentGraph(segments, graph.latency / 1e9, ascending=True), active, facts.policy)
     except ScheduleError:  # a microbatch needs something of a later one
         return None
 
@@ -352,7 +352,7 @@ def _without_doubles(tries: Iterable[_Try]) -> list[_Try]:
     return list({tuple(map(tuple, one.clock.order)): one for one in reversed(list(tries))}.values())[::-1]
 
 
-def _refined(facts: Facts, best: _Try, rounds: int) -> _Try:
+def _refined(facts: RecordedStep, best: _Try, rounds: int) -> _Try:
     """Climb from a schedule: take its start times as priorities, shift a few of them at random, keep what is faster."""
     draw = random.Random(0)
     size = len(facts.graph.segments)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _QUICK = 0.06
 
 
-class Facts:
+class RecordedStep:
     """What is known of a graph before any order: solo times, tails, waves, and how many microbatches fill each rank."""
 
     def __init__(self, graph: SegmentGraph, active: int, policy: Policy) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from smp_runtime.tensors.remote_tensor import Meta, Name, Path
+from smp_runtime.tensors.remote_tensor import Name, Path, TensorMetadata
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ class TensorSlot(NamedTuple):
 
     name: Name  # under which its owner keeps it
     owner: int  # stage that has it, or will
-    meta: Meta  # its shape and type
+    meta: TensorMetadata  # its shape and type
     comes: bool  # whether it is in the message or on its way; else the receiver asks for it when it touches it
 
 
@@ -236,7 +236,9 @@ def named(fields: tuple[Any, ...]) -> Any:
     if (place := _SLOTS.get(kind)) is None:
         return kind(*fields[1:])
     values = list(fields[1:])
-    values[place] = tuple([None if s is None else TensorSlot(s[0], s[1], Meta(*s[2]), s[3]) for s in values[place]])
+    values[place] = tuple(
+        [None if s is None else TensorSlot(s[0], s[1], TensorMetadata(*s[2]), s[3]) for s in values[place]]
+    )
     if kind is ForwardCall:
         values[_MODES] = Modes(*values[_MODES])
     return kind(*values)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
-from smp_runtime.tensors.lazy_tensor import LaterTensor
-from smp_runtime.tensors.remote_tensor import Handle
+from smp_runtime.tensors.lazy_tensor import LazyTensor
+from smp_runtime.tensors.remote_tensor import RemoteTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,11 @@ def pack(tree: Any, *, modules: Mapping[int, str] | None = None) -> Packed:
 
 def _gathered(packed: Packed) -> Packed:
     """What other ranks have parts of is gathered here, where all of them come in the same order."""
-    if not any(isinstance(tensor, LaterTensor) and not isinstance(tensor, Handle) for tensor in packed.tensors):
+    if not any(isinstance(tensor, LazyTensor) and not isinstance(tensor, RemoteTensor) for tensor in packed.tensors):
         return packed
-    tensors = [t.plain() if isinstance(t, LaterTensor) and not isinstance(t, Handle) else t for t in packed.tensors]
+    tensors = [
+        t.plain() if isinstance(t, LazyTensor) and not isinstance(t, RemoteTensor) else t for t in packed.tensors
+    ]
     return replace(packed, tensors=tensors)
 
 
