@@ -167,13 +167,13 @@ test-clients test-clients-full: .venv-clients-4/.installed .venv-clients-5/.inst
 	rm -f .venv-clients-*/outcomes.jsonl
 	SMP_CLIENT_OUTCOMES=.venv-clients-4/outcomes.jsonl .venv-clients-4/bin/$(RUNNER) pytest clients-4 $(SAMPLE) -- $(CLIENTS)
 	SMP_CLIENT_OUTCOMES=.venv-clients-5/outcomes.jsonl .venv-clients-5/bin/$(RUNNER) pytest clients-5 $(SAMPLE) -- $(CLIENTS)
-	.venv-clients-5/bin/python tests/support/client_table.py .venv-clients-4/outcomes.jsonl .venv-clients-5/outcomes.jsonl
+	.venv-clients-5/bin/python tests/support/documents/client_table.py .venv-clients-4/outcomes.jsonl .venv-clients-5/outcomes.jsonl
 
 # One environment at a time, each removed after its tests: several GB are fetched where the index has no CPU build. MATRIX: only
 # these Pythons (for the notebook side) and PyTorchs (for the runtime).
 MATRIX ?=
 test-matrix:
-	$(PYTHON) tests/support/version_matrix.py run $(MATRIX)
+	$(PYTHON) tests/support/documents/version_matrix.py run $(MATRIX)
 
 test-full: $(VENV)/.installed $(FLOOR)/.installed
 	$(FLOOR)/bin/$(RUNNER) pytest sdk-floor -- $(SHARED_OUT)

@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.emulated_training import PATHS
-from support.rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
+from support.training.emulated_training import PATHS
 
 STRATEGIES = {
     "data parallelism": "reduction",
@@ -39,7 +39,8 @@ _PROGRAM = ("support/",)
 def _counted(path: Any, steps: int) -> dict[tuple[str, str], int]:
     import functools
 
-    from support import emulated, emulated_training
+    from support.ranks import emulated
+    from support.training import emulated_training
 
     emulated_training.STEPS = steps
     return emulated_training.run(path, "", functools.partial(emulated.on_devices, 0))["waits"]

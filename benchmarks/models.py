@@ -8,7 +8,8 @@ where it was. A family whose ranks fail, or do not answer in time, costs a new p
 into ``smp_estimator/models/outcomes.json``, which ``smp-estimator models`` shows, and writes ``docs/models.md``.
 
 Models are the entries of Transformers' mappings for causal, sequence to sequence and masked language models, in the tiny
-configurations of ``tests/support/tiny_families.py``: 2 layers of width 32, 4 heads, 3 steps of 4 samples of 16 tokens in float32.
+configurations of ``tests/support/models/tiny_families.py``: 2 layers of width 32, 4 heads, 3 steps of 4 samples of 16 tokens in
+float32.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
-from support.family_training import MODES, Distance, distance, note_alone  # noqa: E402 - found by the line above
-from support.rank_pool import RankFailed, RankPool  # noqa: E402
-from support.tiny_families import Family, families  # noqa: E402
+from support.models.tiny_families import Family, families  # noqa: E402
+from support.ranks.rank_pool import RankFailed, RankPool  # noqa: E402
+from support.training.family_training import MODES, Distance, distance, note_alone  # noqa: E402 - found by the line above
 
 ALONE = "one process"
 DEADLINE = 90.0  # seconds for a family and mode

@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     from runner import recording
     from support import matrix
-    from support.client_cases import Cases
+    from support.documents.client_cases import Cases
 
     recording.register(config)
 
@@ -87,7 +87,7 @@ class _SharedPool:
         self._pool: Any = None
 
     def run(self, *args: Any, **kwargs: Any) -> list[Any]:
-        from support.rank_pool import MOST_RANKS, RankPool
+        from support.ranks.rank_pool import MOST_RANKS, RankPool
 
         if self._pool is None:
             self._pool = RankPool(MOST_RANKS)
@@ -117,7 +117,7 @@ def _process_mode(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def ranks(_shared_pool: _SharedPool, _process_mode: bool) -> Callable[..., list[Any]]:
-    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``support.rank_pool.RankPool.run``.
+    """``ranks(function, world_size, *args, config=…)``: run a function as a small job; see ``support.ranks.rank_pool``.
 
     Tensors go over ``torch.distributed``, as in jobs on GPUs or several hosts; see the mark ``both_transports``.
     """

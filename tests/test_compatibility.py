@@ -77,14 +77,14 @@ def test_links_of_the_page_lead_somewhere():
 
 
 def test_the_tables_of_clients_are_those_of_their_tests():
-    program = ROOT / "tests" / "support" / "client_table.py"
+    program = ROOT / "tests" / "support" / "documents" / "client_table.py"
     found = subprocess.run([sys.executable, program, "--check"], capture_output=True, text=True, timeout=100)
     assert found.returncode == 0, found.stderr
 
 
 def test_a_table_of_clients_says_what_became_of_all_tests_of_a_case(tmp_path):
-    from support import client_table
-    from support.client_cases import Case, versions
+    from support.documents import client_table
+    from support.documents.client_cases import Case, versions
 
     train, alone = Case("Transformers", "train", "tp 2"), Case("Transformers", "train", "one process")
     tests = {train: {"a", "b"}, alone: {"c"}}

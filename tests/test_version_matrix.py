@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import version_matrix as matrix
-from support.version_matrix import NOTEBOOK, Cell, Outcome
+from support.documents import version_matrix as matrix
+from support.documents.version_matrix import NOTEBOOK, Cell, Outcome
 
 ROOT = Path(__file__).parent.parent
 SETUP = (ROOT / "setup.cfg").read_text()
@@ -19,7 +19,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def test_the_table_is_that_of_the_outcomes() -> None:
-    """If not: ``python tests/support/version_matrix.py write``."""
+    """If not: ``python tests/support/documents/version_matrix.py write``."""
     text = matrix.DOCUMENT.read_text()
     assert matrix.page(text, matrix.read()) == text
     assert {cell.python for cell in matrix.read() if cell.torch == NOTEBOOK} == set(matrix.PYTHONS)

@@ -1,7 +1,7 @@
 """``distribution`` with completion: :class:`ModelParallel` and :class:`MPI` are parts of it, joined by ``|``.
 
 Editors and type checkers read ``strategies.pyi`` beside this file, whose arguments and words are those of
-``smp_config.parameters``; ``python tests/support/stubs.py`` writes it.
+``smp_config.parameters``; ``python tests/support/documents/stubs.py`` writes it.
 """
 
 from __future__ import annotations

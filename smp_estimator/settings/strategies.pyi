@@ -1,4 +1,4 @@
-"""Types of ``strategies.py``; written by ``tests/support/stubs.py``."""
+"""Types of ``strategies.py``; written by ``tests/support/documents/stubs.py``."""
 
 from typing import Any, Literal
 

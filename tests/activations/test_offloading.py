@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from support.activation_training import HIDDEN, Layer, Net, same, train
+from support.training.activation_training import HIDDEN, Layer, Net, same, train
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.activations.activations import Activations

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 import torch
-from support.activation_training import HIDDEN, Layer, Net, same, train
 from support.logs import logged
+from support.training.activation_training import HIDDEN, Layer, Net, same, train
 from torch import nn
 
 TIMEOUT = 150.0

@@ -8,8 +8,8 @@ import logging
 
 import pytest
 import torch
-from support.activation_training import HIDDEN, Layer, Net, same, train
-from support.models import loss_of, token_batch
+from support.models.models import loss_of, token_batch
+from support.training.activation_training import HIDDEN, Layer, Net, same, train
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

@@ -6,9 +6,9 @@ import functools
 
 import pytest
 import torch
-from support.activation_training import same
-from support.huggingface import tiny_model
-from support.models import VOCABULARY, token_batch
+from support.models.huggingface import tiny_model
+from support.models.models import VOCABULARY, token_batch
+from support.training.activation_training import same
 
 TIMEOUT = 150.0
 HOWS = ["smp", "before", "after", "not reentrant", "switched inside", "smp, switched inside"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.activation_training import Net, same, train
 from support.matrix import sampled
+from support.training.activation_training import Net, same, train
 
 TIMEOUT = 150.0
 SHARDED = {

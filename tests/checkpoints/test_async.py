@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES, Training
+from support.training.checkpoint_training import TOPOLOGIES, Training
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint import save_partial as saving
@@ -19,7 +19,7 @@ from smp_runtime.errors import CheckpointError
 
 def test_the_state_is_that_of_the_call_although_training_went_on(ranks, tmp_path):
     def run(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         run.train(0, 3)
@@ -33,7 +33,7 @@ def test_the_state_is_that_of_the_call_although_training_went_on(ranks, tmp_path
         return losses
 
     def resumed(path, tag):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training(seed=9)
         assert run.resume(path, tag) == 3
@@ -84,7 +84,7 @@ def test_nothing_appears_before_all_is_written_and_the_next_save_waits(solo, tmp
 
 def test_a_failure_surfaces_at_the_next_save_on_every_rank_and_the_former_stays(ranks, tmp_path):
     def run(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         from smp_runtime.checkpoint import save_partial as saving
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from support.huggingface import tiny_config
+from support.models.huggingface import tiny_config
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

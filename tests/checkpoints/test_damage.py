@@ -7,8 +7,8 @@ import shutil
 import time
 
 import pytest
-from support.damaged_checkpoints import damage, damage_full
-from support.small_checkpoints import SECONDS, SmallModel, bounded
+from support.faults.damaged_checkpoints import damage, damage_full
+from support.faults.small_checkpoints import SECONDS, SmallModel, bounded
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPError

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from support.damaged_checkpoints import damage, damage_safetensors
-from support.small_checkpoints import SmallModel, bounded
+from support.faults.damaged_checkpoints import damage, damage_safetensors
+from support.faults.small_checkpoints import SmallModel, bounded
 
 import smdistributed.modelparallel.torch as smp
 from smp_estimator.cli.main import main

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES
+from support.training.checkpoint_training import TOPOLOGIES
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint import folder_transaction as folder

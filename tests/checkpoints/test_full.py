@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES, Training
+from support.training.checkpoint_training import TOPOLOGIES, Training
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import CheckpointError
@@ -27,7 +27,7 @@ def _refused(run, path, tag, match):
 
 def test_float32_weights_and_loss_scale_arrive_in_a_pipeline_before_the_first_step(ranks, tmp_path):
     def save(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         run.train(0, 3)
@@ -37,7 +37,7 @@ def test_float32_weights_and_loss_scale_arrive_in_a_pipeline_before_the_first_st
         return losses, {name: p.detach().clone() for name, p in run.model.virtual_named_parameters()}
 
     def resumed(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training(seed=9)
         assert run.resume(path, "full.pt", partial=False) == 3
@@ -63,7 +63,7 @@ def test_float32_weights_and_loss_scale_arrive_in_a_pipeline_before_the_first_st
 
 def test_a_loss_scale_is_taken_before_the_model_is_partitioned(ranks):
     def loaded():
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         saved = {**run.optimizer.loss_scaler.state_dict(), "scale": 32.0}
@@ -88,7 +88,7 @@ def test_an_optimizer_file_that_one_rank_cannot_read_is_refused_on_all(ranks, tm
     def damaged(path):
         import shutil
 
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         mine = f"{path}/{run.smp.rank()}"
@@ -148,7 +148,7 @@ def test_a_save_without_optimizer_leaves_none_of_an_earlier_one(run, tmp_path):
 @pytest.mark.parametrize(("topology", "precision"), [("s2", "bf16"), ("o2", "fp32"), ("pp2-tp2", "bf16")])
 def test_only_the_rank_that_writes_holds_the_whole(ranks, tmp_path, topology, precision):
     def held(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         import smdistributed.modelparallel.torch as smp
 

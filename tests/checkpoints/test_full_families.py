@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.huggingface import tiny_inputs, tiny_model
 from support.matrix import sampled
+from support.models.huggingface import tiny_inputs, tiny_model
 
 VOCABULARY = 16
 STEPS = 2

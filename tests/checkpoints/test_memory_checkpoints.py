@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES
-from support.memory_told import told
+from support.platform.memory_told import told
+from support.training.checkpoint_training import TOPOLOGIES
 
 import smdistributed.modelparallel.torch as smp
 from smp_estimator.planning import plan
@@ -49,7 +49,7 @@ def folder():
 
 def train_and_keep(first, last):
     """A job that keeps its state after each step, then goes on undisturbed; losses and the state at the end."""
-    from support.checkpoint_training import Training, held
+    from support.training.checkpoint_training import Training, held
 
     run = Training()
     losses = []
@@ -63,7 +63,7 @@ def train_and_keep(first, last):
 
 def go_on(path, last, tag=None):
     """The job after a restart: what it found, losses and the state at the end."""
-    from support.checkpoint_training import Training, held
+    from support.training.checkpoint_training import Training, held
 
     run = Training(seed=9)
     found = run.smp.newest_memory_checkpoint()
@@ -97,7 +97,7 @@ def test_training_goes_on_bit_for_bit(ranks, folder, name, half):
 
 def test_a_later_file_is_preferred_and_an_older_one_is_not(ranks, folder, tmp_path):
     def keep_and_save(path, saves):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         for step in range(4):
@@ -109,7 +109,7 @@ def test_a_later_file_is_preferred_and_an_older_one_is_not(ranks, folder, tmp_pa
                 run.smp.memory_checkpoint(run.model, run.optimizer, content)
 
     def resume(path, tag):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training(seed=9)
         return run.resume(path, tag), run.smp.newest_memory_checkpoint()
@@ -129,7 +129,7 @@ def test_a_generation_counts_only_if_all_ranks_have_it(ranks, folder):
     """As after a kill: rank 1 has not come to the last copy, and the head of another one was cut."""
 
     def found():
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training(seed=9)
         return run.smp.newest_memory_checkpoint()
@@ -176,7 +176,7 @@ def _replace(module, name, value):
     ],
 )
 def test_what_is_copied_is_worked_out_again_only_where_more_than_values_has_changed(solo, change, is_known):
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     from smp_runtime.checkpoint.memory.known_contents import KnownContents
     from smp_runtime.checkpoint.save_plan import WriteShare, contents_of
@@ -251,7 +251,7 @@ def test_a_rank_without_room_ends_the_copies_of_all(ranks, folder):
         import os
         import time
 
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         from smp_runtime.checkpoint.memory import copying
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES
-from support.memory_told import told
+from support.platform.memory_told import told
+from support.training.checkpoint_training import TOPOLOGIES
 
 from smp_runtime.checkpoint.memory.peer_replication import buddies_of
 
@@ -36,7 +36,7 @@ def at_home(hosts, job, *args):
 
 def keep(path, kept, last):
     """A job that keeps its state after each step, saves a file after the last that it keeps, and goes on undisturbed."""
-    from support.checkpoint_training import Training, held
+    from support.training.checkpoint_training import Training, held
 
     from smp_runtime.checkpoint.memory.copying import Copier
     from smp_runtime.job import session
@@ -54,7 +54,7 @@ def keep(path, kept, last):
 
 def go_on(path, last, from_memory=True):
     """The job after a restart: the step it goes on from, losses, the state at the end, bytes that were brought."""
-    from support.checkpoint_training import Training, held
+    from support.training.checkpoint_training import Training, held
 
     from smp_runtime.checkpoint.memory.newest import MemoryReader
 

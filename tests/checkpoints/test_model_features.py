@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES
-from support.rank_training import training_step, updates
+from support.training.checkpoint_training import TOPOLOGIES
+from support.training.rank_training import training_step, updates
 from torch import nn
 
 GPT2 = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 16, "vocab_size": 33}
@@ -116,7 +116,7 @@ def test_flat_groups_are_what_tools_for_sharded_checkpoints_read(ranks, tmp_path
     """Rank i's part of each parameter, one after the other, put together without the library."""
 
     def save(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         run.train(0, 2)
@@ -151,7 +151,7 @@ def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(rank
     """And is what one process of plain PyTorch has."""
 
     def save(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         run.train(0, 3)
@@ -159,7 +159,7 @@ def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(rank
         return run.train(3, 6)
 
     def resumed(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training(seed=9)
         assert run.resume(path, "full.pt", partial=False) == 3
@@ -171,7 +171,7 @@ def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(rank
         for target in targets:
             for losses in ranks(resumed, TOPOLOGIES[target][0], path, config=TOPOLOGIES[target][1]):
                 assert losses == pytest.approx(expected, abs=1e-5), (source, target)
-        from support.checkpoint_training import Net, groups
+        from support.training.checkpoint_training import Net, groups
 
         net = Net()
         net.load_state_dict(torch.load(f"{path}/full.pt", weights_only=True))
@@ -182,7 +182,7 @@ def test_a_full_checkpoint_with_the_optimizer_goes_from_and_to_any_topology(rank
 
 
 def test_names_that_older_helper_scripts_read(solo):
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
 

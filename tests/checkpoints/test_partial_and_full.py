@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.models import TiedNet, token_batch
-from support.rank_training import training_step
+from support.models.models import TiedNet, token_batch
+from support.training.rank_training import training_step
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

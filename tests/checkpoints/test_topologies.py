@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES, resume_each, resume_train_save, train_and_save
 from support.matrix import examples
-from support.rank_pool import RankPool
+from support.ranks.rank_pool import RankPool
+from support.training.checkpoint_training import TOPOLOGIES, resume_each, resume_train_save, train_and_save
 
 STOP, END = 10, 20
 
@@ -94,7 +94,7 @@ def test_precision_may_change(ranks, solo, tmp_path):
     """A bf16 run continues from float32 weights of its own, and a float32 run takes the masters, not rounded weights."""
 
     def masters(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         run.train(0, 3)
@@ -104,7 +104,7 @@ def test_precision_may_change(ranks, solo, tmp_path):
     expected = ranks(masters, 1, str(tmp_path), config={"bf16": True})[0]
     assert any(not torch.equal(p, p.bfloat16().float()) for p in expected.values())
     solo({})
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     run = Training(seed=3)
     assert run.resume(str(tmp_path)) == 3

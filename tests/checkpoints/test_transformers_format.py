@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from support.huggingface import tiny_config
-from support.rank_training import training_step, updates
-from support.reference import train_alone
+from support.models.huggingface import tiny_config
+from support.training.rank_training import training_step, updates
+from support.training.reference import train_alone
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.checkpoint.files.name_translation import TranslatedTensor, record_of

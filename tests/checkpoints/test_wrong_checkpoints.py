@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES, Training
+from support.training.checkpoint_training import TOPOLOGIES, Training
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -94,7 +94,7 @@ def test_missing_files_of_ranks(ranks, solo, tmp_path):
     world, config = TOPOLOGIES["s4"]
 
     def save(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         run = Training()
         run.train(0, 1)
@@ -186,7 +186,7 @@ def test_another_grouping_of_the_optimizer_is_refused_or_left_out(tmp_path):
 
 def test_only_masters_and_the_loss_scale(ranks, tmp_path):
     def run(path):
-        from support.checkpoint_training import Training
+        from support.training.checkpoint_training import Training
 
         first = Training()
         first.train(0, 2)

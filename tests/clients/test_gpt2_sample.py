@@ -7,8 +7,8 @@ import tarfile
 
 import pytest
 import torch
-from support import gpt2_script
-from support.jobs import model_parallel
+from support.platform.jobs import model_parallel
+from support.scripts import gpt2_script
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -6,8 +6,8 @@ import json
 import textwrap
 
 import pytest
-from support.client_strategies import SHARDED
-from support.jobs import artifact
+from support.documents.client_strategies import SHARDED
+from support.platform.jobs import artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.full, pytest.mark.timeout(240)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.client_strategies import STAGES, STRATEGIES, strategy_cases
-from support.huggingface import tiny_config
+from support.documents.client_strategies import STAGES, STRATEGIES, strategy_cases
+from support.models.huggingface import tiny_config
 from torch.utils.data import DataLoader, DistributedSampler
 
 import smdistributed.modelparallel.torch as smp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.huggingface import tiny_config
+from support.models.huggingface import tiny_config
 
 import smdistributed.modelparallel.torch as smp
 

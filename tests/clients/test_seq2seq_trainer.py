@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from support.client_strategies import STRATEGIES, strategy_cases
-from support.huggingface import tiny_model
+from support.documents.client_strategies import STRATEGIES, strategy_cases
+from support.models.huggingface import tiny_model
 
 #: What Transformers reads to see that it runs under this library.
 VARIABLES = ("SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.huggingface import FAMILIES, tiny_inputs, tiny_model
+from support.models.huggingface import FAMILIES, tiny_inputs, tiny_model
 
 import smdistributed.modelparallel.torch as smp
 

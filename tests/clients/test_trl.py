@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from support.huggingface import tiny_config
+from support.models.huggingface import tiny_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,7 +45,7 @@ def _environment(config):
 @pytest.fixture(scope="module")
 def jobs():
     """``jobs(strategy, function, *args)``: what a rank of a job returns, or one process without this library."""
-    from support.rank_pool import RankPool
+    from support.ranks.rank_pool import RankPool
 
     pools = {}
 

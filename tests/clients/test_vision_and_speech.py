@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.vision_and_speech import (
+from support.models.vision_and_speech import (
     PIPELINE,
     STRATEGIES,
     TRANSFORMERS_NETS,

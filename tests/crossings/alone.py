@@ -15,7 +15,7 @@ from crossings.training import (
     hook_gradients,
     mark_biases,
 )
-from support.models import part
+from support.models.models import part
 from torch import nn
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from crossings.alone import Alone
 from crossings.case import TOPOLOGIES
 from crossings.job import train_case
 from crossings.nets import NETS
-from support.rank_pool import RankFailed, RankPool
+from support.ranks.rank_pool import RankFailed, RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from crossings.alone import Alone
 from crossings.case import AXES, EVENTS, TOPOLOGIES, Case, Event, draw
 from crossings.outcome import Runner
 from crossings.shrinking import shrink
-from support.rank_pool import MOST_RANKS
+from support.ranks.rank_pool import MOST_RANKS
 
 if TYPE_CHECKING:
     from crossings.training import Record

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from crossings.case import BATCH, STEPS, Case, Event
 from crossings.nets import LENGTH, NETS, Batch
-from support.models import part
+from support.models.models import part
 from torch import nn
 
 LIMIT, SCALE, SEED = 0.05, 256.0, 7

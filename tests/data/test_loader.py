@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch.utils.data as torch_data
-from support.ledger import Numbers, step_blocks
+from support.ranks.ledger import Numbers, step_blocks
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import SMPUserError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.ledger import Numbers, step_blocks
 from support.matrix import examples
+from support.ranks.ledger import Numbers, step_blocks
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import smdistributed.modelparallel.torch as smp

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES
-from support.ledger import Numbers, step_blocks
+from support.ranks.ledger import Numbers, step_blocks
+from support.training.checkpoint_training import TOPOLOGIES
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
@@ -174,7 +174,7 @@ def _train(path, tag, steps, kind, save):
     from itertools import islice
 
     import torch
-    from support.ledger import Numbers, interleaved
+    from support.ranks.ledger import Numbers, interleaved
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
@@ -252,7 +252,7 @@ os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCHELASTIC
 import torch
 import torch.distributed as dist
 import smdistributed.modelparallel.torch as smp
-from support.ledger import Numbers, interleaved
+from support.ranks.ledger import Numbers, interleaved
 torch.set_num_threads(1)
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # imports for seconds, once instead of in every job
 

@@ -16,8 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.docker_client import ACCESS_KEY, BUCKET, IMAGE_VARIABLE, NETWORK, REGION, SECRET_KEY, Containers, docker
-from support.jobs import ENTRYPOINTS, TINY, model_parallel, some_text
+from support.platform.docker_client import (
+    ACCESS_KEY,
+    BUCKET,
+    IMAGE_VARIABLE,
+    NETWORK,
+    REGION,
+    SECRET_KEY,
+    Containers,
+    docker,
+)
+from support.platform.jobs import ENTRYPOINTS, TINY, model_parallel, some_text
 
 
 @pytest.fixture(scope="module", autouse=True)  # no other folder is to read this configuration

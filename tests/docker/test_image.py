@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.docker_client import docker
+from support.platform.docker_client import docker
 
 pytestmark = pytest.mark.timeout(120)
 

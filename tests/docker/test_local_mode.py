@@ -14,8 +14,8 @@ from typing import Any
 import boto3
 import pytest
 from sagemaker.exceptions import UnexpectedStatusException
-from support.docker_client import ACCESS_KEY, BUCKET, SECRET_KEY, docker, logs
-from support.jobs import ENTRYPOINTS, TINY, artifact, model_parallel
+from support.platform.docker_client import ACCESS_KEY, BUCKET, SECRET_KEY, docker, logs
+from support.platform.jobs import ENTRYPOINTS, TINY, artifact, model_parallel
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.docker_client import docker, logs
-from support.jobs import ENTRYPOINTS, TINY
-from support.sdk3 import require_sdk_3
+from support.platform.docker_client import docker, logs
+from support.platform.jobs import ENTRYPOINTS, TINY
+from support.platform.sdk3 import require_sdk_3
 
 require_sdk_3()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.docker_client import docker, logs
-from support.jobs import ENTRYPOINTS, TINY
+from support.platform.docker_client import docker, logs
+from support.platform.jobs import ENTRYPOINTS, TINY
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from support.doc_blocks import (
+from support.documents.doc_blocks import (
     DOCUMENTS,
     ROOT,
     all_blocks,

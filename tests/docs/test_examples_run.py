@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cloud import Cloud, service
-from support.command_line import call, flat
-from support.doc_blocks import ROOT, blocks, commands
-from support.stock_images import fix_day
+from support.documents.doc_blocks import ROOT, blocks, commands
+from support.platform.cloud import Cloud, service
+from support.platform.command_line import call, flat
+from support.platform.stock_images import fix_day
 
 START = ROOT / "docs" / "start.md"
 CHOOSE = ROOT / "docs" / "choose.md"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doc_blocks import ROOT, defined_names, free_names, imported, wrong_uses
+from support.documents.doc_blocks import ROOT, defined_names, free_names, imported, wrong_uses
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 

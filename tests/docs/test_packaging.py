@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.doc_blocks import ROOT
+from support.documents.doc_blocks import ROOT
 
 from smp_config.version import __version__
 from smp_estimator.cloud import source

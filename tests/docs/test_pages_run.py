@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import support.doc_scenes  # noqa: F401 - it registers the scenes
-from support.doc_blocks import ROOT, all_blocks
-from support.doc_runs import SCENES, Key, Passage, matching, passages, play
-from support.doc_stand_ins import stand_ins
+import support.documents.doc_scenes  # noqa: F401 - it registers the scenes
+from support.documents.doc_blocks import ROOT, all_blocks
+from support.documents.doc_runs import SCENES, Key, Passage, matching, passages, play
+from support.documents.doc_stand_ins import stand_ins
 
 #: Blocks that another file of tests runs: it reads the page itself.
 ELSEWHERE: dict[str, list[Key]] = {
@@ -80,7 +80,7 @@ def test_a_passage_runs(index: int, tmp_path: Path, request: pytest.FixtureReque
 
 
 def _play(key: Key, folder: str) -> None:
-    from support import doc_runs, doc_scenes, doc_stand_ins  # noqa: F401 - scenes are registered
+    from support.documents import doc_runs, doc_stand_ins
 
     for passage in doc_runs.passages(()):
         if passage.scene and passage.scene.key == key:

@@ -6,13 +6,13 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from support.doc_blocks import DOCUMENTS
-from support.doc_pictures import FOLDER, pictures
+from support.documents.doc_blocks import DOCUMENTS
+from support.documents.doc_pictures import FOLDER, pictures
 
 
 @pytest.mark.parametrize(("name", "drawn"), pictures().items(), ids=lambda value: value[:30])
 def test_a_picture_is_what_the_program_draws(name: str, drawn: str) -> None:
-    assert (FOLDER / name).read_text() == drawn, "python tests/support/doc_pictures.py"
+    assert (FOLDER / name).read_text() == drawn, "python tests/support/documents/doc_pictures.py"
     ElementTree.fromstring(drawn)
     assert "prefers-color-scheme:dark" in drawn
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.doc_blocks import ROOT, Block, all_blocks
-from support.doc_runs import Key, key_of, matching
+from support.documents.doc_blocks import ROOT, Block, all_blocks
+from support.documents.doc_runs import Key, key_of, matching
 
 LAUNCHERS = "tests/jobs/test_launchers.py"
 START_RUNS = "tests/docs/test_examples_run.py"

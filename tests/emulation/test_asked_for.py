@@ -44,7 +44,7 @@ def test_only_where_it_is_asked_for_and_no_gpu_is_found(gpus):
 
 
 def test_a_word_that_means_nothing_is_refused_by_both_sides():
-    from support.jobs import model_parallel
+    from support.platform.jobs import model_parallel
 
     from smp_config import ConfigError
     from smp_estimator.settings.distribution import SettingsReader

@@ -157,7 +157,7 @@ def _alike(kind):
     [("order", "ask for different"), ("one device", "Duplicate GPU"), ("host memory", "No backend|host memory")],
 )
 def test_rules_of_nccl(ranks, kind, says):
-    from support.rank_pool import RankFailed
+    from support.ranks.rank_pool import RankFailed
 
     with pytest.raises(RankFailed, match=says):
         ranks(_alike, 2, kind, init=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.jobs import model_parallel
+from support.platform.jobs import model_parallel
 
 pytestmark = pytest.mark.job
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support import emulated_training
-from support.emulated import on_devices
-from support.emulated_training import PATHS
-from support.planted import planted
+from support.faults.planted import planted
+from support.ranks.emulated import on_devices
+from support.training import emulated_training
+from support.training.emulated_training import PATHS
 
 from smp_emulation.checked import emulated
 from smp_emulation.checked.streams.faults import StreamFault
@@ -216,7 +216,7 @@ def test_without_a_fault_nothing_is_found(alone):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_it_is_found_on_ranks(ranks, name):
-    from support.rank_pool import RankFailed
+    from support.ranks.rank_pool import RankFailed
 
     fault = ON_RANKS[name]
     path = PATHS[fault.program]
@@ -225,8 +225,9 @@ def test_it_is_found_on_ranks(ranks, name):
 
 
 def _faulty(path, fault):
-    from support import emulated, emulated_training
-    from support.planted import planted
+    from support.faults.planted import planted
+    from support.ranks import emulated
+    from support.training import emulated_training
 
     with planted(*fault):
         return emulated_training.run(path, "", functools.partial(emulated.on_devices, 3))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.closeness import close
-from support.emulated_training import PATHS
+from support.training.closeness import close
+from support.training.emulated_training import PATHS
 
 #: What depends on times.
 UNEQUAL = {"figures", "followed", "tapes", "replayed", "in_flight", "local", "runs"}
@@ -38,7 +38,8 @@ _OF_A_STEP = (
 
 
 def _run(seed, path, folder):
-    from support import emulated, emulated_training
+    from support.ranks import emulated
+    from support.training import emulated_training
 
     return emulated_training.run(
         path, folder, emulated.on_host if seed is None else functools.partial(emulated.on_devices, seed)

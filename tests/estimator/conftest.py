@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
-from support.stock_images import fix_day
+from support.platform.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
+from support.platform.stock_images import fix_day
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import Cloud, service
-from support.jobs import model_parallel
+from support.platform.cloud import Cloud, service
+from support.platform.jobs import model_parallel
 
 
 @pytest.fixture(scope="module")

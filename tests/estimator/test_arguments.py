@@ -72,7 +72,7 @@ def test_a_partition_that_is_not_there(make: Any, script: Path, tmp_path: Path) 
     """Where the ranks would look: the checkpoints of an earlier job, then the code."""
     import json
 
-    from support.jobs import model_parallel
+    from support.platform.jobs import model_parallel
 
     from smp_config import ConfigError
 

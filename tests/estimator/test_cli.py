@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import call, flat
+from support.platform.command_line import call, flat
 
 from smp_estimator.cli import main as cli_main
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import IMAGE, ROLE, Cloud, service
-from support.fake_jobs import FAKE_BOOTSTRAP
-from support.jobs import model_parallel
+from support.platform.cloud import IMAGE, ROLE, Cloud, service
+from support.platform.fake_jobs import FAKE_BOOTSTRAP
+from support.platform.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import ProcessSession, SMPEstimator

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import Cloud, boto_session, service, set_status
-from support.jobs import model_parallel
+from support.platform.cloud import Cloud, boto_session, service, set_status
+from support.platform.jobs import model_parallel
 
 from smp_estimator import SMPEstimator
 from smp_estimator.cloud.log import CloudLog

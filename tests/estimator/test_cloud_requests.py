@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import Cloud, service
-from support.fake_jobs import forget_account
-from support.jobs import model_parallel
+from support.platform.cloud import Cloud, service
+from support.platform.fake_jobs import forget_account
+from support.platform.jobs import model_parallel
 
 from smp_config import ConfigError
 

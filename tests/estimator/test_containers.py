@@ -16,7 +16,7 @@ from typing import Any
 
 import boto3
 import pytest
-from support.jobs import model_parallel
+from support.platform.jobs import model_parallel
 
 Make = Callable[..., Any]
 

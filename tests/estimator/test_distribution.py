@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.jobs import model_parallel
+from support.platform.jobs import model_parallel
 
 from smp_config import ConfigError, ModelParallelParameters
 from smp_estimator.settings import distribution as strategies

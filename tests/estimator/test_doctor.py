@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError, EndpointConnectionError
-from support.command_line import call, flat
+from support.platform.command_line import call, flat
 
 from smp_estimator.cli.commands import doctor
 

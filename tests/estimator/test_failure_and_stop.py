@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from sagemaker.exceptions import UnexpectedStatusException
-from support.fake_jobs import FAKE_BOOTSTRAP, gone_within, marked
+from support.platform.fake_jobs import FAKE_BOOTSTRAP, gone_within, marked
 
 Make = Callable[..., Any]
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import call, flat
+from support.platform.command_line import call, flat
 
 from smp_estimator.first_job.answers import MODELS, STRATEGIES, Answers
 from smp_estimator.first_job.notebook import notebook

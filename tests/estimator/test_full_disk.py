@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from sagemaker.exceptions import UnexpectedStatusException
-from support.fake_jobs import FAKE_BOOTSTRAP, gone_within
+from support.platform.fake_jobs import FAKE_BOOTSTRAP, gone_within
 
 from smp_config.machine.disk_space import full_disk, why_full
 from smp_estimator import ProcessSession

@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
-from support import hostile
-from support.jobs import model_parallel
+from support.faults import hostile
+from support.platform.jobs import model_parallel
 
 from smp_config import ConfigError, JobSettings, ModelParallelParameters, Topology
 from smp_config.limits import MOST_RANKS, timeout_seconds

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import Cloud, service
-from support.jobs import model_parallel
+from support.platform.cloud import Cloud, service
+from support.platform.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator import SMPHuggingFace

@@ -7,7 +7,7 @@ from datetime import date
 from typing import Any
 
 import pytest
-from support.stock_images import DAY
+from support.platform.stock_images import DAY
 
 from smp_config import ConfigError
 from smp_estimator.cloud import image_choice, image_table, images

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_jobs import gone_within, marked
-from support.jobs import model_parallel
+from support.platform.fake_jobs import gone_within, marked
+from support.platform.jobs import model_parallel
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 

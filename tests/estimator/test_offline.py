@@ -10,7 +10,7 @@ from pathlib import Path
 import boto3
 import pytest
 from botocore.exceptions import NoCredentialsError
-from support.fake_jobs import FAKE_BOOTSTRAP
+from support.platform.fake_jobs import FAKE_BOOTSTRAP
 
 NOTEBOOK = """
 import os, socket, sys, traceback

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_jobs import FAKE_BOOTSTRAP
+from support.platform.fake_jobs import FAKE_BOOTSTRAP
 
 from smp_estimator import ProcessSession
 from smp_estimator.cloud import entry

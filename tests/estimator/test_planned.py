@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.jobs import model_parallel
+from support.platform.jobs import model_parallel
 
 from smp_estimator import ConfigError, SMPEstimator
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import Cloud, service
-from support.configurations import WRONG, Probe
-from support.right_configurations import RIGHT
+from support.faults.configurations import WRONG, Probe
+from support.faults.right_configurations import RIGHT
+from support.platform.cloud import Cloud, service
 
 from smp_config import ConfigError
 from smp_estimator import SMPEstimator
@@ -52,7 +52,7 @@ def test_right(probe: Probe, cloud: Cloud, script: Path, caplog: pytest.LogCaptu
 
 def test_changes_after_the_constructor_are_checked_at_fit(cloud: Cloud, script: Path) -> None:
     def wrong(change: Any) -> str:
-        from support.configurations import smp
+        from support.faults.configurations import smp
 
         estimator = cloud.estimator(script, **smp(8, ddp=True))
         change(estimator)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from support.fake_jobs import FAKE_BOOTSTRAP
-from support.jobs import model_parallel
+from support.platform.fake_jobs import FAKE_BOOTSTRAP
+from support.platform.jobs import model_parallel
 
 from smp_config import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.jobs import model_parallel
+from support.platform.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator.settings.recovery import with_recovery

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from support.jobs import model_parallel
+from support.platform.jobs import model_parallel
 
 from smp_config import ConfigError
 from smp_estimator.settings import distribution as strategies

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import IMAGE, Cloud, service
-from support.jobs import model_parallel
-from support.stock_images import (
+from support.platform.cloud import IMAGE, Cloud, service
+from support.platform.jobs import model_parallel
+from support.platform.stock_images import (
     DATA_PARALLEL_STEP,
     DAY,
     STEP,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.random_configurations import Drawn, drawn
+from support.faults.random_configurations import Drawn, drawn
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 

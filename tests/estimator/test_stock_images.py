@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sagemaker.instance_group import InstanceGroup
 from sagemaker.workflow.parameters import ParameterString
-from support.cloud import Cloud, service
-from support.command_line import call, flat
-from support.jobs import model_parallel
-from support.stock_image_page import PAGE, written
-from support.stock_images import (
+from support.documents.stock_image_page import PAGE, written
+from support.platform.cloud import Cloud, service
+from support.platform.command_line import call, flat
+from support.platform.jobs import model_parallel
+from support.platform.stock_images import (
     DATA_PARALLEL_STEP,
     DAY,
     STEP,
@@ -124,7 +124,7 @@ def test_rows_are_found_by_other_tags_of_the_same_image(uri: str, name: str | No
 
 def test_the_page_has_the_table() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page), "run python tests/support/stock_image_page.py"
+    assert page == written(page), "run python tests/support/documents/stock_image_page.py"
 
 
 def test_the_command() -> None:

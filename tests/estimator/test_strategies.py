@@ -8,8 +8,8 @@ import json
 from typing import Any
 
 import pytest
-from support import stubs
-from support.jobs import model_parallel
+from support.documents import stubs
+from support.platform.jobs import model_parallel
 
 import smp_estimator
 from smp_config import ConfigError, ModelParallelParameters
@@ -73,5 +73,5 @@ def test_the_signature_and_the_help_are_those_of_the_parameters() -> None:
 
 
 def test_the_stub_for_editors_is_up_to_date() -> None:
-    """If not: ``python tests/support/stubs.py && make format``."""
+    """If not: ``python tests/support/documents/stubs.py && make format``."""
     assert ast.dump(ast.parse(stubs.STUB.read_text())) == ast.dump(ast.parse(stubs.stub()))

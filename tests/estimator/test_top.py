@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import call
+from support.platform.command_line import call
 
 from smp_estimator import progress
 from smp_estimator.watching.rank_table import rows_of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import pytest
-from support import hostile
+from support.faults import hostile
 
 from smp_config import ConfigError
 from smp_estimator.cloud import entry

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import hostile
-from support.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
-from support.random_configurations import _right
+from support.faults import hostile
+from support.faults.random_configurations import _right
+from support.platform.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
 
 from smp_config import ConfigError, JobSettings
 from smp_estimator import ProcessSession, SMPEstimator

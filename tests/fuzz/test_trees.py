@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support import hostile
+from support.faults import hostile
 
 import smp_launch.__main__ as launcher
 from smp_config.errors import ConfigError

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.docstrings import arguments, parameters, refusals, sections, whole
+from support.documents.docstrings import arguments, parameters, refusals, sections, whole
 
 import smdistributed.modelparallel.torch as smp
 from smp_estimator import SMPEstimator

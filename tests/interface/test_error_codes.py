@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import error_code_page
-from support.command_line import call, flat
+from support.documents import error_code_page
+from support.platform.command_line import call, flat
 
 from smp_config import ConfigError, Topology
 from smp_config.error_codes import FAMILIES, Coded, catalogue, code_for, code_of, marked
@@ -147,7 +147,7 @@ def test_the_names_in_the_list_are_there() -> None:
 
 def test_every_code_has_a_section_with_cause_and_cure() -> None:
     text = error_code_page.PAGE.read_text(encoding="utf-8")
-    assert text == error_code_page.page(), "write it anew: python tests/support/error_code_page.py"
+    assert text == error_code_page.page(), "write it anew: python tests/support/documents/error_code_page.py"
     assert re.findall(r"^### (.*)$", text, re.MULTILINE) == list(catalogue())
     for row in catalogue().values():
         assert re.fullmatch(r"SMP\d{3}", row.code)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.doc_runs import estimators
+from support.documents.doc_runs import estimators
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler

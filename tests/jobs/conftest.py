@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import ENTRYPOINTS, TINY, model_parallel, some_text
+from support.platform.jobs import ENTRYPOINTS, TINY, model_parallel, some_text
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.jobs import ENTRYPOINTS, artifact
+from support.platform.jobs import ENTRYPOINTS, artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import ENTRYPOINTS
+from support.platform.jobs import ENTRYPOINTS
 
 pytestmark = [pytest.mark.job, pytest.mark.full, pytest.mark.timeout(240)]
 

@@ -15,8 +15,8 @@ import sys
 
 import pytest
 import torch
-from support import fake_slurm
-from support.jobs import ENTRYPOINTS, TINY
+from support.platform.jobs import ENTRYPOINTS, TINY
+from support.scripts import fake_slurm
 
 from smp_launch.machine.network import reserved_port
 

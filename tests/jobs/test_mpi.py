@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.jobs import artifact
+from support.platform.jobs import artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 

@@ -8,7 +8,7 @@ import tarfile
 import time
 
 import pytest
-from support.jobs import ENTRYPOINTS, artifact
+from support.platform.jobs import ENTRYPOINTS, artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 

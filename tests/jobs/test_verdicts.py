@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.cloud import Cloud, service
-from support.random_configurations import GPUS, Drawn, drawn
+from support.faults.random_configurations import GPUS, Drawn, drawn
+from support.platform.cloud import Cloud, service
 
 from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters
 from smp_estimator import ProcessSession, SMPEstimator

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import namespaced_hosts
-from support.pooled_script import run_script
+from support.platform import namespaced_hosts
+from support.scripts.pooled_script import run_script
 
 SCRIPT = Path(__file__).with_name("recovering_script.py")
 STEPS = 10

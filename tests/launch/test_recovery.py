@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.pooled_script import run_script
+from support.scripts.pooled_script import run_script
 
 pytestmark = pytest.mark.job
 

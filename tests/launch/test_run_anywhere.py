@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support import fake_slurm
+from support.scripts import fake_slurm
 
 from smp_launch.anywhere.run_command import run_script
 

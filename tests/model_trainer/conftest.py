@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
-from support.sdk3 import here
-from support.stock_images import fix_day
+from support.platform.fake_jobs import FAKE_BOOTSTRAP, forget_account, source_folder
+from support.platform.sdk3 import here
+from support.platform.stock_images import fix_day
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def make(script: Path, tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def whole_cloud() -> Iterator[Any]:
-    from support.cloud import Cloud, service
+    from support.platform.cloud import Cloud, service
 
     with service() as boto:
         yield Cloud(boto)

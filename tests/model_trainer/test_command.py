@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support.sdk3 import require_sdk_3
+from support.platform.sdk3 import require_sdk_3
 
 require_sdk_3()
 

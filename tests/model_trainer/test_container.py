@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import IMAGE
-from support.sdk3 import require_sdk_3
-from support.stock_images import ImagePython, make_wheels, offline
+from support.platform.cloud import IMAGE
+from support.platform.sdk3 import require_sdk_3
+from support.platform.stock_images import ImagePython, make_wheels, offline
 
 require_sdk_3()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import hostile
-from support.sdk3 import require_sdk_3
+from support.faults import hostile
+from support.platform.sdk3 import require_sdk_3
 
 require_sdk_3()
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import ENTRYPOINTS, TINY, some_text
-from support.sdk3 import here, require_sdk_3
+from support.platform.jobs import ENTRYPOINTS, TINY, some_text
+from support.platform.sdk3 import here, require_sdk_3
 
 require_sdk_3()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.sdk3 import require_sdk_3
+from support.platform.sdk3 import require_sdk_3
 
 require_sdk_3()
 

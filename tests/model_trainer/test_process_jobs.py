@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_jobs import FAKE_BOOTSTRAP, gone_within, marked
-from support.sdk3 import require_sdk_3
+from support.platform.fake_jobs import FAKE_BOOTSTRAP, gone_within, marked
+from support.platform.sdk3 import require_sdk_3
 
 require_sdk_3()
 
@@ -174,7 +174,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 sys.path[:0] = sys.argv[1].split(":")
 from pathlib import Path
-from support.sdk3 import here
+from support.platform.sdk3 import here
 trainer = here(Path(sys.argv[2]), local_container_root=sys.argv[3], environment={"TEST_MARK": sys.argv[4]},
     hyperparameters={"play": '"hang"', "stubborn": True}, stop_grace_seconds=1.0)
 trainer._launcher = tuple(sys.argv[5:])

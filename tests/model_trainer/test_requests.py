@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import IMAGE, ROLE
-from support.sdk3 import require_sdk_3, trainer
+from support.platform.cloud import IMAGE, ROLE
+from support.platform.sdk3 import require_sdk_3, trainer
 
 require_sdk_3()
 

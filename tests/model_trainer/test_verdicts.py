@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.configurations import WRONG, Probe
-from support.right_configurations import RIGHT
-from support.sdk3 import here, require_sdk_3, trainer
+from support.faults.configurations import WRONG, Probe
+from support.faults.right_configurations import RIGHT
+from support.platform.sdk3 import here, require_sdk_3, trainer
 
 require_sdk_3()
 

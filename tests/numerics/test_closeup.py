@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.command_line import call, flat
-from support.numerics_faults import FAULTS
-from support.numerics_training import DEGREES
-from support.recorded_steps import HEAD, STEP, changed
+from support.faults.numerics_faults import FAULTS
+from support.platform.command_line import call, flat
+from support.training.numerics_training import DEGREES
+from support.training.recorded_steps import HEAD, STEP, changed
 
 from smp_config import ConfigError
 from smp_estimator.numerics.bisection import Bisection, Saved
@@ -140,8 +140,8 @@ def test_samples_that_were_read_in_another_order(tmp_path: Path) -> None:
 
 
 def _train(folder: str, fault: str) -> int:
-    from support.numerics_faults import FAULTS
-    from support.numerics_training import train
+    from support.faults.numerics_faults import FAULTS
+    from support.training.numerics_training import train
 
     try:
         train(folder, FAULTS[fault] if fault else None, steps=5)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import call, flat
-from support.recorded_steps import HEAD, STEP, changed, value
+from support.platform.command_line import call, flat
+from support.training.recorded_steps import HEAD, STEP, changed, value
 
 from smp_estimator.figures.error_growth import save_picture
 from smp_estimator.numerics.comparison import compare

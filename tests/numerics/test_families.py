@@ -26,7 +26,7 @@ DEGREES: dict[str, dict[str, Any]] = {
 
 def _train(family: str, folder: str, config: dict[str, Any]) -> None:
     import torch
-    from support.huggingface import tiny_model
+    from support.models.huggingface import tiny_model
 
     import smdistributed.modelparallel.torch as smp
 

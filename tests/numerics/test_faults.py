@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faults.numerics_faults import FAULTS, cases
+from support.faults.numerics_more_faults import BELOW_ROUNDING, MISSED_IN_HALF
 from support.matrix import sampled
-from support.numerics_faults import FAULTS, cases
-from support.numerics_more_faults import BELOW_ROUNDING, MISSED_IN_HALF
-from support.numerics_training import DEGREES
+from support.training.numerics_training import DEGREES
 
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
@@ -24,8 +24,8 @@ HALF = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 
 
 def _train(folder: str, fault: str, adam: bool) -> list[float]:
-    from support.numerics_faults import FAULTS
-    from support.numerics_training import train
+    from support.faults.numerics_faults import FAULTS
+    from support.training.numerics_training import train
 
     return train(folder, FAULTS[fault] if fault else None, adam=adam)
 

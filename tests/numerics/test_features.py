@@ -43,8 +43,8 @@ FEATURES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 def _trained(folder: str, changed: dict[str, Any], offloads: bool, spoils: bool) -> tuple[list[float], str]:
     """Losses, and what a guard has said."""
-    from support.models import part
-    from support.numerics_training import Fault, Training, batch_of, train
+    from support.models.models import part
+    from support.training.numerics_training import Fault, Training, batch_of, train
 
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.errors import NumericsError

@@ -12,7 +12,7 @@ import pytest
 def _train(config: dict[str, Any], fault: str, rank_with_fault: int) -> dict[str, Any]:
     """Train until a guard stops it."""
     import torch
-    from support.numerics_training import Decoder, batch_of, loss_of, part
+    from support.training.numerics_training import Decoder, batch_of, loss_of, part
 
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.errors import NumericsError

@@ -47,7 +47,7 @@ def _train(fault: str, name: str, rank: int, updates: int, fp16: bool = False) -
     """Train with a fault; returns what the checks say."""
     import contextlib
 
-    from support.planted import planted
+    from support.faults.planted import planted
 
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.errors import NumericsError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.matrix import sampled
-from support.numerics_training import DEGREES
+from support.training.numerics_training import DEGREES
 
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
@@ -18,7 +18,7 @@ from smp_records.numerics import PHASES
 
 def _train(folder: str, config: dict[str, Any], kind: str, every: int) -> int:
     import torch
-    from support.numerics_training import Decoder, batch_of, loss_of, part
+    from support.training.numerics_training import Decoder, batch_of, loss_of, part
 
     import smdistributed.modelparallel.torch as smp
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_line import call, flat
+from support.platform.command_line import call, flat
 from torch import nn
 
 from smp_config import ConfigError
@@ -38,7 +38,7 @@ def test_dropout_of_layers_and_of_numbers_that_modules_keep() -> None:
 def _train(config: dict[str, Any], per_rank: bool) -> tuple[int, int]:
     """A script as people write it, with dropout, without an end; its batches are per rank or parts of one batch."""
     import torch
-    from support.numerics_training import Decoder, batch_of, loss_of, part
+    from support.training.numerics_training import Decoder, batch_of, loss_of, part
 
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.job.session import current

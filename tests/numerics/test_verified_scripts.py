@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_line import call, flat
+from support.platform.command_line import call, flat
 
 pytestmark = [pytest.mark.job, pytest.mark.full, pytest.mark.timeout(400)]
 
 _HOUSE = Path(__file__).parents[2]
-_SCRIPTS = Path(__file__).parents[1] / "support"
+_SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 
 STAGES = {"pipeline_parallel_degree": 2, "microbatches": 4}
 TENSOR = {"tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from support.rank_training import training_step, updates
+from support.training.rank_training import training_step, updates
 from torch import nn
 
 from smp_runtime.errors import SMPUserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from support.pipeline_training import summing_step
+from support.training.pipeline_training import summing_step
 
 TP = {"tensor_parallel_degree": 2, "ddp": True}
 DP = {"deterministic_server": True, "ddp": True}
@@ -15,7 +15,7 @@ def _orders(steps):
     import time
 
     import torch
-    from support.pipeline_training import replayed
+    from support.training.pipeline_training import replayed
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

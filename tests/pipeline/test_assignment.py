@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from support.models import TiedNet
+from support.models.models import TiedNet
 from torch import nn
 
 from smp_runtime.errors import SMPUserError

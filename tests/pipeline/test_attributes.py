@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.closeness import close
-from support.reference import Alone, divided
+from support.training.closeness import close
+from support.training.reference import Alone, divided
 from torch import nn
 
 from smp_runtime.microbatch_state.attributes import Attributes

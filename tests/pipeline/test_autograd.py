@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.rank_training import training_step, updates
+from support.training.rank_training import training_step, updates
 
 
 def _run(case, steps=5):
     """Train four layers, two of them on another stage than the model; returns what this rank has found, by step."""
     import torch
-    from support.pipeline_models import WIDTH
+    from support.models.pipeline_models import WIDTH
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from support.closeness import close
+from support.training.closeness import close
 from torch import nn
 
 from smp_runtime.microbatch_state.compiled_blocks import BlockClass, CompiledForward, eagerly, is_compiled

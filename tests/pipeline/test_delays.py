@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import close
-from support.pipeline_training import alone, staged
+from support.training.closeness import close
+from support.training.pipeline_training import alone, staged
 
 
 def _delayed(name, steps, batch):

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from support.closeness import close
-from support.pipeline_models import CASES, built
-from support.reference import Alone, divided
+from support.models.pipeline_models import CASES, built
+from support.training.closeness import close
+from support.training.reference import Alone, divided
 
 from smp_runtime.tensors.random_state import task_seed
 
@@ -86,9 +86,9 @@ def reference(name, stage_of, steps, microbatches, replicas):
 
 def _dropping(name, steps, manual):
     import torch
-    from support.models import part
-    from support.pipeline_models import CASES, built, scattered
-    from support.pipeline_training import replayed
+    from support.models.models import part
+    from support.models.pipeline_models import CASES, built, scattered
+    from support.training.pipeline_training import replayed
 
     import smdistributed.modelparallel.torch as smp
 
@@ -159,8 +159,8 @@ def _repeated(warm, times):
     import time
 
     import torch
-    from support.pipeline_models import CASES, built
-    from support.pipeline_training import replayed
+    from support.models.pipeline_models import CASES, built
+    from support.training.pipeline_training import replayed
 
     import smdistributed.modelparallel.torch as smp
     import smp_runtime.pipeline.transport.transport as transport

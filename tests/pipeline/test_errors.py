@@ -12,7 +12,7 @@ def _errors(what):
     import threading
 
     import torch
-    from support.pipeline_models import WIDTH, numbers
+    from support.models.pipeline_models import WIDTH, numbers
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
@@ -270,7 +270,7 @@ def _no_memory(early):
     from unittest import mock
 
     import torch
-    from support.pipeline_training import summing_step
+    from support.training.pipeline_training import summing_step
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.pipeline_training import summing_step
+from support.training.pipeline_training import summing_step
 from torch import nn
 
 

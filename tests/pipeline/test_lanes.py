@@ -222,7 +222,7 @@ def _is_receiving() -> bool:
 
 
 def test_a_rank_that_dies_in_the_middle_of_a_tensor_is_a_lost_one(tmp_path):
-    from support.rank_pool import RankFailed, RankPool
+    from support.ranks.rank_pool import RankFailed, RankPool
 
     with RankPool(2) as pool:
         with pytest.raises(RankFailed, match="rank 1 of 2 died"):
@@ -332,7 +332,7 @@ def test_what_has_been_sent_is_given_back():
 
 
 def _pruned() -> int:
-    from support.pipeline_training import summing_step
+    from support.training.pipeline_training import summing_step
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

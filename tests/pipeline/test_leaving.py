@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 from support.matrix import sampled
-from support.pipeline_training import summing_step
-from support.rank_pool import RankFailed, RankPool
+from support.ranks.rank_pool import RankFailed, RankPool
+from support.training.pipeline_training import summing_step
 from torch import nn
 
 from smp_runtime.errors import SMPRuntimeError

@@ -76,7 +76,7 @@ def alone(course: str):
 
 
 def _train(course, kind):
-    from support.pipeline_training import replayed
+    from support.training.pipeline_training import replayed
 
     import smdistributed.modelparallel.torch as smp
 

@@ -6,7 +6,7 @@ import pickle
 from collections import Counter
 
 import pytest
-from support.pipeline_training import summing_step
+from support.training.pipeline_training import summing_step
 
 
 def _counted(steps):

@@ -12,7 +12,7 @@ def _forms():
     from collections import namedtuple
 
     import torch
-    from support.pipeline_models import WIDTH, Pair, chain
+    from support.models.pipeline_models import WIDTH, Pair, chain
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
@@ -96,7 +96,7 @@ def _forms():
 
 
 def _alone():
-    from support.pipeline_models import WIDTH, chain
+    from support.models.pipeline_models import WIDTH, chain
     from torch import nn
 
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_autocast_around_a_step_reaches_every_stage(forms):
 
 def _in_place():
     from support.logs import logged
-    from support.pipeline_models import CASES, built
+    from support.models.pipeline_models import CASES, built
 
     import smdistributed.modelparallel.torch as smp
 

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from support.closeness import close
 from support.matrix import sampled
-from support.pipeline_models import PLAIN
-from support.pipeline_training import alone, compare, staged
+from support.models.pipeline_models import PLAIN
+from support.training.closeness import close
+from support.training.pipeline_training import alone, compare, staged
 
 BATCH = 16
 #: Stages, microbatches, schedule, whether placed by hand.
@@ -138,7 +138,7 @@ def replicas(ranks, name, sharded, microbatches, schedule, manual, steps):
 
 def _half(steps, scaling):
     """Losses, overflows and weights of a few steps; in one process and in a pipeline."""
-    from support.pipeline_models import CASES, built
+    from support.models.pipeline_models import CASES, built
 
     import smdistributed.modelparallel.torch as smp
 

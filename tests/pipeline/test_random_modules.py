@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import random_modules
 from support.matrix import sampled
-from support.reference import Alone
-from support.tiny_families import Family, batch_of, loss_of, tiny_model
+from support.models import random_modules
+from support.models.tiny_families import Family, batch_of, loss_of, tiny_model
+from support.training.reference import Alone
 
 from smp_runtime.tensors.split_operations import SplitOperations
 from smp_runtime.tensors.weight_gradients import WeightGradients, splitting

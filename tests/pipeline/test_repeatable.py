@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.schedules import chain
+from support.ranks.schedules import chain
 
 from smp_runtime.pipeline.execution.plan_store import PlanStore
 from smp_runtime.pipeline.schedule.policies import POLICIES
@@ -25,7 +25,7 @@ def _train(run: int, steps: int) -> tuple[list[float], list[bytes], bool]:
     import time
 
     import torch
-    from support.pipeline_training import replayed, summing_step
+    from support.training.pipeline_training import replayed, summing_step
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp

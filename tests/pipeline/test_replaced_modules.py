@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import close
-from support.reference import divided, train_alone
+from support.training.closeness import close
+from support.training.reference import divided, train_alone
 from torch import nn
 
 WIDTH, STEPS, BATCH = 8, 3, 4

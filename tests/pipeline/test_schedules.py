@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.matrix import examples
-from support.schedules import InPairs, chain, draw, gpipe, one_f_one_b, slowdowns, split
+from support.ranks.schedules import InPairs, chain, draw, gpipe, one_f_one_b, slowdowns, split
 
 from smp_runtime.pipeline.schedule import planner as planning
 from smp_runtime.pipeline.schedule.actions import Action, Segment, TaskKind, smooth

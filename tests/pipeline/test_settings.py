@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.pipeline_training import alone, compare
-from support.schedules import InPairs
+from support.ranks.schedules import InPairs
+from support.training.pipeline_training import alone, compare
 
 BATCH = 16
 
@@ -17,7 +17,7 @@ def _watched(name, steps, options, policy=None):
     from unittest import mock
 
     from support.logs import logged
-    from support.pipeline_training import staged
+    from support.training.pipeline_training import staged
 
     import smdistributed.modelparallel.torch as smp
     import smp_runtime.pipeline.execution.module_server as server

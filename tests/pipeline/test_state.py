@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.pipeline_models import built
+from support.models.pipeline_models import built
 from torch import nn
 
 
 def _job(start, stop, path, save_at=None, loads=None):
     """Train steps ``start`` to ``stop``; save after ``save_at``, or resume from ``path`` first."""
     import torch
-    from support.models import part
-    from support.pipeline_models import CASES, built
+    from support.models.models import part
+    from support.models.pipeline_models import CASES, built
 
     import smdistributed.modelparallel.torch as smp
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import TiedNet, loss_of, token_batch
+from support.models.models import TiedNet, loss_of, token_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from support.closeness import close
-from support.pipeline_models import TRANSFORMERS
-from support.pipeline_training import alone, staged
+from support.models.pipeline_models import TRANSFORMERS
+from support.training.closeness import close
+from support.training.pipeline_training import alone, staged
 
 SAMPLE = {
     "gpt2": (2, 4, "interleaved", True),

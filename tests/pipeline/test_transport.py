@@ -268,7 +268,7 @@ def dying(forked: bool, folder: str) -> None:
 
 @pytest.mark.parametrize("forked", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_death_of_a_stage_is_told_once(forked, tmp_path):
-    from support.rank_pool import RankFailed, RankPool
+    from support.ranks.rank_pool import RankFailed, RankPool
 
     with RankPool(3) as pool:
         with pytest.raises(RankFailed, match="rank 1 of 3 died"):

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 import torch
-from support.chains import pieces_in_turn
 from support.matrix import sampled
-from support.pipeline_training import alone, compare, staged
+from support.ranks.chains import pieces_in_turn
+from support.training.pipeline_training import alone, compare, staged
 from torch import nn
 
 from smp_config import ModelParallelParameters

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support.closeness import close
+from support.training.closeness import close
 from torch import nn
 
 WIDTH, STEPS, MICROBATCHES = 6, 4, 4
@@ -74,7 +74,7 @@ def _alone(form):
 
 
 def _staged(form):
-    from support.rank_training import training_step
+    from support.training.rank_training import training_step
 
     import smdistributed.modelparallel.torch as smp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.schedules import chain, gpipe, one_f_one_b
+from support.ranks.schedules import chain, gpipe, one_f_one_b
 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, TaskKind

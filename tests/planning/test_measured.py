@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 from live_bytes import LiveBytes
-from support import activation_training
+from support.training import activation_training
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.chains import makespan, segments
+from support.ranks.chains import makespan, segments
 
 from smp_config import ConfigError, Group
 from smp_config.schedules import in_flight_counts

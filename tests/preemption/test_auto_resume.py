@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from support.checkpoint_training import TOPOLOGIES
+from support.training.checkpoint_training import TOPOLOGIES
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.errors import CheckpointError, SMPUserError

@@ -124,7 +124,7 @@ def run(command, parameters):
 
 
 def real(folder, parameters, ranks, words, instance=INSTANCE):
-    rank = ROOT / "tests" / "support" / "counted_rank.py"
+    rank = ROOT / "tests" / "support" / "scripts" / "counted_rank.py"
     # A rehearsal has no values to check, and does not count the few numbers that a job sends for it.
     parameters = {**parameters, "check_invariants": False}
     run(["-m", "smp_launch", "run", "--processes", ranks, rank, folder, STEPS, instance, SCRIPT, *words], parameters)

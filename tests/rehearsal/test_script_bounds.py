@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.chains import makespan
+from support.ranks.chains import makespan
 
 from smp_config import ModelParallelParameters
 from smp_config.schedules import in_flight_counts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.reshape_training import settings_of
+from support.training.reshape_training import settings_of
 
 SAMPLES, BATCH = 50, 4
 
@@ -12,7 +12,7 @@ def _consumed(kind, workers, changes):
     """The samples of every step on this rank."""
     import multiprocessing
 
-    from support.ledger import Numbers
+    from support.ranks.ledger import Numbers
 
     import smdistributed.modelparallel.torch as smp
 

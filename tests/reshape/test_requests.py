@@ -8,7 +8,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
-from support.reshape_training import settings_of, train_alone
+from support.training.reshape_training import settings_of, train_alone
 
 from smp_config.errors import ConfigError
 from smp_estimator.cli.commands import reshape as command
@@ -20,7 +20,7 @@ from smp_records.reshaping import answer, answered, ask, asked, listens
 def _asked_while_it_trains(folder, config):
     from pathlib import Path
 
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
     from smp_records.reshaping import answered, ask

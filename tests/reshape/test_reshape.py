@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.memory_told import told
-from support.reshape_training import FOUR, every_pair, settings_of, train_alone, train_through
+from support.platform.memory_told import told
+from support.training.reshape_training import FOUR, every_pair, settings_of, train_alone, train_through
 
 #: From each kind of parallelism to another one.
 SAMPLE = "dp2 pp2-tp2 s4 tp2-s2 pp4 dp2".split()
@@ -59,7 +59,7 @@ def test_every_ordered_pair_of_twelve_topologies(ranks):
 
 
 def _keeps_objects():
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
 
@@ -93,7 +93,7 @@ def test_what_the_script_holds_stays(ranks):
 
 
 def _refusals():
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_and_the_job_goes_on(ranks):
 
 
 def _fails_half_way():
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.errors import SMPUserError
@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_laid_out_goes_back_to_where_it_was(ranks):
 
 
 def _kept_and_resumed(first):
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
 

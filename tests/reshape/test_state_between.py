@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.memory_told import told
-from support.reshape_training import settings_of, train_alone
+from support.platform.memory_told import told
+from support.training.reshape_training import settings_of, train_alone
 from torch import nn
 
 
@@ -25,7 +25,7 @@ def _states_are_equal(one, other):
 
 
 def _read(names, path):
-    from support.checkpoint_training import Training
+    from support.training.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
 

@@ -192,7 +192,7 @@ def test_with_sharded_state_too(ranks):
 
 
 def test_with_sharded_parameters_the_rank_is_named_within_seconds(ranks):
-    from support.rank_pool import RankFailed
+    from support.ranks.rank_pool import RankFailed
 
     with pytest.raises(
         RankFailed, match="rank 1 ran no backward pass in this step, but the data parallel ranks \\[0\\] did"

@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 from support.canaries import RELEASE
-from support.closeness import close
 from support.logs import logged
 from support.matrix import sampled
-from support.reference import Alone, train_alone
+from support.training.closeness import close
+from support.training.reference import Alone, train_alone
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
@@ -277,7 +277,9 @@ def test_two_optimizers_may_have_a_stage_each(ranks):
                 optimizer.zero_grad()
         return norms, model.state_dict()
 
-    model = _reference()  # two optimizers clip and update by themselves, which support.reference.Alone does not
+    model = (
+        _reference()
+    )  # two optimizers clip and update by themselves, which support.training.reference.Alone does not
     groups = [[p for n, p in model.named_parameters() if n.startswith("head.") is head] for head in (False, True)]
     norms = []
     for step in range(2):

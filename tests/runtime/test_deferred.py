@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.utils.prune
-from support.models import TiedNet
+from support.models.models import TiedNet
 from torch import nn
 from torch.nn.init import dirac_, orthogonal_, sparse_, trunc_normal_  # by name, as most scripts have them
 
@@ -180,7 +180,7 @@ def test_a_stage_creates_no_more_than_its_own_part(ranks):
 
     def run():
         from live_bytes import LiveBytes
-        from support.pipeline_training import summing_step
+        from support.training.pipeline_training import summing_step
 
         import smdistributed.modelparallel.torch as smp
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from support.pipeline_training import summing_step
+from support.training.pipeline_training import summing_step
 from torch import nn
 
 from smp_config import ModelParallelParameters

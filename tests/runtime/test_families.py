@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-from support.family_training import MODES, Distance, distance, note_alone
-from support.tiny_families import Family as Family
-from support.tiny_families import NotBuilt, tiny_model, tiny_settings
+from support.models.tiny_families import Family as Family
+from support.models.tiny_families import NotBuilt, tiny_model, tiny_settings
+from support.training.family_training import MODES, Distance, distance, note_alone
 
 from smp_estimator.models.outcomes import read_matrix
 

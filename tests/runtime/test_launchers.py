@@ -8,8 +8,8 @@ import types
 
 import pytest
 import torch
-from support.models import TiedNet, token_batches, token_loss
-from support.reference import Alone, divided
+from support.models.models import TiedNet, token_batches, token_loss
+from support.training.reference import Alone, divided
 
 from smp_runtime.comm import control
 from smp_runtime.comm import rendezvous as meeting_place

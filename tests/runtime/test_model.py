@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from support.models import TiedNet
+from support.models.models import TiedNet
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

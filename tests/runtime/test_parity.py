@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 from support.matrix import sampled
-from support.models import TiedNet, token_batches
-from support.rank_training import training_step, updates
-from support.reference import tokens_alone
+from support.models.models import TiedNet, token_batches
+from support.training.rank_training import training_step, updates
+from support.training.reference import tokens_alone
 
 BATCH = 16
 

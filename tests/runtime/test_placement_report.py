@@ -6,7 +6,7 @@ import logging
 
 import torch
 from support.logs import logged
-from support.sharded_training import Blocks
+from support.training.sharded_training import Blocks
 
 
 def _said():

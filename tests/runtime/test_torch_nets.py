@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.vision_and_speech import STRATEGIES, TORCH_NETS, check, trained_in_job
+from support.models.vision_and_speech import STRATEGIES, TORCH_NETS, check, trained_in_job
 
 #: Always run.
 SAMPLE = {("ResNet", "pp 2"), ("TransformerEncoder", "sdp 2"), ("MultiheadAttention", "pp 2")}

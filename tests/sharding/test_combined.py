@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import TiedNet, token_batches
-from support.rank_training import training_step, updates
-from support.reference import tokens_alone, train_alone
-from support.sharded_training import adamw, check_sharded, settings
+from support.models.models import TiedNet, token_batches
+from support.training.rank_training import training_step, updates
+from support.training.reference import tokens_alone, train_alone
+from support.training.sharded_training import adamw, check_sharded, settings
 from torch import nn
 
 STEPS, BATCH = 20, 24

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support.sharded_training import Blocks, check_sharded, settings
+from support.training.sharded_training import Blocks, check_sharded, settings
 from torch import nn
 
 LAYERS = 6

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.sharded_training import Block, Blocks, check_sharded, settings
+from support.training.sharded_training import Block, Blocks, check_sharded, settings
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.logs import heard
-from support.sharded_training import UNCLIPPED, Blocks, settings
+from support.training.sharded_training import UNCLIPPED, Blocks, settings
 from torch import nn
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
@@ -330,7 +330,7 @@ def test_the_documented_layout_of_32_ranks():
 
 @pytest.mark.full
 def test_the_documented_example_runs_with_8_ranks(ranks):
-    from support.rank_pool import RankPool
+    from support.ranks.rank_pool import RankPool
 
     config = {
         "ddp": True,

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 from support.matrix import sampled
-from support.models import TiedNet
-from support.reference import tokens_alone
-from support.sharded_training import UNCLIPPED, adamw, settings, train
+from support.models.models import TiedNet
+from support.training.reference import tokens_alone
+from support.training.sharded_training import UNCLIPPED, adamw, settings, train
 
 import smdistributed.modelparallel.torch as smp
 
@@ -44,7 +44,7 @@ def test_losses_and_weights_equal_one_process(ranks, degree, microbatches, passe
 @pytest.mark.full
 @pytest.mark.parametrize("passes", [1, 3])
 def test_eight_ranks(passes):
-    from support.rank_pool import RankPool
+    from support.ranks.rank_pool import RankPool
 
     expected = tokens_alone(TiedNet, adamw, STEPS, BATCH)
     with RankPool(8) as pool:

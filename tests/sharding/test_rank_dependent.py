@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.reference import Alone, train_alone
-from support.sharded_training import settings
+from support.training.reference import Alone, train_alone
+from support.training.sharded_training import settings
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

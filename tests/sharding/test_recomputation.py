@@ -63,7 +63,7 @@ def _alone():
 
 
 def _sharded(forms):
-    from support.rank_training import training_step, updates
+    from support.training.rank_training import training_step, updates
 
     import smdistributed.modelparallel.torch as smp
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import TiedNet, loss_of, token_batch, token_batches
-from support.rank_training import training_step, updates
-from support.sharded_training import Blocks, settings
+from support.models.models import TiedNet, loss_of, token_batch, token_batches
+from support.training.rank_training import training_step, updates
+from support.training.sharded_training import Blocks, settings
 from torch import nn
 
 BATCH = 8

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.matrix import sampled
-from support.sharded_training import UNCLIPPED, Blocks, check_sharded, largest_unit, settings
+from support.training.sharded_training import UNCLIPPED, Blocks, check_sharded, largest_unit, settings
 from torch import nn
 
 LAYERS, WIDTH = 6, 64

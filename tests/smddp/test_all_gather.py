@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.logs import logged
-from support.smddp_groups import join
+from support.ranks.smddp_groups import join
 
 #: Elements: one, odd, the largest that goes in one message, and several parts that are not equal.
 SIZES = (1, 3, 1021, 300_007)
@@ -90,7 +90,7 @@ def test_every_type(ranks):
 
 @pytest.fixture(scope="module")
 def eight_ranks():
-    from support.rank_pool import RankPool
+    from support.ranks.rank_pool import RankPool
 
     with RankPool(8) as pool:
         yield pool.run

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cloud import Cloud, service
-from support.stock_images import fix_day
+from support.platform.cloud import Cloud, service
+from support.platform.stock_images import fix_day
 
 from smp_estimator.cloud import image_table, images
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 from support.canaries import RELEASE
-from support.jobs import artifact
+from support.platform.jobs import artifact
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 

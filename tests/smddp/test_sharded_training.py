@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from support.sharded_training import Blocks, settings
+from support.training.sharded_training import Blocks, settings
 
 from smp_config import Group
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from support.smddp_groups import join
+from support.ranks.smddp_groups import join
 
 from smp_runtime.smddp.streams import _block
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support.smddp_groups import all_gather_single, join
+from support.ranks.smddp_groups import all_gather_single, join
 
 
 def _hooks(blocking, count):

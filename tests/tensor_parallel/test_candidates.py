@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.huggingface import tiny_config
 from support.logs import heard
+from support.models.huggingface import tiny_config
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

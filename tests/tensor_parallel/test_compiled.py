@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import close
-from support.plain_transformer import Layer
-from support.rank_training import training_step, updates
-from support.reference import train_alone
+from support.models.plain_transformer import Layer
+from support.training.closeness import close
+from support.training.rank_training import training_step, updates
+from support.training.reference import train_alone
 from torch import nn
 
 STEPS, VOCABULARY = 5, 13

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import own_blocks
-from support.closeness import close
-from support.own_blocks import MixedNet, batches, mixed_loss
-from support.rank_training import training_step, updates
-from support.reference import train_alone
+from support.models import own_blocks
+from support.models.own_blocks import MixedNet, batches, mixed_loss
+from support.training.closeness import close
+from support.training.rank_training import training_step, updates
+from support.training.reference import train_alone
 
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.module_conversion.in_place.planning import splits

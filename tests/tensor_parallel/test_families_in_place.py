@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import close
+from support.training.closeness import close
 
 VOCABULARY, BATCH, SEQ, STEPS = 48, 4, 8, 3
 _SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -95,8 +95,8 @@ def _batch(masked):
 def _check(name, overrides=None, masked=True):
     import logging
 
-    from support.closeness import close
     from support.logs import logged
+    from support.training.closeness import close
 
     import smdistributed.modelparallel.torch as smp
 

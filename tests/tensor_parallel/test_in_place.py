@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import own_blocks
 from support.logs import logged
-from support.own_blocks import PLAN, Net
+from support.models import own_blocks
+from support.models.own_blocks import PLAN, Net
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

@@ -314,7 +314,7 @@ def _early_optimizer(after):
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("half", [{}, {"shard_optimizer_state": True}])
 def test_an_optimizer_of_the_unwrapped_model_trains_its_distributed_form(ranks, after, half):
-    from support.closeness import close
+    from support.training.closeness import close
 
     config = {"ddp": True, "tensor_parallel_degree": 2, "prescaled_batch": True, **half}
     for found, expected in ranks(_early_optimizer, 2, after, config=config):

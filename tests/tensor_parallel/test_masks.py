@@ -24,7 +24,7 @@ def _qkv(dtype=torch.float32):
 
 def _one_rank_padded(optimize):
     import transformers as hf
-    from support.closeness import close
+    from support.training.closeness import close
 
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24}
     config = hf.BertConfig(
@@ -88,8 +88,8 @@ def test_batches_of_different_shapes_are_an_error_that_names_them(ranks, make, s
 
 def _cross():
     """A mask of queries by keys, where the queries need padding and the keys need another one."""
-    from support import plain_transformer as reference
-    from support.closeness import close
+    from support.models import plain_transformer as reference
+    from support.training.closeness import close
 
     ours = smp.nn.DistributedAttentionLayer(cross_attention=True, **SIZES, **QUIET)
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_an_encoder_layer_of_pytorch_evaluates():
 
 
 def _encoder_on_two():
-    from support.closeness import close
+    from support.training.closeness import close
 
     with smp.tensor_parallelism():
         layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)

@@ -29,8 +29,8 @@ def _filled(module):
 
 def _compare_on_rank(kind, settings, make_inputs):
     """One rank's part: its module against the reference on the whole batch."""
-    from support import plain_transformer as reference
-    from support.closeness import close
+    from support.models import plain_transformer as reference
+    from support.training.closeness import close
 
     import smdistributed.modelparallel.torch as smp
     from smp_config import Group

@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from support import own_blocks
-from support.biased_blocks import BiasedNet, ByWidth, Latent, NormedHeads, biased_loss
-from support.closeness import close
-from support.own_blocks import Net, batches
-from support.rank_training import training_step, updates
-from support.reference import train_alone
+from support.models import own_blocks
+from support.models.biased_blocks import BiasedNet, ByWidth, Latent, NormedHeads, biased_loss
+from support.models.own_blocks import Net, batches
+from support.training.closeness import close
+from support.training.rank_training import training_step, updates
+from support.training.reference import train_alone
 
 from smp_runtime.tensor_parallel.norm_statistics import SharedStatistics
 

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support import own_blocks
-from support.closeness import close
-from support.own_blocks import PLAN, Net, batches, loss
-from support.rank_training import training_step, updates
-from support.reference import train_alone
+from support.models import own_blocks
+from support.models.own_blocks import PLAN, Net, batches, loss
+from support.training.closeness import close
+from support.training.rank_training import training_step, updates
+from support.training.reference import train_alone
 from torch import nn
 
 SEQ, STEPS = 6, 4

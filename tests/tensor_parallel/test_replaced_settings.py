@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 from support.logs import heard
-from support.pipeline_training import summing_step
+from support.training.pipeline_training import summing_step
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp

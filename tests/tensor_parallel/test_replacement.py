@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     def __init__(self, width, heads=4):
         super().__init__()
-        from support.plain_transformer import Layer
+        from support.models.plain_transformer import Layer
 
         self.layer = Layer(
             num_attention_heads=heads, attention_head_size=width // 4, hidden_size=width, intermediate_size=2 * width
@@ -72,7 +72,7 @@ def _register():
 
 
 def _replaced_and_left():
-    from support.closeness import close
+    from support.training.closeness import close
 
     from smdistributed.modelparallel.torch.utils import get_distribution_axis
 
@@ -120,7 +120,7 @@ def test_outermost_supported_modules_are_replaced_and_others_left_alone(ranks):
 
 
 def _indivisible():
-    from support.closeness import close
+    from support.training.closeness import close
 
     _register()
     torch.manual_seed(0)
@@ -287,7 +287,7 @@ def _tables():
 
 
 def _with_tables():
-    from support.closeness import close
+    from support.training.closeness import close
 
     alone, net = _tables(), _tables()
     smp.set_tensor_parallelism(net)

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from support.plain_transformer import Layer
-from support.rank_training import training_step, updates
-from support.reference import train_alone
+from support.models.plain_transformer import Layer
+from support.training.rank_training import training_step, updates
+from support.training.reference import train_alone
 from torch import nn
 
 SIZES = {"num_attention_heads": 4, "attention_head_size": 4, "hidden_size": 16, "intermediate_size": 24}
@@ -147,7 +147,7 @@ def test_with_pipeline_stages(ranks, optimize, prescaled, steps):
 @pytest.mark.full
 @pytest.mark.parametrize(("optimize", "prescaled"), [("memory", False), ("speed", True)])
 def test_with_pipeline_stages_and_replicas(optimize, prescaled):
-    from support.rank_pool import RankPool
+    from support.ranks.rank_pool import RankPool
 
     config = _config(2, optimize, prescaled, pipeline_parallel_degree=2, microbatches=2)
     with RankPool(8) as pool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_line import call
+from support.platform.command_line import call
 
 import smdistributed.modelparallel.torch as smp
 from smp_config import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import model_parallel
+from support.platform.jobs import model_parallel
 
 SCRIPT = Path(__file__).with_name("hanging_script.py")
 

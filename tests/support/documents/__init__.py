@@ -1,0 +1,1 @@
+"""What documents are made of and checked by: blocks of code, pictures, tables."""

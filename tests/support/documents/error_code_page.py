@@ -1,0 +1,51 @@
+"""Writes ``docs/troubleshooting.md`` out of the list of codes: ``python tests/support/documents/error_code_page.py``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+
+HEAD = """\
+# Troubleshooting
+
+A message says what is wrong with which numbers, how they came about, and what to change. Behind it, or below it in a traceback
+(from Python 3.11 on), stands a code: `[SMP302]`. It leads to a section of this page, and `smp-estimator explain SMP302` prints it.
+
+| what you see | where to look |
+|---|---|
+| a message with a code | its section below |
+| the job failed, and many lines | the last line, `smp-launch: failed: rank …`: who failed first; `fit()` raises the same |
+| nothing goes on | `smp-estimator where` asks a running job; after a minute [the watch](hangs.md) ends it and names the line |
+| the machine lacks something | `smp-estimator doctor` |
+| killed by signal 9 | memory: a smaller batch, more microbatches; [`plan`](planning.md) counts what a rank needs |
+| `/dev/shm` is small | [containers](image.md#when-a-job-fails-in-local-mode): `shm_size` |
+| losses differ from one process | degrees that need other batches: [the table](tensor-parallelism.md#batches) |
+| a message without a code | it is of the script, of PyTorch or of another library |
+
+This page is made from `container/smp_config/data/error_codes.json`, which the program itself reads.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    from smp_config.error_codes import FAMILIES, catalogue
+
+    parts = [HEAD]
+    for digit, family in FAMILIES.items():
+        parts.append(f"## {family}\n")
+        for row in catalogue().values():
+            if row.code[3] == digit:
+                name = row.page.partition("#")[0].removesuffix(".md").replace("-", " ")
+                parts.append(
+                    f"### {row.code}\n\n**{row.title}.**\n\n*Cause:* {row.cause}\n\n*Cure:* {row.cure}\n\n"
+                    f"More: [{name}]({row.page})\n"
+                )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "container")]
+    PAGE.write_text(page(), encoding="utf-8")

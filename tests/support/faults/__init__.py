@@ -1,0 +1,1 @@
+"""Faults that tests plant, and input that is wrong on purpose."""

@@ -1,0 +1,1 @@
+"""What stands for the platform: a cloud, stock images, Docker, hosts, and the jobs on them."""

@@ -1,0 +1,1 @@
+"""Processes of ranks, and schedules of what they do."""

@@ -1,0 +1,1 @@
+"""Training on ranks and in one process, and the comparison of both."""
