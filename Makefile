@@ -66,10 +66,10 @@ help:
 	@echo "make clean        remove the environment and what was produced"
 
 # One environment for all targets; made again when its requirements change.
-$(VENV)/.installed: setup.cfg setup.py pyproject.toml constraints-cpu.txt
+$(VENV)/.installed: setup.cfg setup.py pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'smp-estimator needs Python 3.10 or newer, found ' + sys.version.split()[0])"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) -c constraints-cpu.txt -e ".[local,test,lint]"
+	$(BIN)/python $(INSTALL) -c constraints/cpu.txt -e ".[local,test,lint]"
 	$(BIN)/python $(IMPORTED)
 	@touch $@
 
@@ -96,9 +96,9 @@ test-near: $(VENV)/.installed
 	$(BIN)/$(RUNNER) near --base $(BASE) --limit $(LIMIT) -- $(SHARED_OUT)
 
 # The notebook side with the oldest SDK that is supported. It wants an older protobuf, and imports pytz unasked.
-$(FLOOR)/.installed: setup.cfg setup.py constraints-cpu.txt
+$(FLOOR)/.installed: setup.cfg setup.py constraints/cpu.txt
 	$(PYTHON) -m venv $(FLOOR)
-	grep -v '^sagemaker==\|^sagemaker-core==\|^protobuf==' constraints-cpu.txt > $(FLOOR)/constraints.txt
+	grep -v '^sagemaker==\|^sagemaker-core==\|^protobuf==' constraints/cpu.txt > $(FLOOR)/constraints.txt
 	$(FLOOR)/bin/python $(INSTALL) -c $(FLOOR)/constraints.txt -e ".[sagemaker]" \
 		sagemaker==2.254.0 pytz pytest pytest-timeout pytest-xdist hypothesis "moto[server]" cloudpickle matplotlib
 	@touch $@
@@ -119,9 +119,9 @@ test-sdk-floor: $(FLOOR)/.installed
 	$(FLOOR)/bin/$(RUNNER) pytest sdk-floor --sample -- $(SHARED_OUT)
 
 # The notebook side with SDK v3, and whole jobs of it; the SDK wants packages that v2 has in other versions, or not at all.
-$(SDK3)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-sdk-3.txt
+$(SDK3)/.installed: setup.cfg setup.py constraints/cpu.txt constraints/sdk-3.txt
 	$(PYTHON) -m venv $(SDK3)
-	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-sdk-3.txt constraints-cpu.txt > $(SDK3)/constraints.txt
+	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints/sdk-3.txt constraints/cpu.txt > $(SDK3)/constraints.txt
 	$(SDK3)/bin/python $(INSTALL) -c $(SDK3)/constraints.txt -e ".[local3]" \
 		pytest pytest-timeout pytest-xdist nbformat "moto[server]"
 	$(SDK3)/bin/python -c "import torch._dynamo, sagemaker.train, moto.server"
@@ -132,18 +132,18 @@ test-v3: $(SDK3)/.installed
 	$(SDK3)/bin/$(RUNNER) pytest sdk-3 --sample -- $(SHARED_OUT)
 
 # Trackers, which want packages that nothing else here needs.
-$(TRACKERS)/.installed: setup.cfg setup.py constraints-cpu.txt constraints-trackers.txt
+$(TRACKERS)/.installed: setup.cfg setup.py constraints/cpu.txt constraints/trackers.txt
 	$(PYTHON) -m venv $(TRACKERS)
-	$(TRACKERS)/bin/python $(INSTALL) -c constraints-cpu.txt -c constraints-trackers.txt -e ".[local,test,trackers]"
+	$(TRACKERS)/bin/python $(INSTALL) -c constraints/cpu.txt -c constraints/trackers.txt -e ".[local,test,trackers]"
 	@touch $@
 
 test-trackers: $(TRACKERS)/.installed
 	$(TRACKERS)/bin/$(RUNNER) pytest trackers
 
 # The index has no CPU build of other versions: several GB are fetched the first time. Some PyTorchs want their own sympy.
-$(OTHER)/.installed: setup.cfg setup.py constraints-cpu.txt
+$(OTHER)/.installed: setup.cfg setup.py constraints/cpu.txt
 	$(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==\|^sympy==' constraints-cpu.txt > $(OTHER)/constraints.txt
+	grep -v '^torch==\|^sympy==' constraints/cpu.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python $(INSTALL) -c $(OTHER)/constraints.txt -e ".[local,test]" torch==$(TORCH)
 	@touch $@
 
@@ -152,10 +152,10 @@ test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python -m pytest tests -m "not full" $(SHARED_OUT) --ignore=tests/estimator --ignore=tests/planning \
 		--ignore=tests/docker --ignore=tests/launch
 
-# Client libraries with both versions of Transformers: constraints-clients-*.txt holds where that differs from constraints-cpu.txt.
-.venv-clients-%/.installed: setup.cfg setup.py constraints-cpu.txt constraints-clients-%.txt
+# Client libraries with both versions of Transformers: constraints/clients-*.txt holds where that differs from constraints/cpu.txt.
+.venv-clients-%/.installed: setup.cfg setup.py constraints/cpu.txt constraints/clients-%.txt
 	$(PYTHON) -m venv .venv-clients-$*
-	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints-clients-$*.txt constraints-cpu.txt > .venv-clients-$*/constraints.txt
+	awk -F== 'NR == FNR { own[$$1] } NR == FNR || !($$1 in own)' constraints/clients-$*.txt constraints/cpu.txt > .venv-clients-$*/constraints.txt
 	.venv-clients-$*/bin/python $(INSTALL) -c .venv-clients-$*/constraints.txt -e ".[local,test,clients]"
 	.venv-clients-$*/bin/python $(IMPORTED)
 	.venv-clients-$*/bin/python -c "import transformers.modeling_utils, transformers.trainer, peft, trl"
@@ -218,9 +218,9 @@ type: $(VENV)/.installed
 	$(BIN)/mypy smp_estimator container/smp_config container/smp_records container/smp_launch container/smp_emulation container/smp_runtime container/smp_tools container/smp_integrations container/smdistributed
 
 # What builds the site reads the code without running it, so that the project's own packages are not installed there.
-$(DOCS)/.installed: constraints-docs.txt
+$(DOCS)/.installed: constraints/docs.txt
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python $(INSTALL) -c constraints-docs.txt mkdocs-material "mkdocstrings[python]" build
+	$(DOCS)/bin/python $(INSTALL) -c constraints/docs.txt mkdocs-material "mkdocstrings[python]" build
 	@touch $@
 
 # The variable: of the theme's word on a successor of mkdocs, which the pinned version does not concern.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects what the image installs, so that building it needs no package index and no compiler:
-#   build/wheels/   what the project and the training toolkit depend on, with the versions of constraints-cpu.txt
+#   build/wheels/   what the project and the training toolkit depend on, with the versions of constraints/cpu.txt
 #   build/project/  this project's own wheel, alone, because it changes most often
 # Usage: docker/wheelhouse.sh PYTHON [only-project]
 #   PYTHON        has the version of the image's Python (3.11 in Debian bookworm) and pip
@@ -29,13 +29,13 @@ if [ "$has" != "$wanted" ]; then
         "run make image PYTHON=python$wanted" >&2
     exit 1
 fi
-stamp=$(cat setup.cfg constraints-cpu.txt "$0" | sha256sum | cut -c1-16)
+stamp=$(cat setup.cfg constraints/cpu.txt "$0" | sha256sum | cut -c1-16)
 if [ -e "build/wheels/.$stamp" ]; then
     exit 0
 fi
 rm -rf build/wheels
 mkdir -p build/wheels
-"${pip[@]}" wheel --constraint constraints-cpu.txt --wheel-dir build/wheels \
+"${pip[@]}" wheel --constraint constraints/cpu.txt --wheel-dir build/wheels \
     "smp-estimator[runtime] @ file://$PWD" "$TOOLKIT"
 rm -f build/wheels/smp_estimator-*.whl
 touch "build/wheels/.$stamp"

@@ -36,7 +36,7 @@ def test_it_reaches_from_the_floors_to_what_is_said_to_be_tested() -> None:
     assert torchs == sorted(torchs)
     assert torchs[0][:2] == TORCH_FLOOR
     assert re.search(rf"# .* Tested with PyTorch \S+ to {torchs[-1][0]}\.{torchs[-1][1]}\. 2\.4 works but for", SETUP)
-    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints-cpu.txt").read_text(), re.MULTILINE)
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints/cpu.txt").read_text(), re.MULTILINE)
     assert pinned is not None
     assert pinned[1] in matrix.RUNTIME
     assert set(matrix.RUNTIME.values()) == set(matrix.PYTHONS)

@@ -64,7 +64,7 @@ def pinned() -> dict[str, dict[str, str]]:
     shown = dict.fromkeys(["torch", "transformers", *(p for packages in LIBRARIES.values() for p in packages)])
     found = {}
     for major in MAJORS:
-        texts = [(ROOT / name).read_text() for name in ("constraints-cpu.txt", f"constraints-clients-{major}.txt")]
+        texts = [(ROOT / name).read_text() for name in ("constraints/cpu.txt", f"constraints/clients-{major}.txt")]
         pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", "".join(texts), re.MULTILINE))
         found[major] = {package: pins[package] for package in shown}
     return found
@@ -89,7 +89,7 @@ def take_over(outcomes: Outcomes, tests: dict[Case, set[str]], runs: Iterable[Pa
         other = {name: version for name, version in record["versions"].items() if version != pinned()[major][name]}
         if other:
             raise SystemExit(
-                f"{record['test']} ran with {other}, not with the versions of constraints-clients-{major}.txt"
+                f"{record['test']} ran with {other}, not with the versions of constraints/clients-{major}.txt"
             )
         case = Case(record["library"], record["feature"], record["strategy"])
         ran.setdefault((case, major), set()).add(record["test"])

@@ -127,9 +127,9 @@ def interpreter(version: str) -> str | None:
 
 
 def constraints(cell: Cell) -> str:
-    """The pins of ``constraints-cpu.txt``, with those of the Python, and without those that a PyTorch decides."""
+    """The pins of ``constraints/cpu.txt``, with those of the Python, and without those that a PyTorch decides."""
     pins: dict[str, str] = {}
-    for name in ("constraints-cpu.txt", f"constraints-python-{cell.python}.txt"):
+    for name in ("constraints/cpu.txt", f"constraints/python-{cell.python}.txt"):
         path = ROOT / name
         lines = path.read_text().splitlines() if path.exists() else []
         pins.update((line.partition("==")[0], line) for line in lines if "==" in line and not line.startswith("#"))
