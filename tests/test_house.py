@@ -452,7 +452,14 @@ def test_private_names_of_pytorch_are_used_behind_one_door():
             assert is_known, f"{path.relative_to(ROOT)}:{line} says {name}, a name of PyTorch: list it in {DOOR.name}"
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "docs/architecture.md",
+        *(f"docs/internals/{page}.md" for page in ("gradients", "job", "patches", "pipeline", "walks")),
+        "CONTRIBUTING.md",
+    ],
+)
 def test_documents_name_files_that_are_there(name):
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
@@ -463,6 +470,6 @@ def test_documents_name_files_that_are_there(name):
     text = (ROOT / name).read_text()
     named = set(re.findall(r"(?<![\w/.:<$-])\.?\w[\w./-]*(?:\.py\b|/(?=[\s`|,;:.)]))", text))
     named |= set(re.findall(r"`(\.?\w[\w./-]*\.(?:md|toml|yaml))`", text))
-    assert len(named) > 20
+    assert len(named) > 5
     for path in sorted(named):
         assert any(file.endswith(f"/{path}") for file in files | folders), f"{name} names {path}"
