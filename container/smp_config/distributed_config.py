@@ -1,4 +1,4 @@
-"""``ModelParallel`` of SDK v3 as it travels: what ``SM_DISTRIBUTED_CONFIG`` holds, and the distribution that it stands for."""
+"""``ModelParallel`` of SDK v3: the content of ``SM_DISTRIBUTED_CONFIG``, and the equivalent distribution."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FIELDS: Mapping[str, Any] = {
 
 
 def as_distribution(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``distribution`` of SDK v2 that says the same.
+    """Return the equivalent ``distribution`` of SDK v2.
 
     Args:
-        config: the fields of ``ModelParallel``; one that is left out has its default.
+        config: the fields of ``ModelParallel``; a missing field has its default.
     """
     given = {**FIELDS, **config}
     mpi: dict[str, Any] = {"enabled": True}

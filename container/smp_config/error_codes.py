@@ -1,8 +1,9 @@
-"""The short code of an error, such as ``SMP302``, which leads to its section of ``docs/troubleshooting.md``.
+"""Short error codes, such as ``SMP302``; each has a section in ``docs/troubleshooting.md``.
 
-A message says what is wrong with which numbers; a code says what kind of thing that is, and what helps in general. Codes are not
-written beside hundreds of messages: they follow from the error's class where that says enough (a connection was lost), else from
-the part of the library that made the error. ``data/error_codes.json`` has them all.
+A message describes one problem with its numbers. A code names the kind of problem and the general remedy.
+Codes are not written beside hundreds of messages. A code follows from the error's class if the class is specific
+enough (a connection was lost). Otherwise it follows from the part of the library that made the error.
+``data/error_codes.json`` lists all codes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Code:
     """A kind of error.
 
     Attributes:
-        code: ``SMP`` and three digits; the first says whom it concerns, see :data:`FAMILIES`.
+        code: ``SMP`` and three digits; the first digit names the family, see :data:`FAMILIES`.
         cause: how it comes about.
         cure: what to do.
-        page: of the documentation that says more, with its heading.
-        modules: whose errors have this code, with all below them; the longest name that fits counts.
-        errors: classes whose errors have this code, wherever they are made.
+        page: the page of the documentation with the details, and its heading.
+        modules: modules that raise errors with this code, with all their submodules; the longest matching name counts.
+        errors: classes of errors with this code, wherever they are raised.
     """
 
     code: str
@@ -53,7 +54,7 @@ FAMILIES = {
 
 @functools.cache
 def catalogue() -> dict[str, Code]:
-    """All codes, in their order."""
+    """Return all codes in order, by name."""
     text = (Path(__file__).parent / "data" / "error_codes.json").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = json.loads(text)
     made = (Code(**{**row, "modules": tuple(row["modules"]), "errors": tuple(row["errors"])}) for row in rows)
@@ -73,9 +74,9 @@ def _of_module(module: str) -> str | None:
 
 
 def code_for(kind: type, module: str) -> str | None:
-    """The code of an error of this class that this module makes; None where nobody has given it one.
+    """Return the code of an error of class ``kind`` that ``module`` raises, or None if it has no code.
 
-    A class that says what has happened has its code wherever it is raised; of the others the module decides.
+    A specific class has the same code wherever it is raised. For other classes, the module decides.
     """
     of_class = (_by_class()[base.__name__] for base in kind.__mro__ if base.__name__ in _by_class())
     return next(of_class, None) or _of_module(module)
@@ -98,7 +99,7 @@ class Coded(Exception):
         self._take(code_for(type(self), frame.f_globals.get("__name__", "")))
 
     def of_the_kind_of(self, other: BaseException) -> Self:
-        """The same error with the code of another one, which it tells in other words."""
+        """Take the code of another error, which this error rewords, and return this error."""
         self._take(code_of(other))
         return self
 
@@ -109,7 +110,7 @@ class Coded(Exception):
 
 
 def code_of(error: BaseException) -> str | None:
-    """The code of an error; of one that is not ours, None."""
+    """Return the code of an error, or None if it is not an error of this library."""
     if isinstance(error, Coded) and error.code:
         return error.code
     # One whose constructor is another's, as of a class that is an AttributeError first.
@@ -117,11 +118,11 @@ def code_of(error: BaseException) -> str | None:
 
 
 def hint(code: str) -> str:
-    """The line that leads from a code to what helps."""
+    """Return the line that points from a code to its remedy."""
     return f"[{code}] {catalogue()[code].title}: smp-estimator explain {code}"
 
 
 def marked(text: str, error: BaseException) -> str:
-    """A message with the code of its error at its end, for where no traceback shows it."""
+    """Append the code of an error to a message, for places that show no traceback."""
     code = code_of(error)
     return f"{text} [{code}]" if code else text

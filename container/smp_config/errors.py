@@ -28,9 +28,9 @@ class PackageMissing(Coded, RuntimeError):
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: as Python writes it, cut where nobody would read on.
+    """Return a value as messages show it: its ``repr``, cut if it is long.
 
-    Python itself refuses to write whole numbers of more than 4,300 digits, and what is nested too deeply.
+    Python itself refuses to write integers of more than 4,300 digits and values that are nested too deeply.
     """
     try:
         text = repr(value)
@@ -46,7 +46,10 @@ def kind_of(value: Any) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """``", did you mean 'x'?"`` with the known word nearest to ``word``, to end a sentence with; empty when none is near."""
+    """Return ``", did you mean 'x'?"`` with the known word nearest to ``word``; empty if none is near.
+
+    Append it to a sentence.
+    """
     by_folded = {name.casefold(): name for name in known}
     # Comparing takes the square of the length.
     near = difflib.get_close_matches(str(word)[:_LONGEST_NAME].casefold(), list(by_folded), n=1, cutoff=0.6)

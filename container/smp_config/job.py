@@ -1,4 +1,4 @@
-"""What a training job carries from the notebook to its ranks, as the platform's hyperparameters."""
+"""Settings that a training job carries from the notebook to its ranks, as the platform's hyperparameters."""
 
 from __future__ import annotations
 
@@ -94,15 +94,15 @@ class JobSettings(BaseModel):
 
     @property
     def uses_mpi(self) -> bool:
-        """Whether mpirun starts the ranks; otherwise each host runs the script once."""
+        """Return whether mpirun starts the ranks; otherwise each host runs the script once."""
         return bool((self.mpi and self.mpi.enabled) or (self.data_parallel and self.data_parallel.enabled))
 
     @classmethod
     def from_distribution(cls, distribution: Mapping[str, Any] | None, instance_type: str | None = None) -> JobSettings:
         """Read the notebook's ``distribution`` dictionary.
 
-        Only ``smdistributed`` and ``mpi`` are read; other strategies of the SDK are not ours. A part whose
-        ``enabled`` is false is dropped.
+        Only ``smdistributed`` and ``mpi`` are read; other strategies of the SDK belong to other libraries. A part is
+        dropped if its ``enabled`` is false.
 
         Raises:
             ConfigError: unknown keys, ``enabled`` missing or not a boolean, two strategies at once, bad parameters.
@@ -130,7 +130,7 @@ class JobSettings(BaseModel):
         )
 
     def to_hyperparameters(self) -> dict[str, Any]:
-        """The hyperparameters, as Python values; the SDK encodes each as JSON."""
+        """Return the hyperparameters as Python values; the SDK encodes each as JSON."""
         sent: dict[str, Any] = {}
         if self.model_parallel is not None:
             sent[MP_PARAMETERS] = self.model_parallel.to_mp_parameters()
@@ -199,7 +199,7 @@ def _flag(value: Any) -> Any:
 
 
 def _group_names(value: Any, what: str) -> tuple[str, ...]:
-    """The names of instance groups, which the SDK's records of them have, too."""
+    """Return the names of instance groups, given as names or as the SDK's group objects."""
     if value is None:
         return ()
     names = (
@@ -233,7 +233,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], path: str)
 
 
 def _part(parent: Mapping[str, Any], name: str, known: tuple[str, ...], path: str) -> dict[str, Any]:
-    """One strategy's dictionary, or an empty one when absent or disabled."""
+    """Return one strategy's dictionary, or an empty one if it is absent or disabled."""
     if name not in parent:
         return {}
     part = _dictionary(parent[name], path)
@@ -252,7 +252,7 @@ def _part(parent: Mapping[str, Any], name: str, known: tuple[str, ...], path: st
 
 
 def _parameters(value: Any) -> Any:
-    """``parameters`` may be the path of a JSON file."""
+    """Return ``parameters``, read from a JSON file if it is a path."""
     if not isinstance(value, str):
         return value
     path = Path(value)
@@ -283,7 +283,10 @@ def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
 
 
 def decoded_hyperparameter(value: Any) -> Any:
-    """Hyperparameters travel as text; what reads as JSON becomes that value, and what would lose something by it stays text."""
+    """Decode a hyperparameter, which arrives as text.
+
+    Valid JSON becomes its value. A text that would lose something by that stays text.
+    """
     if not isinstance(value, str):
         return value
     try:

@@ -11,10 +11,10 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` for a package with names that are imported at their first use.
 
     ``from package import name``, ``help(package)`` and completion find the names as if they were there; type checkers
-    read imports under ``if TYPE_CHECKING``. A name that has been used is an ordinary attribute from then on.
+    read imports under ``if TYPE_CHECKING``. After its first use, a name is an ordinary attribute.
 
     Args:
         package: its ``__name__``.

@@ -37,7 +37,7 @@ DEFAULT_THROTTLE = 8
 
 
 def timeout_seconds(environ: Mapping[str, str]) -> float:
-    """The deadline of every wait, in seconds; raises ConfigError for what is not a number above 0."""
+    """Return the deadline of every wait, in seconds; raise ConfigError unless it is a number above 0."""
     text = environ.get(TIMEOUT_VARIABLE, "")
     try:
         value = float(text) if text else DEFAULT_TIMEOUT_SECONDS
@@ -52,7 +52,11 @@ def timeout_seconds(environ: Mapping[str, str]) -> float:
 
 
 def hang_seconds(environ: Mapping[str, str]) -> float | None:
-    """What the user has set: seconds, 0 for no watch, None where nothing is; ConfigError for what is no such number."""
+    """Return the user's hang timeout in seconds: 0 for no watch, None if it is not set.
+
+    Raises:
+        ConfigError: If the value is not a finite number from 0.
+    """
     text = environ.get(HANG_VARIABLE, "")
     if not text:
         return None
@@ -69,7 +73,7 @@ def hang_seconds(environ: Mapping[str, str]) -> float | None:
 
 
 def throttle_limit(environ: Mapping[str, str]) -> int:
-    """Collectives in flight, -1 for any number; raises ConfigError for anything else that is not a positive number."""
+    """Return the limit of collectives in flight, -1 for no limit; raise ConfigError for other values below 1."""
     text = environ.get(THROTTLE_VARIABLE, "")
     try:
         limit = int(text) if text else DEFAULT_THROTTLE
@@ -84,8 +88,9 @@ def throttle_limit(environ: Mapping[str, str]) -> int:
 
 
 def effective_bucket_bytes(total_bytes: int, cap_bytes: int = BUCKET_CAP_BYTES) -> int:
-    """The size at which buckets of gradients are closed: at most ``cap_bytes``, an eighth of a small model.
+    """Return the size at which gradient buckets are closed: ``cap_bytes``, or less for a small model.
 
-    The last bucket of a step has nothing to hide behind, so it should be a small part of the whole.
+    A small model's buckets hold an eighth of it. No computation overlaps with the last bucket of a step,
+    so it should be a small part of the whole.
     """
     return min(cap_bytes, max(_SMALLEST_BUCKET, total_bytes // 8))

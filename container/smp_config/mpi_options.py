@@ -69,18 +69,18 @@ class MpiOption:
 
     @property
     def subject(self) -> tuple[str, str]:
-        """Two options of one subject set the same thing."""
+        """Return the subject of the option; two options of one subject set the same thing."""
         return self.name, self.key
 
     def arguments(self) -> list[str]:
-        """The words on the command line; two dashes, which every version of Open MPI takes."""
+        """Return the command-line words of the option; all versions of Open MPI accept two dashes."""
         dashed = f"-{self.name}" if len(self.name) == 1 else f"--{self.name}"
         if self.name == _VARIABLE_OPTION:
             return [dashed, self.key if self.value is None else f"{self.key}={self.value}"]
         return [dashed, *filter(None, [self.key]), *([] if self.value is None else [self.value])]
 
     def __str__(self) -> str:
-        """For messages: a value that looks like a secret is not shown."""
+        """Return the option for messages, with values that look like secrets masked."""
         if self.name == _VARIABLE_OPTION and self.value is not None:
             return f"-x {self.key}={shlex.quote(masked(self.key, self.value))}"
         return masked_text(shlex.join(self.arguments()))
@@ -101,7 +101,7 @@ class MergedOptions:
     conflicts: tuple[tuple[MpiOption, ...], ...] = field(default=())
 
     def arguments(self) -> list[str]:
-        """The words on the command line."""
+        """Return the command-line words of all options."""
         return [word for option in self.options for word in option.arguments()]
 
     def raise_for_conflicts(self) -> None:
@@ -197,12 +197,12 @@ def check_mpi_options(text: str) -> list[MpiOption]:
 
 
 def variables(options: Iterable[MpiOption]) -> dict[str, str]:
-    """The variables that ``-x NAME=VALUE`` sets for the ranks (not the bare ``-x NAME``)."""
+    """Return the variables that ``-x NAME=VALUE`` sets for the ranks (not the bare ``-x NAME``)."""
     return {o.key: o.value for o in options if o.name == _VARIABLE_OPTION and o.value is not None}
 
 
 def _one(words: list[str], at: int) -> tuple[MpiOption, int]:
-    """The option that starts at ``words[at]``, and the index behind it."""
+    """Parse the option that starts at ``words[at]``; return it and the index after it."""
     word = words[at]
     name = word.lstrip("-")
     if not word.startswith("-") or not name:
@@ -233,7 +233,7 @@ def _one(words: list[str], at: int) -> tuple[MpiOption, int]:
 
 
 def _parameter(word: str, name: str, words: list[str], at: int) -> tuple[MpiOption, int]:
-    """``--mca PARAMETER VALUE``, behind the option's word."""
+    """Parse ``--mca PARAMETER VALUE``, after the option's word."""
     if len(words) < at + 2:
         raise ConfigError(
             f"'{word}' in custom_mpi_options needs a parameter and a value, and {len(words) - at} of the two "
@@ -243,7 +243,7 @@ def _parameter(word: str, name: str, words: list[str], at: int) -> tuple[MpiOpti
 
 
 def _variable(words: list[str], at: int) -> tuple[MpiOption, int]:
-    """``-x NAME=VALUE`` or ``-x NAME``, behind the option's word."""
+    """Parse ``-x NAME=VALUE`` or ``-x NAME``, after the option's word."""
     if len(words) <= at or words[at][:1] in ("", "-", "="):
         raise ConfigError(
             "'-x' in custom_mpi_options needs a variable, and none follows; write '-x NAME=VALUE' or '-x NAME'"

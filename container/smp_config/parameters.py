@@ -324,17 +324,17 @@ class ModelParallelParameters(BaseModel):
 
     @property
     def partitions(self) -> int:
-        """The old name of :attr:`pipeline_parallel_degree`."""
+        """Return :attr:`pipeline_parallel_degree`, under its old name."""
         return self.pipeline_parallel_degree
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the interpreter of every rank is started with, unless the user says otherwise."""
+        """Return the environment variables for the interpreter of every rank; the user's own values win."""
         return {"PYTHONHASHSEED": "0"} if self.deterministic else {}
 
     @property
     def placement(self) -> str:
-        """The placement as letters, right-most varying fastest: ``"DPT"`` for ``"cluster"``."""
+        """Return the placement as letters, right-most varying fastest: ``"DPT"`` for ``"cluster"``."""
         return {"cluster": "DPT", "spread": "TPD"}.get(self.placement_strategy, self.placement_strategy)
 
     def topology(self, world_size: int) -> Topology:
@@ -348,7 +348,7 @@ class ModelParallelParameters(BaseModel):
         )
 
     def warnings(self) -> list[str]:
-        """Settings that are allowed but ignored or not recommended, one sentence each."""
+        """Return warnings of settings that are allowed but ignored or not recommended, one sentence each."""
         said = []
         tensor = self.tensor_parallel_degree
         if tensor & (tensor - 1):
@@ -377,7 +377,7 @@ class ModelParallelParameters(BaseModel):
         return said + self._of_compiling() + self._without_effect()
 
     def _of_pieces(self) -> list[str]:
-        """Settings of stages with several pieces that change nothing."""
+        """Return warnings of settings for stages with several pieces that have no effect."""
         if self.virtual_stages == 1:
             return []
         if self.pipeline_parallel_degree == 1 or not self.auto_partition:
@@ -390,7 +390,7 @@ class ModelParallelParameters(BaseModel):
         return []
 
     def _of_compiling(self) -> list[str]:
-        """Settings of the compiler that change nothing."""
+        """Return warnings of compiler settings that have no effect."""
         said = []
         if self.compile and TRAITS[self.pipeline].splits_backward:
             said.append(
@@ -401,7 +401,7 @@ class ModelParallelParameters(BaseModel):
         return said
 
     def _without_effect(self) -> list[str]:
-        """Settings of old scripts that have nothing to do here, or another effect than these scripts expect."""
+        """Return warnings of old scripts' settings that have no effect here, or another than they expect."""
         said = []
         if not self.contiguous:
             said.append(
@@ -445,7 +445,10 @@ class ModelParallelParameters(BaseModel):
             raise ConfigError(_readable(error)) from None
 
     def to_mp_parameters(self) -> dict[str, Any]:
-        """The given settings (defaults left out) under their documented names; always has both names of the degree."""
+        """Return the given settings under their documented names, without defaults.
+
+        The result always has both names of the pipeline parallel degree.
+        """
         given = self.model_dump(by_alias=True, exclude_unset=True)
         degree = self.pipeline_parallel_degree
         return {**given, "partitions": degree, "pipeline_parallel_degree": degree}
@@ -462,7 +465,7 @@ KEYS = frozenset(_KNOWN_KEYS | set(_OLD_NAMES))
 
 
 def _readable(error: ValidationError) -> str:
-    """Pydantic's list of errors as sentences that name the field, the value and the bound."""
+    """Turn Pydantic's list of errors into sentences that name the field, the value and the bound."""
     sentences = []
     for item in error.errors():
         message = str(item["msg"]).removeprefix("Value error, ")

@@ -1,6 +1,6 @@
-"""What a job says of its recovery: how often its ranks are started again, and where their state is kept meanwhile.
+"""Settings of a job's recovery: how often its ranks are restarted, and where their state is kept meanwhile.
 
-The launcher reads some of it and tells the ranks the rest; both sides know the names from here.
+The launcher reads some of them and passes the rest to the ranks; both sides import the names from here.
 """
 
 from __future__ import annotations
@@ -40,29 +40,37 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def max_restarts(environ: Mapping[str, str]) -> int:
-    """How often ranks may be started again; ConfigError for what is no such number."""
+    """Return how often ranks may be restarted; raise ConfigError for an invalid number."""
     return _count(environ, RESTARTS_VARIABLE, "how often the ranks are started again after a failure", 0, MOST_RESTARTS)
 
 
 def restart_count(environ: Mapping[str, str]) -> int:
-    """How often the ranks of this job were started before this time."""
+    """Return how often the ranks of this job were started before this start."""
     text = environ.get(COUNT_VARIABLE, "")
     return int(text) if text.isdecimal() else 0
 
 
 def spare_hosts(environ: Mapping[str, str], hosts: int) -> int:
-    """How many of a job's ``hosts`` are spare; ConfigError for what is no such number."""
+    """Return how many of a job's ``hosts`` are spare; raise ConfigError for an invalid number."""
     return _count(environ, SPARES_VARIABLE, f"how many of the job's {hosts} host(s) wait as spares", 0, hosts - 1)
 
 
 def readers_at_start(environ: Mapping[str, str]) -> int | None:
-    """Among how many ranks batches were divided when the job began; None where it has as many ranks as then."""
+    """Return the number of ranks that batches were divided among when the job began.
+
+    Returns:
+        None if the job has as many ranks as then.
+    """
     text = environ.get(READERS_VARIABLE, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def interval_steps(environ: Mapping[str, str]) -> int | None:
-    """Steps between two copies of the state, as the user has set them; None where nothing is set. ConfigError for other words."""
+    """Return the user's number of steps between two copies of the state; None if it is not set.
+
+    Raises:
+        ConfigError: If it is not a valid number.
+    """
     if not environ.get(INTERVAL_VARIABLE):
         return None
     return _count(
@@ -71,7 +79,7 @@ def interval_steps(environ: Mapping[str, str]) -> int | None:
 
 
 def wants_memory(environ: Mapping[str, str]) -> bool:
-    """Whether a job keeps its state in memory; ConfigError for anything but 0 and 1."""
+    """Return whether a job keeps its state in memory; raise ConfigError for anything but 0 and 1."""
     text = environ.get(MEMORY_VARIABLE, "") or "0"
     if text not in ("0", "1"):
         raise ConfigError(

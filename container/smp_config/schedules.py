@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, as far as planning and the runtime must know them: a record of traits for each.
+"""The schedules of a pipeline, as a record of traits for each; planning and the runtime use them.
 
 A new schedule is a record here, and the order of its tasks in :mod:`smp_runtime.pipeline.schedule.policies`.
 """
@@ -44,29 +44,36 @@ class ScheduleTraits:
 
 
 def _idle_of_1f1b(stages: int, microbatches: int, most: int, forwards: int) -> float:
-    """(p − 1) / (m + p − 1), whatever the passes take: Narayanan et al. 2021, for stages of equal time and free communication.
+    """Return the idle share of 1F1B: (p − 1) / (m + p − 1), independent of the time of a pass.
 
-    With fewer microbatches in flight than stages the pipeline never fills: one begins when another has gone through all p stages,
-    so m of them take ⌈m/a⌉ · p times of a stage and those by which the last ones follow each other.
+    See Narayanan et al. 2021, for stages of equal time and free communication. With fewer microbatches in flight than
+    stages the pipeline never fills: a microbatch begins when another has passed all p stages. So m of them take ⌈m/a⌉ · p
+    times of a stage, plus the times by which the last ones follow each other.
     """
     waves = -(-microbatches // most)
     return 1 - microbatches / max(microbatches + stages - 1, waves * stages + (microbatches - 1) % most)
 
 
 def _idle_of_gpipe(stages: int, microbatches: int, most: int, forwards: int) -> float:
-    """(p − 1) / (m + p − 1) for one wave (Huang et al. 2019); each wave fills and empties the pipeline."""
+    """Return the idle share of GPipe: (p − 1) / (m + p − 1) for one wave (Huang et al. 2019).
+
+    Each wave fills and empties the pipeline.
+    """
     waves = -(-microbatches // most)
     return 1 - microbatches / (microbatches + waves * (stages - 1))
 
 
 def _idle_of_zero_bubble(stages: int, microbatches: int, most: int, forwards: int) -> float:
-    """(p − 1) / (3m + p − 1): Qi et al. 2023 (ZB-H1), (p − 1) / (2m + p − 1) where forward passes are computed again.
+    """Return the idle share of the zero bubble schedule: (p − 1) / (3m + p − 1), as in Qi et al. 2023 (ZB-H1).
 
-    Forward passes, gradients of inputs and gradients of weights take a unit of time each; recomputed forward passes come before
-    gradients of inputs. A stage waits for forward passes and gradients of inputs of the stages before it, and has its own
-    gradients of weights to compute meanwhile. Where no more are in flight than there are stages, a microbatch of the next wave
-    waits for one that has come through all of them, and for gradients of weights that were computed before; with one wave these
-    fill what is left. The last form is what the runtime's planner comes to, up to 8 % above where the last wave is not whole.
+    It is (p − 1) / (2m + p − 1) where forward passes are computed again.
+
+    Forward passes, gradients of inputs and gradients of weights take a unit of time each; recomputed forward passes come
+    before gradients of inputs. A stage waits for forward passes and gradients of inputs of the stages before it, and
+    computes its own gradients of weights meanwhile. If no more microbatches are in flight than there are stages, a
+    microbatch of the next wave waits for one that has come through all of them, and for gradients of weights that were
+    computed before. With one wave these fill the remaining time. The last form matches the runtime's planner; it is up
+    to 8 % above where the last wave is not whole.
     """
     forward, inputs, weights = 1, forwards, 1
     whole = forward + inputs + weights
@@ -123,20 +130,24 @@ DOCUMENTED = tuple(name for name, traits in TRAITS.items() if traits.description
 
 
 def describe() -> str:
-    """The documented schedules in a sentence."""
+    """Return one sentence that describes the documented schedules."""
     return "; ".join(f"{name}: {TRAITS[name].description}" for name in DOCUMENTED) + "."
 
 
 def in_flight_counts(schedule: str, stages: int, microbatches: int, active: int) -> tuple[int, ...]:
-    """Microbatches of a step whose activations each stage keeps at once; ``active``: most in flight (``active_microbatches``)."""
+    """Return, for each stage, the number of microbatches with activations in memory at once.
+
+    Args:
+        active: most microbatches in flight (``active_microbatches``).
+    """
     most = max(1, min(microbatches, active))
     return tuple(TRAITS[schedule].in_flight(stage, stages, most) for stage in range(stages))
 
 
 def default_active(stages: int, pieces: int = 1) -> int:
-    """``active_microbatches`` where it is not given; ``pieces``: of each stage (``virtual_stages``).
+    """Return the default of ``active_microbatches``; ``pieces``: of each stage (``virtual_stages``).
 
-    A microbatch that comes through every stage several times lets others begin in between, twice as many as there are stages
+    A microbatch that passes every stage several times lets others begin in between, twice as many as there are stages
     (Narayanan et al. 2021, section 2.2, begins fewer than that before the first backward pass).
     """
     return stages + 2 if pieces == 1 else max(stages + 2, 2 * stages)

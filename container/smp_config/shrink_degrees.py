@@ -14,14 +14,15 @@ _DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_
 
 
 def fitted(parameters: ModelParallelParameters, ranks: int) -> ModelParallelParameters | None:
-    """The parameters for a job of so many ranks, fewer than it was configured for.
+    """Return the parameters for a job of ``ranks`` ranks, fewer than it was configured for.
 
-    No degree becomes larger, and tensor parallel and sharding degrees become divisors of what they were, so that what a model's
-    layers could be divided by still divides them. Of all degrees that fit, those are taken that leave each rank the least of the
-    model's state (the largest product), then those of which the fewest differ, tensor parallelism kept before stages.
+    No degree becomes larger. Tensor parallel and sharding degrees become divisors of their former values, so they
+    still divide the model's layers. Of all degrees that fit, the largest product wins, since it leaves each rank
+    the least of the model's state. Among equals, the fewest changed degrees win; tensor parallelism is kept before
+    stages.
 
     Returns:
-        None where none fit: without ``ddp`` the ranks that are left must make one replica.
+        None if no degrees fit: without ``ddp`` the remaining ranks must make one replica.
     """
     pp, tp, sharded = (getattr(parameters, name) for name in _DEGREES)
     candidates = [
@@ -46,7 +47,7 @@ def fitted(parameters: ModelParallelParameters, ranks: int) -> ModelParallelPara
 def _with_degrees(
     parameters: ModelParallelParameters, stages: int, tensor: int, shards: int, ranks: int
 ) -> ModelParallelParameters | None:
-    """The parameters with these degrees; None where they do not fit the ranks, or one another."""
+    """Return the parameters with these degrees; None if they do not fit the ranks, or each other."""
     given = parameters.to_mp_parameters()
     given |= {"partitions": stages, "pipeline_parallel_degree": stages}
     if tensor != parameters.tensor_parallel_degree:
@@ -65,12 +66,12 @@ def _with_degrees(
 
 
 def readers(parameters: ModelParallelParameters, ranks: int) -> int:
-    """Among how many of so many ranks a batch is divided."""
+    """Return the number of shares that a batch is divided into, for a job of ``ranks`` ranks."""
     return parameters.topology(ranks).size(Group.RDP if parameters.prescaled_batch else Group.DP)
 
 
 def difference(former: ModelParallelParameters, now: ModelParallelParameters) -> str:
-    """Which degrees are others, in words; empty where none is."""
+    """Describe the degrees that differ; empty if none does."""
     changed = [
         f"{name} {getattr(former, name)} → {getattr(now, name)}"
         for name in _DEGREES

@@ -1,4 +1,4 @@
-"""The all-gather of SMDDP: when it is used by itself, and its buffers: two variables, their rules, and when they are small.
+"""The all-gather of SMDDP: its automatic use, and its buffers (two variables, their rules, their minimum sizes).
 
 Source of the supported configurations, defaults and rules: the public pages on SMDDP Collectives for sharded data
 parallelism.
@@ -43,7 +43,7 @@ _DOCUMENTED_RANKS_PER_NODE = 8
 
 
 def is_automatic(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
-    """Whether ``ddp_dist_backend="auto"`` means SMDDP collectives: several hosts, sharded, no tensor parallelism."""
+    """Return whether ``ddp_dist_backend="auto"`` selects SMDDP: several hosts, sharded, no tensor parallelism."""
     return (
         parameters.ddp_dist_backend == "auto"
         and parameters.sharded_data_parallel_degree > 1
@@ -54,12 +54,14 @@ def is_automatic(parameters: ModelParallelParameters, instance_type: str | None,
 
 
 def is_chosen(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
-    """Whether a job's collectives are SMDDP's: asked for by name, which works anywhere, or by itself."""
+    """Return whether a job uses SMDDP's collectives: by name, which works anywhere, or automatically."""
     return parameters.ddp_dist_backend == BACKEND or is_automatic(parameters, instance_type, hosts)
 
 
 def host_rows(host_of: Sequence[Hashable]) -> tuple[tuple[int, ...], ...] | str:
-    """For every host the positions of its ranks, all as many; or why an all-gather in phases is impossible or useless.
+    """Return the positions of each host's ranks, equally many per host.
+
+    If an all-gather in phases is impossible or useless, the result is the reason instead.
 
     Args:
         host_of: by position in the group, the host of that rank.
@@ -103,15 +105,15 @@ class BufferSizes:
         )
 
     def to_environment(self) -> dict[str, str]:
-        """Both variables as they are handed to the ranks."""
+        """Return both variables as the ranks get them."""
         return {SCRATCH_VARIABLE: str(self.scratch), SORT_VARIABLE: str(self.sort)}
 
     def fallback_reason(self, input_bytes: int, sharding_degree: int, implementation_bytes: int = 0) -> str | None:
-        """Why an all-gather must use the plain backend, with all sizes; None when the buffers suffice.
+        """Return why an all-gather must use the plain backend, with all sizes; None if the buffers suffice.
 
         Args:
-            input_bytes: what one rank puts in.
-            implementation_bytes: what the implementation itself puts into the sort buffer on this layout of ranks;
+            input_bytes: the input of one rank.
+            implementation_bytes: bytes that the implementation itself puts into the sort buffer on this layout of ranks;
                 the larger of this and the documented rule decides.
         """
         if input_bytes > self.scratch:
@@ -129,14 +131,14 @@ class BufferSizes:
         return None
 
     def pieces(self, input_bytes: int, hosts: int, ranks_per_host: int) -> int:
-        """In how many pieces sharded data parallelism sends a shard, so that each fits; 0: they would be too many.
+        """Return into how many pieces sharded data parallelism splits a shard, so that each fits; 0 if too many.
 
-        What fits as it is goes in one. A piece of a shard is no block of the whole, so the sort buffer also takes what
-        a host's ranks hand each other, before it is put in its places.
+        A shard that fits the buffers is sent whole. A piece of a shard is not a block of the whole tensor. So the sort
+        buffer also holds the data that a host's ranks exchange, before it is moved to its places.
 
         Args:
             input_bytes: the shard.
-            hosts: that the group's ranks are on.
+            hosts: number of hosts of the group's ranks.
             ranks_per_host: of the group.
         """
         ranks = hosts * ranks_per_host
@@ -149,7 +151,9 @@ class BufferSizes:
         return pieces if pieces <= _MOST_PIECES else 0
 
     def pieces_reason(self, input_bytes: int, hosts: int, ranks_per_host: int) -> str | None:
-        """Why the plain backend has to gather a shard that may go in pieces, with what would suffice; None when it need not.
+        """Return why the plain backend must gather a shard that may go in pieces, with sufficient sizes.
+
+        The result is None if it need not.
 
         Args:
             input_bytes, hosts, ranks_per_host: as for :meth:`pieces`.
@@ -174,7 +178,7 @@ class BufferSizes:
         )
 
     def piece_bytes(self, input_bytes: int, hosts: int, ranks_per_host: int) -> int:
-        """Bytes of each of these pieces, the last one's at most; 0 where there are none."""
+        """Return the bytes of each of these pieces (at most that for the last one); 0 if there are none."""
         pieces = self.pieces(input_bytes, hosts, ranks_per_host)
         if pieces < 2:
             return input_bytes * pieces

@@ -97,11 +97,11 @@ class Topology:
 
     @property
     def rdp_size(self) -> int:
-        """Ranks that hold the same parameters."""
+        """Return the number of ranks with the same parameters."""
         return self._sizes["D"]
 
     def size(self, group: Group) -> int:
-        """Ranks in a group of this kind."""
+        """Return the number of ranks in a group of this kind."""
         return {
             Group.WORLD: self.world_size,
             Group.MP: self.pipeline * self.tensor,
@@ -114,7 +114,7 @@ class Topology:
         }[group]
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The position of a global rank on the three axes."""
+        """Return the position of a global rank on the three axes."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} does not exist: the job has ranks 0 to {self.world_size - 1}")
         found = {}
@@ -124,7 +124,7 @@ class Topology:
         return Coordinates(pp=found["P"], tp=found["T"], rdp=found["D"])
 
     def rank_at(self, at: Coordinates) -> int:
-        """The global rank at a position; the inverse of :meth:`coordinates`."""
+        """Return the global rank at a position; the inverse of :meth:`coordinates`."""
         position = {"P": at.pp, "T": at.tp, "D": at.rdp}
         rank = 0
         for letter in self.placement:
@@ -132,7 +132,7 @@ class Topology:
         return rank
 
     def _group_key(self, group: Group, rank: int) -> tuple[int, ...]:
-        """Ranks with equal keys form one group."""
+        """Return the key of a rank's group; ranks with equal keys form one group."""
         at = self.coordinates(rank)
         return {
             Group.WORLD: (),
@@ -147,7 +147,7 @@ class Topology:
 
     @cached_property
     def _groups(self) -> dict[Group, list[list[int]]]:
-        """Those kinds that were asked for; each takes a while for many ranks."""
+        """Return the cache of groups by kind, filled on demand; each kind takes a while for many ranks."""
         return {}
 
     def _groups_of(self, group: Group) -> list[list[int]]:
@@ -159,24 +159,24 @@ class Topology:
         return self._groups[group]
 
     def groups(self, group: Group) -> list[list[int]]:
-        """All groups of one kind as lists of ascending global ranks, ordered by their first rank."""
+        """Return all groups of one kind as lists of ascending global ranks, ordered by their first rank."""
         return [list(members) for members in self._groups_of(group)]
 
     def group_of(self, group: Group, rank: int) -> list[int]:
-        """The global ranks, ascending, of the group of this kind that ``rank`` belongs to."""
+        """Return the ascending global ranks of the group of this kind that ``rank`` belongs to."""
         key = self._group_key(group, rank)
         return next(list(members) for members in self._groups_of(group) if self._group_key(group, members[0]) == key)
 
     def rank_in(self, group: Group, rank: int) -> int:
-        """Position of global ``rank`` in its group, in ascending global rank."""
+        """Return the position of global ``rank`` in its group, in ascending global rank."""
         return self.group_of(group, rank).index(rank)
 
     def replicas(self) -> Iterator[list[int]]:
-        """The model replicas, each as the global ranks that hold it."""
+        """Yield the model replicas, each as the list of its global ranks."""
         yield from self.groups(Group.MP)
 
     def global_batch(self, batch: int, *, prescaled: bool) -> int:
-        """Samples per optimizer step when every rank reads ``batch`` samples.
+        """Return the samples per optimizer step if every rank reads ``batch`` samples.
 
         With ``prescaled`` a tensor parallel group reads one batch together, so only the reduced data parallel
         degree multiplies it.

@@ -4,5 +4,5 @@ _installed = False
 
 
 def is_active() -> bool:
-    """Whether ``torch.cuda`` of this process answers for a GPU that is not there."""
+    """Return whether this process emulates ``torch.cuda`` on the CPU."""
     return _installed

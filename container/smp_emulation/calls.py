@@ -1,4 +1,4 @@
-"""One covered call: which name of PyTorch is answered by what."""
+"""A covered call: a name in PyTorch, and its replacement."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ class CoveredCall:
 
 
 def instead(name: str, does: str, value: Any, is_new: bool = False) -> CoveredCall:
-    """A call that is answered without what PyTorch has."""
+    """Return a covered call that is replaced by ``value``."""
     return CoveredCall(name, does, lambda original: _own(original, value), is_new)
 
 
 def _own(original: Any, value: Any) -> Any:
-    """``value``; of a function a copy, since PyTorch's compiler tells functions apart, and looks behind some of them."""
+    """Return ``value``, or a copy of it if it is a function.
+
+    PyTorch's compiler distinguishes functions by identity, and inspects what some of them wrap.
+    """
     if not isinstance(value, FunctionType):
         return value
     copy = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__)
@@ -49,16 +52,16 @@ def _own(original: Any, value: Any) -> Any:
 
 
 def nothing(*args: object, **kwargs: object) -> None:
-    """Does nothing, for whatever arguments."""
+    """Do nothing, whatever the arguments."""
 
 
 def refused(name: str, why: str, way_out: str = "", is_class: bool = False) -> CoveredCall:
-    """A call that raises NeedsGpuError; a class raises when it is made."""
+    """Return a covered call that raises NeedsGpuError; a class raises it when it is instantiated."""
     value = (refusing_class if is_class else refusing)(name, why, way_out)
     return CoveredCall(name, f"refused: {why}", lambda original: _own(original, value), is_refused=True)
 
 
 def asked_by_pytorch_or_us(depth: int = 2) -> bool:
-    """Whether the function that calls is asked by PyTorch's own code or this library's, not by a script."""
+    """Return whether the caller of the calling function is PyTorch's own code or this library's, not a script."""
     name = sys._getframe(depth).f_globals.get("__name__", "")
     return name.partition(".")[0] in _INTERNAL

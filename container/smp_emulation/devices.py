@@ -43,7 +43,7 @@ _is_initialized = False
 
 
 def count() -> int:
-    """One device for each rank of this host."""
+    """Return the number of devices: one for each rank of this host."""
     for name in _COUNTS:
         text = os.environ.get(name, "")
         if text.isdigit() and int(text) > 0:
@@ -52,7 +52,7 @@ def count() -> int:
 
 
 def current() -> int:
-    """The calling thread's current device."""
+    """Return the index of the calling thread's current device."""
     return _current.index
 
 
@@ -63,10 +63,10 @@ def initialize() -> None:
 
 
 def require(index: int) -> int:
-    """The number of a device that is there.
+    """Return ``index`` if the device exists.
 
     Raises:
-        CudaCallError: there are not so many, as PyTorch raises it on a GPU machine.
+        CudaCallError: there is no such device; PyTorch raises the same error on a GPU machine.
     """
     there = count()
     if 0 <= index < there:
@@ -79,7 +79,7 @@ def require(index: int) -> int:
 
 
 def index_of(device: Any, optional: bool = True) -> int:
-    """The number of the device that an argument of ``torch.cuda`` means.
+    """Return the index of the device that an argument of ``torch.cuda`` names.
 
     Args:
         device: a number, ``"cuda:1"``, a ``torch.device``, a ``torch.cuda.device``, or None for the current one.
@@ -99,7 +99,10 @@ def index_of(device: Any, optional: bool = True) -> int:
 
 
 def here(device: Any) -> Any:
-    """Where a tensor really lies that a script wants on ``device``: CUDA devices, and bare numbers, are the CPU."""
+    """Return the real device of a tensor that a script requests on ``device``.
+
+    CUDA devices and bare numbers mean the CPU; other devices are returned unchanged.
+    """
     kind = type(device)
     if kind is torch.device:
         if device.type != "cuda":
@@ -121,7 +124,7 @@ def here(device: Any) -> Any:
 
 
 def kind_here(kind: Any) -> Any:
-    """The kind of device that a script means by the word ``cuda``."""
+    """Return "cpu" for the device type ``cuda``, and other types unchanged."""
     return "cpu" if isinstance(kind, str) and kind.partition(":")[0] == "cuda" else kind
 
 
@@ -134,7 +137,7 @@ def set_device(device: Any) -> None:
 
 
 class Entered:
-    """What ``torch.cuda.device`` and ``device_of`` do: a device is current inside."""
+    """The context of ``torch.cuda.device`` and ``device_of``: a device is current inside."""
 
     def __init__(self, device: Any) -> None:
         self.idx = -1 if device is None else index_of(device)
@@ -155,7 +158,7 @@ class _EnteredOf(Entered):
 
 
 def memory_of_the_machine() -> tuple[int, int]:
-    """Bytes of main memory that are free to use, and that there are."""
+    """Return the available and total bytes of main memory."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     try:
@@ -167,7 +170,7 @@ def memory_of_the_machine() -> tuple[int, int]:
 
 
 def properties(device: Any = None) -> Any:
-    """The fields of ``torch.cuda.get_device_properties``."""
+    """Return the fields of ``torch.cuda.get_device_properties``."""
     index = index_of(device)
     return SimpleNamespace(
         name=NAME,
@@ -203,7 +206,7 @@ def _get_device_index(device: Any, optional: bool = False, allow_cpu: bool = Fal
 
 
 def synchronize(device: Any = None) -> None:
-    """Nothing to wait for; the device must be there."""
+    """Check that the device exists; there is nothing to wait for."""
     index_of(device)
 
 
@@ -222,7 +225,7 @@ def _can_access(device: Any, peer_device: Any) -> bool:
 
 
 class _Runtime:
-    """What ``torch.cuda.cudart()`` gives: the profiler's calls are answered with success."""
+    """The result of ``torch.cuda.cudart()``: the profiler's calls succeed."""
 
     cudaError = SimpleNamespace(success=0)  # noqa: N815 - CUDA's name
 

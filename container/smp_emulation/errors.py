@@ -1,4 +1,4 @@
-"""What a script is told that asks for more than an emulation can do."""
+"""Errors for calls that an emulation cannot do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse(name: str, why: str, instead: str = "") -> NoReturn:
 
 
 def refusing(name: str, why: str, instead: str = "") -> Any:
-    """A function that refuses every call."""
+    """Return a function that refuses every call."""
 
     def refused(*args: object, **kwargs: object) -> NoReturn:
         refuse(name, why, instead)
@@ -45,7 +45,7 @@ def refusing(name: str, why: str, instead: str = "") -> Any:
 
 
 class _Refusing(type):
-    """Of classes that may be named, as in annotations and ``isinstance``, and not made."""
+    """Metaclass of classes that can be named, as in annotations and ``isinstance``, but not instantiated."""
 
     _refusal: tuple[str, str, str]
 
@@ -59,5 +59,5 @@ class _Refusing(type):
 
 
 def refusing_class(name: str, why: str, instead: str = "") -> type:
-    """A class that refuses to be made."""
+    """Return a class that refuses to be instantiated."""
     return _Refusing(name.rpartition(".")[2], (), {"_refusal": (name, why, instead)})

@@ -1,4 +1,4 @@
-"""Puts the emulation in place of PyTorch's calls, and takes it away again."""
+"""Installation of the emulation in place of PyTorch's calls, and its removal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ _bare_numbers = BareNumbers()
 
 
 def install_where_asked() -> None:
-    """What PyTorch calls when it is imported in a rank, or in a process of one: emulate if the environment asks for it."""
+    """Install the emulation if the environment requests it.
+
+    PyTorch calls this function when it is imported in a rank, or in a process of one.
+    """
     seed = emulation.seed_of_checks(os.environ)
     if seed is not None and not torch.cuda.is_available():
         from smp_emulation import checked
@@ -100,7 +103,7 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Give PyTorch back its calls."""
+    """Restore PyTorch's own calls."""
     _bare_numbers.uninstall()
     while _replaced:
         owner, name, before = _replaced.pop()
@@ -142,7 +145,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 def _owner(way: str) -> Any:
-    """The module or class of that name; None if there is none."""
+    """Return the module or class named ``way``, or None if there is none."""
     try:
         return importlib.import_module(way)
     except ImportError:

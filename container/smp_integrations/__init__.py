@@ -1,1 +1,1 @@
-"""What other training libraries need of this one; each file is loaded only by a script that uses its library."""
+"""Integrations of other training libraries; each file is loaded only by a script that uses its library."""

@@ -1,4 +1,4 @@
-"""What Accelerate knows of the processes of a job: one for each batch that differs, and one of them is the main one."""
+"""Accelerate's view of the processes of a job: one for each batch that differs, and one of them is the main one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class AcceleratedDistributedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because of an overflow."""
+        """Return whether the last step was skipped because of an overflow."""
         return bool(self.optimizer.step_was_skipped if self.scaler is None else self._is_overflow)
 
     def __getattr__(self, name: str) -> Any:
@@ -29,7 +29,7 @@ class AcceleratedDistributedOptimizer(AcceleratedOptimizer):
 
 
 def loss_scale_of(handler: GradScalerKwargs | None, fp16: bool) -> dict[str, Any]:
-    """Arguments of ``smp.DistributedOptimizer`` for the loss scale that Accelerate's handler, or its default, asks for."""
+    """Return arguments of ``smp.DistributedOptimizer`` for the loss scale of Accelerate's handler, or of its defaults."""
     if not fp16:
         return {}
     given = handler.to_kwargs() if handler is not None else {}

@@ -1,4 +1,4 @@
-"""Accelerate's ``Accelerator`` in a job of several ranks: what it prepares is wrapped and divided as the job says."""
+"""Accelerate's ``Accelerator`` in a job of several ranks: it wraps and divides prepared objects as the job requires."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class JobAccelerator(Accelerator):
         return wrapped
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        """Give each rank whose batch differs its batches, in an order that all ranks share."""
+        """Divide the samples between the ranks with different batches, in an order that all ranks share."""
         refuse_divided(data_loader)
         share_order(data_loader, self._job.ranks)
         return super().prepare_data_loader(data_loader, *args, **kwargs)
@@ -132,7 +132,7 @@ class JobAccelerator(Accelerator):
     # -- training --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backward of a loss divided by the steps whose gradients accumulate; under a pipeline inside ``@smp.step``."""
+        """Run backward of a loss divided by the number of accumulation steps; with a pipeline, call it inside ``@smp.step``."""
         models = self._wrapped()
         if len(models) != 1 or self.scaler is not None:
             super().backward(loss, **kwargs)
@@ -141,17 +141,17 @@ class JobAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Gradients of the passes inside are added up, and averaged over the replicas after a later one."""
+        """Accumulate gradients of the passes in the block, and average them over the replicas after a later pass."""
         with model.no_sync() if isinstance(model, DistributedModel) else contextlib.nullcontext():
             yield
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """Not for wrapped models.
+        """Refuse models that are wrapped.
 
         Raises:
-            SMPUserError: the model is one.
+            SMPUserError: the model is wrapped.
         """
         if isinstance(model, DistributedModel):
             raise SMPUserError(
@@ -183,7 +183,7 @@ class JobAccelerator(Accelerator):
     # -- over the ranks whose batches differ -----------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """The values of all processes, joined along the first dimension."""
+        """Return the values of all processes, concatenated along the first dimension."""
         group, count = self._process_group(), self.num_processes
 
         def gathered(one: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ class JobAccelerator(Accelerator):
         return recursively_apply(gathered, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """:meth:`gather` without what the last batch was filled up with; objects are gathered into a list."""
+        """Return the result of :meth:`gather` without the samples that fill up the last batch; objects become a list."""
         try:
             recursively_apply(lambda one: one, input_data, error_on_other_type=True)
         except TypeError:
@@ -219,7 +219,7 @@ class JobAccelerator(Accelerator):
         return recursively_apply(lambda one: one[: state.remainder], data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean over all processes; with ``"none"`` what was given."""
+        """Return the sum or the mean over all processes; with ``"none"``, return the values unchanged."""
 
         def reduced(one: torch.Tensor) -> torch.Tensor:
             if reduction == "none":
@@ -252,11 +252,14 @@ class JobAccelerator(Accelerator):
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The script's own model, of which this rank may have a part only: :meth:`get_state_dict` gives it whole."""
+        """Return the script's own model.
+
+        This rank may have only a part of it: :meth:`get_state_dict` returns the whole state.
+        """
         return super().unwrap_model(model.module if isinstance(model, DistributedModel) else model, *args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The whole state of a model; every rank calls it."""
+        """Return the whole state of a model; every rank must call this."""
         if isinstance(model, DistributedModel):
             return model.state_dict()
         return super().get_state_dict(model, unwrap=unwrap)
@@ -316,7 +319,7 @@ class JobAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _without(self, model: DistributedModel) -> Iterator[None]:
-        """Accelerate saves and loads the rest, each rank its own random state."""
+        """Let Accelerate save and load everything but the model in the block, with a random state for each rank."""
         state, models, optimizers, hooks = self.state, self._models, self._optimizers, self._save_model_state_pre_hook
         index = state.process_index
         self._models = [other for other in models if other is not model]
@@ -330,7 +333,7 @@ class JobAccelerator(Accelerator):
 
 
 class _WholeModel(nn.Module):
-    """Stands for a model whose whole state is known."""
+    """A stand-in for a model, with a given whole state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__()
@@ -341,7 +344,7 @@ class _WholeModel(nn.Module):
 
 
 def _register_hook(handler: DistributedDataParallelKwargs, model: DistributedModel) -> None:
-    """The communication hook that the handler names, with the arguments that DDP's method has."""
+    """Register the communication hook that the handler names, with the arguments of DDP's method."""
 
     class HookTarget:
         @staticmethod
@@ -363,7 +366,7 @@ def _refuse_other_ways(given: dict[str, Any]) -> None:
 
 
 def give_to_scripts(module: ModuleType) -> None:
-    """From now on a script that calls ``accelerate.Accelerator`` in a job of several ranks gets a :class:`JobAccelerator`."""
+    """Make ``accelerate.Accelerator`` create a :class:`JobAccelerator` in scripts, from now on, in a job of several ranks."""
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
         frame = inspect.currentframe()

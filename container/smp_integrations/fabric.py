@@ -42,7 +42,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
 
     @property
     def precision(self) -> Precision:
-        """Which types modules compute in."""
+        """Return the precision, which defines the data types that modules compute in."""
         return self._precision if self._precision is not None else Precision()
 
     @precision.setter
@@ -60,7 +60,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         self._precision = precision
 
     def setup_environment(self) -> None:
-        """Nothing is to be started: the ranks have met."""
+        """Set up the environment; no process is started, because the ranks are already connected."""
         super().setup_environment()
         rank_zero_only.rank = self._job.ranks.rank
 
@@ -79,11 +79,11 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         module.to(self.root_device)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state, on the first rank only."""
+        """Return the whole state of a model on the first rank only."""
         return self.state_of(module)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole state, on the first rank only."""
+        """Return the whole state of an optimizer on the first rank only."""
         return self.optimizer_state_of(optimizer)
 
     def clip_gradients_norm(
@@ -116,7 +116,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
 
 class _SyncControl(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients of the passes inside are added up, and averaged after a later one."""
+        """Accumulate gradients of the passes in the block, and average them after a later pass."""
         if enabled and isinstance(module, DistributedModel):
             return module.no_sync()
         return contextlib.nullcontext()

@@ -41,7 +41,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders have, of a module that is waited for."""
+        """Return the spec that the other finders have for a module with waiting calls, or None."""
         if fullname not in _waiting:
             return None
         finders = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
@@ -82,5 +82,5 @@ def _when_looked_into(module: ModuleType, act: Act) -> None:
 
 
 def _is_loading_as(kind: type[ModuleType], module: ModuleType) -> bool:
-    """Whether a module is being loaded, asked past what watches its attributes."""
+    """Return whether a module is being loaded, without triggering the hook on its attributes."""
     return bool(getattr(kind.__getattribute__(module, "__spec__"), "_initializing", False))

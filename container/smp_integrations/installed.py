@@ -1,4 +1,4 @@
-"""What is done for each library, once a script has imported it."""
+"""Changes to each library after a script has imported it."""
 
 from __future__ import annotations
 
@@ -58,4 +58,4 @@ when_imported("trl.trainer.dpo_trainer", _dpo)
 
 
 def discovered() -> None:
-    """What PyTorch calls when a rank of a job imports it; by then this file has been imported, which is all."""
+    """Do nothing; PyTorch calls this when a rank imports it, and importing this file is all that is needed."""

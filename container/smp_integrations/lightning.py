@@ -60,7 +60,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether loaders get a distributed sampler: batches differ between ranks."""
+        """Return whether data loaders get a distributed sampler: batches differ between ranks."""
         return self._job.ranks.size(self._batches) > 1
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -71,7 +71,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
     # -- start -----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Nothing is to be started: the ranks have met."""
+        """Set up the environment; no process is started, because the ranks are already connected."""
         super().setup_environment()
         rank_zero_only.rank = self._job.ranks.rank
 
@@ -81,7 +81,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
             self.lightning_module.to(self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the module, and what ``configure_optimizers`` gives."""
+        """Wrap the module and the optimizers that ``configure_optimizers`` returns."""
         module, plugin = self.lightning_module, self.precision_plugin
         if self.accelerator is None or module is None:
             raise AssertionError("Lightning connects the accelerator and the module before this")
@@ -196,13 +196,13 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
             del module.__dict__["log"]
 
     def _clear_gradients(self) -> None:
-        """Before the first microbatch, since Lightning clears them between forward and backward."""
+        """Clear gradients before the first microbatch, because Lightning clears them between forward and backward."""
         self._has_gradients = self._updated = False
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Backward of a loss; in microbatches it has run."""
+        """Run backward of a loss; in microbatches it has already run."""
         if not self._in_microbatches:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         self._has_gradients = False
@@ -213,7 +213,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         return closure_loss
 
     def keeps_gradients(self) -> bool:
-        """Whether gradients were computed that the loop is about to clear, taking them for old ones."""
+        """Return whether there are new gradients that the loop is about to clear as if they were old."""
         return self._has_gradients
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -224,23 +224,23 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients of the passes inside are added up, and averaged after a later one."""
+        """Accumulate gradients of the passes in the block, and average them after a later pass."""
         with self.model.no_sync() if isinstance(self.model, DistributedModel) else contextlib.nullcontext():
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum over the data parallel ranks."""
+        """Return the mean or sum over the data parallel ranks."""
         return self.all_reduce(tensor, group, reduce_op)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """The wrapped model loads its parts."""
+        """Return True: the wrapped model loads its own parts after setup."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state, on the first rank only, as one process has it."""
+        """Return the whole state on the first rank only, with the names of a single process."""
         return {key.removeprefix(_PREFIX): value for key, value in self.state_of(self.model).items()}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -249,7 +249,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
         self.model.load_state_dict({f"{_PREFIX}{key}": value for key, value in state.items()}, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state, on the first rank only."""
+        """Return the whole state of an optimizer on the first rank only."""
         return self.optimizer_state_of(getattr(optimizer, "_optimizer", optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -258,7 +258,7 @@ class SMPStrategy(JobStrategy, ParallelStrategy):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """The model stays where it is: its parts are of no use on another device."""
+        """Release the plugins, but keep the model on its device: its parts are of no use on another device."""
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -297,7 +297,10 @@ class _Optimizer(DistributedOptimizer):
 
 
 def _merged(value: Any) -> Any:
-    """What a whole batch would have given; of values that are no tensors, one for each microbatch unless all are equal."""
+    """Return the output of a whole batch, merged from the microbatches.
+
+    Values other than tensors stay a list with one value for each microbatch, unless all are equal.
+    """
     if isinstance(value, StepOutput):
         return value.reduce_mean() if value.outputs[0].ndim == 0 else value.concat()
     if isinstance(value, Mapping):

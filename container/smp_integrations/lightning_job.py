@@ -1,4 +1,4 @@
-"""What both of Lightning's kinds of strategies ask of a job: ranks, collectives, the state of what is trained."""
+"""The common part of both of Lightning's kinds of strategies: ranks, collectives, the state of model and optimizer."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ class JobEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether somebody else starts the processes."""
+        """Return True: the job has already started its processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Not asked for: the ranks have met."""
+        """Return an unused address: the ranks are already connected."""
         return "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """Not asked for: the ranks have met."""
+        """Return an unused port: the ranks are already connected."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Whether Lightning should take this by itself."""
+        """Return False: Lightning does not select this environment automatically."""
         return False
 
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Return the number of ranks of the job."""
         return self._ranks.size(Group.WORLD)
 
     def set_world_size(self, size: int) -> None:
-        """The job has its size."""
+        """Ignore the size: the job has a fixed one."""
 
     def global_rank(self) -> int:
-        """This rank's position in the job."""
+        """Return this rank's position in the job."""
         return self._ranks.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """A rank has its position."""
+        """Ignore the rank: each rank has a fixed position."""
 
     def local_rank(self) -> int:
-        """This rank's position on its host."""
+        """Return this rank's position on its host."""
         return self._ranks.local_rank
 
     def node_rank(self) -> int:
-        """0 on the host of the first rank."""
+        """Return the index of this rank's host, 0 on the host of the first rank."""
         return self._ranks.rank // self._ranks.local_size
 
 
@@ -90,12 +90,12 @@ class JobStrategy:
 
     @property
     def root_device(self) -> torch.device:
-        """Where this rank computes."""
+        """Return the device on which this rank computes."""
         return self._job.ranks.device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Of the sampler that gives each rank its samples: stages of a pipeline get the same."""
+        """Return arguments of the sampler that selects each rank's samples; stages of a pipeline get the same samples."""
         return {"num_replicas": self._job.ranks.size(self._batches), "rank": self._job.ranks.rank_in(self._batches)}
 
     @property
@@ -106,17 +106,17 @@ class JobStrategy:
         return given if given is not None else self._job.ranks.process_group(self._batches)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The values of all data parallel ranks, stacked."""
+        """Return the values of all data parallel ranks, stacked."""
         return _all_gather_ddp_if_available(tensor, group=self._group(group), sync_grads=sync_grads)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum over the data parallel ranks."""
+        """Return the mean or sum over the data parallel ranks."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         return _sync_ddp_if_available(tensor, self._group(group), reduce_op=reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """What all ranks, or any of them, have decided."""
+        """Return whether all ranks, or any of them, decided True."""
         control, everyone = self._job.ranks.control, self._job.ranks.members(Group.WORLD)
         decisions = control.allgather(bool(decision), everyone)
         return decisions.count(True) == len(decisions) if all else True in decisions
@@ -126,7 +126,7 @@ class JobStrategy:
         self._job.ranks.control.barrier(self._job.ranks.members(Group.WORLD))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of one rank of the job."""
+        """Return the object of rank ``src`` of the job."""
         everyone: list[Any] = [obj]
         if self._job.ranks.size(Group.WORLD) > 1:
             dist.broadcast_object_list(everyone, src, group=self._job.ranks.process_group(Group.WORLD))
@@ -135,14 +135,14 @@ class JobStrategy:
     # -- what is trained -------------------------------------------------------------------------------------------
 
     def wrapped_model(self, module: nn.Module) -> nn.Module:
-        """A model that is trained as the job divides it."""
+        """Wrap a model that is trained in a ``DistributedModel``, and return other models unchanged."""
         if isinstance(module, DistributedModel) or not any(p.requires_grad for p in module.parameters()):
             return module
         return DistributedModel(module, **self._options)
 
     @staticmethod
     def state_of(module: nn.Module) -> dict[str, Any]:
-        """The whole state, on the first rank only; every rank calls it."""
+        """Return the whole state of a model on the first rank only; every rank must call this."""
         if isinstance(module, DistributedModel):
             state: dict[str, Any] = module.state_dict(gather_to_rank0=True)
             return state
@@ -150,14 +150,14 @@ class JobStrategy:
 
     @staticmethod
     def optimizer_state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The same of an optimizer, with float32 weights and the loss scale of half precision."""
+        """Return the whole state of an optimizer, with the float32 weights and the loss scale of half precision."""
         if isinstance(optimizer, DistributedOptimizer):
             return optimizer.full_state_dict(gather_to_rank0=True)
         return optimizer.state_dict()
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The model's parameters that an optimizer updates, whatever it has in their place."""
+    """Return the model's own parameters that an optimizer updates, even if the optimizer has replaced them."""
     groups = optimizer.original_groups() if isinstance(optimizer, DistributedOptimizer) else None
     if groups is None:
         groups = [group["params"] for group in optimizer.param_groups]

@@ -25,10 +25,10 @@ def share_order(loader: Any, ranks: Ranks) -> None:
 
 
 def refuse_divided(loader: Any) -> None:
-    """Make sure that a loader has the samples of all ranks, of which Accelerate gives each its batches.
+    """Check that a loader has the samples of all ranks, because Accelerate divides them between the ranks.
 
     Raises:
-        SMPUserError: it has this rank's already, which Accelerate would divide once more.
+        SMPUserError: the loader has only this rank's samples, and Accelerate would divide them again.
     """
     parts = (getattr(loader, "dataset", None), getattr(loader, "sampler", None))
     within = getattr(getattr(loader, "batch_sampler", None), "sampler", None)

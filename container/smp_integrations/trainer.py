@@ -1,8 +1,8 @@
-"""What Transformers' ``Trainer`` lacks for this library: put into its classes when a script has loaded them.
+"""Changes to Transformers' ``Trainer`` for this library, made in its classes after a script has loaded them.
 
-Transformers has the calls for this library, but on the way to them some is missing, in some releases more than in others.
-``docs/trainer.md`` says what, and what would have to change there. Outside a job with model parallelism all of it does
-what Transformers does.
+Transformers has the calls for this library, but some of the steps on the way to them are missing, and which ones depends on
+the release. ``docs/trainer.md`` lists them, with the changes that Transformers would need. Outside a job with model
+parallelism, all of it does the same as Transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REFUSES_BF16 = "does not support BF16"
 
 
 def adapt_arguments(module: ModuleType) -> None:
-    """``TrainingArguments``: the device of this library, on machines without a GPU too."""
+    """Adapt ``TrainingArguments``: use the device of this library, on machines without a GPU too."""
     for name in ("TrainingArguments", "SageMakerTrainingArguments"):
         kind = vars(module).get(name)
         if kind is None or "_setup_devices" not in vars(kind):
@@ -45,7 +45,7 @@ def adapt_arguments(module: ModuleType) -> None:
 
 
 def adapt_trainer(module: ModuleType) -> None:
-    """``Trainer``: data per rank, the wrapped model everywhere, its optimizer, its own loss, all random numbers."""
+    """Adapt ``Trainer``: data per rank, the wrapped model and its optimizer, its own loss, all random number generators."""
     kind = module.Trainer
     methods: dict[str, Callable[..., Any]] = {
         "__init__": _begin_trainer,
@@ -68,12 +68,12 @@ def adapt_trainer(module: ModuleType) -> None:
 
 
 def adapt_seq2seq(module: ModuleType) -> None:
-    """``Seq2SeqTrainer``: it generates with the wrapped model, and calls it as a step would."""
+    """Adapt ``Seq2SeqTrainer``: it generates with the wrapped model, and calls it as a step would."""
     replace_method(module.Seq2SeqTrainer, "prediction_step", _generation_step, sys.modules["transformers.trainer"])
 
 
 def is_job(module: ModuleType) -> bool:
-    """Whether Transformers takes this process for a rank of this library."""
+    """Return whether Transformers treats this process as a rank of this library."""
     names = vars(module)
     ask = names.get("is_sagemaker_mp_enabled") or names["is_sagemaker_model_parallel_available"]
     return bool(ask()) and sessions.is_initialized()
@@ -113,7 +113,7 @@ def _begin_arguments(former: Callable[..., Any], arguments: Any) -> None:
 
 
 def _device(arguments: Any) -> torch.device:
-    """What ``_setup_devices`` does for this library, on any device."""
+    """Set up the device as ``_setup_devices`` does for this library, on any device, and return it."""
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -128,7 +128,7 @@ def _device(arguments: Any) -> torch.device:
 
 
 def _begin_trainer(former: functools.partial[None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """The precision is that of the job, as Transformers has it for fp16 already."""
+    """Use the precision of the job, as Transformers already does for fp16."""
     # Not bound to the signature, which lacks names that Transformers still takes, such as ``tokenizer``.
     given = dict(zip(inspect.signature(former).parameters, args, strict=False)).get("args", kwargs.get("args"))
     if given is None or not hasattr(given, "bf16"):
@@ -163,7 +163,7 @@ def _create_accelerator(former: functools.partial[None], trainer: Any) -> None:
 
 
 def _wrap_model(_: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> DistributedModel:
-    """One wrapped model for training, evaluation and prediction."""
+    """Return one wrapped model for training, evaluation and prediction."""
     for known in (trainer.model_wrapped, model):
         if isinstance(known, DistributedModel):
             return known
@@ -175,7 +175,7 @@ def _wrap_model(_: Callable[..., Any], trainer: Any, model: Any, *args: Any, **k
 
 
 def _create_optimizer(former: Callable[..., Any], trainer: Any, model: Any = None) -> DistributedOptimizer:
-    """An optimizer of the wrapped model's parameters, once."""
+    """Create the optimizer of the wrapped model's parameters once, and return it."""
     if isinstance(trainer.optimizer, DistributedOptimizer):
         return trainer.optimizer
     wrapped = trainer.model_wrapped
@@ -193,7 +193,7 @@ def _create_optimizer(former: Callable[..., Any], trainer: Any, model: Any = Non
 
 
 def _scale_losses(optimizer: DistributedOptimizer) -> None:
-    """In fp16 the scale that Trainer has in one process: Transformers makes the optimizer without any."""
+    """Set the loss scale of a single process in fp16: Transformers makes the optimizer without one."""
     if sessions.current().ranks.cfg.fp16:
         optimizer.loss_scale_args = dict(_LOSS_SCALE)
         optimizer.dynamic_loss_scale = True

@@ -34,7 +34,7 @@ class TrainerAccelerator(JobAccelerator):
         self._trainer = weakref.ref(trainer)
 
     def prepare(self, *objects: Any, **options: Any) -> Any:
-        """As ever; an optimizer of the trainer that nobody has made for the wrapped model is made first."""
+        """Prepare objects as Accelerate does, but first create the trainer's optimizer for the wrapped model if it is missing."""
         trainer = self._trainer()
         if trainer is None or len(objects) != 1 or objects[0] is not trainer.optimizer:
             return super().prepare(*objects, **options)
@@ -47,14 +47,14 @@ class TrainerAccelerator(JobAccelerator):
         return trainer.optimizer
 
     def unwrap_model(self, model: Any, *args: Any, **options: Any) -> Any:
-        """The model that the script gave."""
+        """Return the script's own model."""
         trainer = self._trainer()
         if isinstance(model, DistributedModel) and trainer is not None and trainer.model_wrapped is model:
             return trainer.model
         return super().unwrap_model(model, *args, **options)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Backward of a loss that the trainer has divided by the passes that accumulate."""
+        """Run backward of a loss that the trainer has divided by the number of accumulation steps."""
         trainer = self._trainer()
         if trainer is not None and isinstance(trainer.model_wrapped, DistributedModel):
             trainer.model_wrapped.backward(loss, **options)

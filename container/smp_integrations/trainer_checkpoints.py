@@ -37,7 +37,10 @@ _COUNTS = "trainer_state.json"
 
 
 def _state_folder(checkpoint: Any) -> Path | None:
-    """Where all ranks have saved model and optimizer; None in a checkpoint of another kind, such as plain weights."""
+    """Return the folder with the model and optimizer state of all ranks.
+
+    Return None for a checkpoint of another kind, such as plain weights.
+    """
     if checkpoint is None:
         return None
     folder = Path(checkpoint) / _FOLDER
@@ -45,7 +48,10 @@ def _state_folder(checkpoint: Any) -> Path | None:
 
 
 def save_optimizer_and_scheduler(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
-    """A partial checkpoint, with the float32 weights of half precision; Transformers' file would lack these and all shards."""
+    """Save a partial checkpoint with the float32 weights of half precision, and the learning rate scheduler.
+
+    Transformers' own file would have neither these weights nor all shards.
+    """
     session = sessions.current()
     folder = Path(output_dir)
     with _without_frozen_base(trainer.model_wrapped):
@@ -56,7 +62,7 @@ def save_optimizer_and_scheduler(_: Callable[..., Any], trainer: Any, output_dir
 
 
 def load_from_checkpoint(former: Callable[..., Any], trainer: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-    """Weights alone, or adapters, where they do not come with the optimizer's state."""
+    """Load weights alone, or adapters, unless they come with the optimizer's state."""
     if _state_folder(checkpoint) is not None:
         return
     model = trainer.model_wrapped
@@ -67,7 +73,7 @@ def load_from_checkpoint(former: Callable[..., Any], trainer: Any, checkpoint: A
 
 
 def load_optimizer_and_scheduler(former: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
-    """What :func:`save_optimizer_and_scheduler` saved, with any degrees and number of ranks."""
+    """Load a checkpoint of :func:`save_optimizer_and_scheduler`, with any degrees and number of ranks."""
     folder = _state_folder(checkpoint)
     if folder is None:
         former(checkpoint)
@@ -83,7 +89,10 @@ def load_optimizer_and_scheduler(former: Callable[..., Any], trainer: Any, check
 
 
 def stop_and_resume(trainer: Any) -> None:
-    """With ``SMP_AUTO_CHECKPOINT=1``: a request to stop makes Trainer save after the same step on all ranks, and end with 0."""
+    """Handle stop requests if ``SMP_AUTO_CHECKPOINT=1``.
+
+    After a request, Trainer saves after the same step on all ranks, and exits with status 0.
+    """
     if not is_wanted(os.environ):
         return
     from transformers import TrainerCallback
@@ -126,7 +135,7 @@ def stop_and_resume(trainer: Any) -> None:
 def train(
     former: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """With ``SMP_AUTO_CHECKPOINT=1``: a script that does not say from where goes on from its newest checkpoint."""
+    """Resume from the newest checkpoint if ``SMP_AUTO_CHECKPOINT=1`` and the script names no checkpoint."""
     if resume_from_checkpoint is None and is_wanted(os.environ):
         control = sessions.current().ranks.control
         resume_from_checkpoint = control.broadcast(_newest(Path(trainer.args.output_dir)), list(range(control.size)))
@@ -136,7 +145,10 @@ def train(
 
 
 def _newest(folder: Path) -> str | None:
-    """Trainer's checkpoint with the most steps that has all its files; a job that was killed may have left some without."""
+    """Return Trainer's checkpoint with the most steps that has all its files, or None.
+
+    A job that was killed may have left incomplete checkpoints.
+    """
     numbers = {int(p.name.rpartition("-")[2]): p for p in folder.glob("checkpoint-*") if p.name[11:].isdecimal()}
     whole = [str(p) for _, p in sorted(numbers.items()) if (p / _COUNTS).is_file() and (p / _FOLDER).is_dir()]
     return whole[-1] if whole else None
@@ -148,7 +160,7 @@ def _newest(folder: Path) -> str | None:
 def save_model(
     former: Callable[..., Any], trainer: Any, output_dir: str | None = None, _internal_call: bool = False
 ) -> None:
-    """Adapters without gathering the frozen base; other models as ever."""
+    """Save only the adapters of a model that has them, without gathering the frozen base; save other models as usual."""
     model = trainer.model_wrapped
     if not (isinstance(model, DistributedModel) and has_adapters(model.module) and is_split(model)):
         former(output_dir, _internal_call=_internal_call)
@@ -165,7 +177,10 @@ def save_model(
 
 @contextlib.contextmanager
 def _without_frozen_base(model: Any) -> Iterator[None]:
-    """Inside, a model with adapters has these in its state only: the script makes the frozen base again."""
+    """Leave the frozen base out of the state of a model with adapters, inside the block.
+
+    The script creates the base again when it resumes.
+    """
     if not (isinstance(model, DistributedModel) and has_adapters(model.module)):
         yield
         return
@@ -186,13 +201,17 @@ def _without_frozen_base(model: Any) -> Iterator[None]:
 
 
 def _random_file(session: Session, folder: Any) -> Path:
-    """Of each rank: ranks of one replica, which Transformers counts as one process, draw numbers of their own."""
+    """Return the file for this rank's random state.
+
+    Each rank has its own file, because ranks of one replica draw different numbers. Transformers counts such ranks as one
+    process.
+    """
     is_alone = session.ranks.size(Group.WORLD) == 1
     return Path(folder) / ("rng_state.pth" if is_alone else f"rng_state_{session.ranks.rank}.pth")
 
 
 def save_rng_state(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
-    """The generators of this rank, those of tensor parallel layers too."""
+    """Save the random number generators of this rank, including those of tensor parallel layers."""
     import numpy as np
 
     session = sessions.current()
@@ -209,7 +228,7 @@ def save_rng_state(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None
 
 
 def load_rng_state(_: Callable[..., Any], trainer: Any, checkpoint: Any) -> None:
-    """Where the generators stood; with another number of ranks each goes on with its own."""
+    """Restore the random number generators; with another number of ranks, each rank keeps its own new ones."""
     import numpy as np
 
     session = sessions.current()

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShortBatch:
-    """A batch whose samples the number of microbatches does not divide, such as the last of an epoch.
+    """A batch with a number of samples that the number of microbatches does not divide, such as the last one of an epoch.
 
-    Microbatches differ by one sample then. With fewer samples than microbatches some get a sample a second time, which
-    counts nothing.
+    Microbatches then differ by one sample. If there are fewer samples than microbatches, some microbatches get a sample
+    for a second time, with weight 0.
 
     Attributes:
         inputs: of the model, by name.
         samples: in the batch.
         by_samples: whether the loss of a microbatch is a mean over its samples, and is weighted by their number.
-        parts: of which a tensor is made, one behind the other, each with all samples.
+        parts: number of consecutive parts of each tensor; each part has all samples.
     """
 
     inputs: Mapping[str, Any]
@@ -39,12 +39,12 @@ class ShortBatch:
     parts: int = 1
 
     def sizes(self, count: int) -> list[int]:
-        """Samples of each microbatch that count."""
+        """Return the number of samples of each microbatch that count."""
         least, more = divmod(self.samples, count)
         return [least + (index < more) for index in range(count)]
 
     def smp_slice(self, count: int, index: int, axis: int) -> tuple[dict[str, Any], float]:
-        """The inputs of a microbatch, and by what its loss is multiplied before microbatches are averaged."""
+        """Return the inputs of a microbatch, and the factor of its loss before microbatches are averaged."""
         sizes = self.sizes(count)
         start, size = (sum(sizes[:index]), sizes[index]) if sizes[index] else (0, 1)
 
@@ -61,7 +61,7 @@ class ShortBatch:
 
 
 def samples_of(inputs: Mapping[str, Any]) -> int:
-    """Samples of a batch: the size of its first tensor; 0 without one."""
+    """Return the number of samples of a batch: the size of its first tensor, or 0 without one."""
     sizes = (value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
     return next(sizes, 0)
 
@@ -75,7 +75,7 @@ def _batch(trainer: Any, inputs: Mapping[str, Any], microbatches: int, by_sample
 
 
 def _loss(trainer: Any, model: DistributedModel, inputs: Mapping[str, Any], items: Any, **more: Any) -> Any:
-    """What the trainer, or its subclass, computes of a microbatch."""
+    """Return the loss that the trainer or its subclass computes for a microbatch."""
     if takes(trainer.compute_loss, "num_items_in_batch"):
         more["num_items_in_batch"] = items
     with trainer.compute_loss_context_manager():
@@ -83,7 +83,7 @@ def _loss(trainer: Any, model: DistributedModel, inputs: Mapping[str, Any], item
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has an argument of that name, or any keywords."""
+    """Return whether a function accepts an argument of that name, or any keyword arguments."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
@@ -92,10 +92,12 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 class _OverTheBatch:
-    """A label smoother that means over the tokens of its call, as Transformers 4 has it: here over those of the whole batch.
+    """A label smoother that averages over the tokens of the whole batch.
+
+    The wrapped smoother averages over the tokens of its call, as in Transformers 4.
 
     Args:
-        tokens: of a microbatch on average that count, with all labels and without the first of each sample.
+        tokens: average number of tokens of a microbatch that count, with all labels and without the first of each sample.
     """
 
     def __init__(self, smoother: Any, tokens: list[float]) -> None:
@@ -118,11 +120,11 @@ def _counted(labels: torch.Tensor, ignored: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _smoothing(trainer: Any, inputs: Mapping[str, Any], microbatches: int) -> Iterator[bool]:
-    """Inside, smoothed losses of microbatches and replicas are averaged as if the batch were one, in all releases.
+    """Average smoothed losses of microbatches and replicas as for one batch, inside the block, in all releases.
 
     Yields:
-        Whether that is done here, so that the loss takes no number of tokens: the trainer would multiply by the number
-        of processes for it.
+        Whether the smoothing is done here. If so, the loss takes no number of tokens, because the trainer would multiply
+        it by the number of processes.
     """
     smoother: Any = getattr(trainer, "label_smoother", None)
     labels = inputs.get("labels")
@@ -145,7 +147,7 @@ def _smoothing(trainer: Any, inputs: Mapping[str, Any], microbatches: int) -> It
 
 @step
 def forward_backward(trainer: Any, model: DistributedModel, batch: Any, items: Any, scale: float) -> torch.Tensor:
-    """The gradients of one microbatch, and its loss."""
+    """Compute the gradients of one microbatch, and return its loss."""
     inputs, weight = batch
     loss: torch.Tensor = _loss(trainer, model, inputs, items) * (weight * scale)
     model.backward(loss)
@@ -153,11 +155,11 @@ def forward_backward(trainer: Any, model: DistributedModel, batch: Any, items: A
 
 
 def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, Any], items: Any = None) -> torch.Tensor:
-    """What ``Trainer.training_step`` does in one process, with the batch in microbatches.
+    """Run ``Trainer.training_step`` with the batch in microbatches.
 
     Args:
-        items: tokens over which the loss is a mean, of all batches of this update; None where each batch has a mean of its
-            own.
+        items: number of tokens in all batches of this update, over which the loss is a mean; None if each batch has a mean
+            of its own.
     """
     model.train()
     if callable(switch := getattr(trainer.optimizer, "train", None)):
@@ -177,7 +179,10 @@ def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, An
 
 
 def _per_microbatch(items: Any, microbatches: int) -> Any:
-    """Losses of microbatches are averaged: a mean over this many tokens makes that average one over all of them."""
+    """Return the number of tokens for the mean of one microbatch.
+
+    Losses of microbatches are averaged; with this number, the average is the mean over all tokens.
+    """
     return items if items is None or microbatches == 1 else items / microbatches
 
 
@@ -188,10 +193,10 @@ def _per_microbatch(items: Any, microbatches: int) -> Any:
 def forward_only(
     trainer: Any, model: DistributedModel, batch: Any, items: Any, has_loss: bool, left_out: Any
 ) -> tuple[torch.Tensor | None, Any]:
-    """Loss and outputs of one microbatch.
+    """Return the loss and outputs of one microbatch.
 
     Args:
-        left_out: names of outputs that nobody wants; None: all of them.
+        left_out: names of outputs to leave out; None leaves out all of them.
     """
     inputs, weight = batch
     loss: torch.Tensor | None = None
@@ -221,13 +226,13 @@ def prediction_step(
     ignore_keys: list[str] | None = None,
     has_loss: bool | None = None,
 ) -> tuple[Any, Any, Any]:
-    """What ``Trainer.prediction_step`` does in one process, with the batch in microbatches.
+    """Run ``Trainer.prediction_step`` with the batch in microbatches.
 
     Args:
-        has_loss: whether the trainer computes a loss of these inputs; None: as Transformers finds out.
+        has_loss: whether the trainer computes a loss of these inputs; None to decide as Transformers does.
 
     Returns:
-        Loss, outputs and labels; None for those that there are not.
+        Loss, outputs and labels; None for those that do not exist.
     """
     names = trainer.label_names
     has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
@@ -264,7 +269,10 @@ def prediction_step(
 
 
 def whole_batch(trainer: Any, model: DistributedModel) -> Callable[..., dict[str, Any]]:
-    """A model that is called outside steps, with whole batches: its loss, and logits if something is computed from them."""
+    """Return a function that calls the model outside of steps, with whole batches.
+
+    The function returns the loss, and the logits if label smoothing needs them.
+    """
     wanted = ("loss", "logits") if trainer.label_smoother is not None else ("loss",)
 
     def forward(**inputs: Any) -> dict[str, Any]:
@@ -275,7 +283,7 @@ def whole_batch(trainer: Any, model: DistributedModel) -> Callable[..., dict[str
 
 
 def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    """Tokens over which the loss of a batch is a mean, in releases that count them; or None."""
+    """Return the number of tokens over which the loss of a batch is a mean, or None in releases that do not count them."""
     own = getattr(trainer, "smp_items", None)
     if own is not None:
         return own(inputs)
@@ -284,7 +292,7 @@ def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def _joined(value: Any, sizes: list[int] | None, parts: int) -> Any:
-    """Outputs of microbatches along the batch axis, without samples that were there a second time."""
+    """Join outputs of microbatches along the batch axis, without samples that were there a second time."""
     if isinstance(value, StepOutput):
         kept = [out.detach() for n, out in enumerate(value.outputs) if sizes is None or sizes[n]]
         if parts == 1 or kept[0].dim() == 0:

@@ -1,6 +1,6 @@
-"""What the trainers of TRL need beyond Transformers' ``Trainer``: a reference model, pairs in one batch, metrics of a step.
+"""Additions for TRL's trainers beyond Transformers' ``Trainer``: a reference model, pairs in one batch, metrics of a step.
 
-Their own loss runs inside a step, on the stage that runs the step function, and notes metrics on the trainer there.
+Their own loss runs inside a step, on the stage that runs the step function, and records metrics on the trainer there.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ REFERENCE = "reference_model"
 
 
 def adapt_sft(module: ModuleType) -> None:
-    """``SFTTrainer``."""
+    """Adapt ``SFTTrainer``."""
     module.SFTTrainer.smp_items = _scored_tokens
     for name, method in _METHODS.items():
         replace_method(module.SFTTrainer, name, method, sys.modules[_TRAINER])
 
 
 def adapt_dpo(module: ModuleType) -> None:
-    """``DPOTrainer``."""
+    """Adapt ``DPOTrainer``."""
     for name, method in {**_METHODS, "_wrap_model": _wrap_with_reference}.items():
         replace_method(module.DPOTrainer, name, method, sys.modules[_TRAINER])
     module.DPOTrainer.smp_batch = _batch_of_pairs
@@ -57,7 +57,7 @@ def _training_step(former: Callable[..., Any], trainer: Any, model: Any, *args: 
 def _prediction_step(
     _: Callable[..., Any], trainer: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Always with the trainer's own loss."""
+    """Run a prediction step, always with the trainer's own loss."""
     with _shared_metrics(trainer, model):
         loss, outputs, labels = prediction_step(
             trainer, model, inputs, prediction_loss_only, ignore_keys, has_loss=True
@@ -68,7 +68,7 @@ def _prediction_step(
 
 
 def _compute_loss(former: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the tracing step notes is not of a step."""
+    """Compute the loss, but discard metrics that the tracing step records: it is not a training step."""
     if not sessions.current().ranks.step.is_tracing:
         return former(*args, **kwargs)
     kept = {name: copy.deepcopy(getattr(trainer, name)) for name in (_METRICS, _TOKENS)}
@@ -87,7 +87,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def _shared_metrics(trainer: Any, model: DistributedModel) -> Iterator[None]:
-    """What the step function notes inside on the stage that runs it, every stage has afterwards."""
+    """Copy metrics that the step function records in the block from the stage that runs it to every stage."""
     yield
     pipeline = model.pipeline
     if pipeline is None:
@@ -99,7 +99,10 @@ def _shared_metrics(trainer: Any, model: DistributedModel) -> Iterator[None]:
 
 
 def _scored_tokens(trainer: Any, inputs: Mapping[str, Any]) -> Any:
-    """Over how many tokens TRL takes the mean of a batch in evaluation; every label but the first of a sequence counts."""
+    """Return the number of tokens for TRL's mean over a batch in evaluation.
+
+    Every label counts, except the first of a sequence.
+    """
     labels = inputs.get("labels")
     if labels is None:
         return None
@@ -111,7 +114,10 @@ def _scored_tokens(trainer: Any, inputs: Mapping[str, Any]) -> Any:
 
 
 def _batch_of_pairs(trainer: Any, inputs: Mapping[str, Any], by_samples: bool) -> ShortBatch:
-    """The chosen halves of all pairs come first in a batch, then the rejected ones; microbatches have whole pairs."""
+    """Return a batch with whole pairs in each microbatch.
+
+    The chosen halves of all pairs come first in the batch, then the rejected ones.
+    """
     return ShortBatch(inputs, samples_of(inputs) // 2, by_samples, parts=2)
 
 
@@ -132,7 +138,7 @@ def _wrap_with_reference(former: Callable[..., Any], trainer: Any, model: Any, *
 
 
 def add_reference(model: nn.Module, reference: nn.Module) -> None:
-    """Make a frozen model in evaluation mode a part of another one, whose state and names stay as they are."""
+    """Add a frozen model in evaluation mode to another model, without a change to that model's state or names."""
     reference.requires_grad_(False).eval()
     # It evaluates whatever the model around it does.
     reference.__dict__["train"] = lambda mode=True: reference

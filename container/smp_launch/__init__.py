@@ -1,4 +1,4 @@
-"""The way from ``/opt/ml`` to the ranks: reads the job, starts mpirun, forwards signals, tells why a job failed."""
+"""The way from ``/opt/ml`` to the ranks: reads the job, starts mpirun, forwards signals, reports why a job failed."""
 
 from smp_launch.isolated import leave_working_folder
 

@@ -1,4 +1,4 @@
-"""``python -m smp_launch``: ``train`` is what a host of a SageMaker job runs, ``run`` starts a script anywhere."""
+"""``python -m smp_launch``: ``train`` runs on a host of a SageMaker job, ``run`` starts a script anywhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 @main.command()
 def train() -> None:
-    """Run the training job of this host's tree (/opt/ml, or where SAGEMAKER_BASE_DIR says)."""
+    """Run the training job of this host's tree (/opt/ml, or the folder in SAGEMAKER_BASE_DIR)."""
     lifeline = os.environ.get(LIFELINE_VARIABLE) == "1"
     with StopRequests(lifeline, patience=grace_seconds(os.environ) + LAST_RESORT) as stop:
         code = run(stop, os.environ)
@@ -54,7 +54,7 @@ main.add_command(run_script)
 
 
 def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
-    """Run this host's part of the job, and write the failure file when it fails; gives the exit code."""
+    """Run this host's part of the job, write the failure file if it fails, and return the exit code."""
     tree = Tree.from_environment(environ)
     try:
         code, cause = _run(tree, stop, environ)

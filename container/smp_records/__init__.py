@@ -1,1 +1,1 @@
-"""What the processes of a job write for one another and for whoever looks on: formats, and reading and writing them."""
+"""Records that the processes of a job write for one another and for observers: formats, and reading and writing them."""

@@ -1,4 +1,4 @@
-"""Faults on purpose, for drills: what ``SMP_FAULTS="kill@rank=2,step=30,phase=backward;stop@rank=1"`` asks for."""
+"""Faults on purpose, for drills, from ``SMP_FAULTS="kill@rank=2,step=30,phase=backward;stop@rank=1"``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,11 @@ class Fault:
 
 
 def parse(text: str) -> list[Fault]:
-    """Read faults; raises ConfigError for words that mean none."""
+    """Parse faults.
+
+    Raises:
+        ConfigError: some words mean no fault.
+    """
     return [_one(words.strip()) for words in text.split(";") if words.strip()]
 
 

@@ -1,8 +1,9 @@
-"""What ranks write down of the numbers of a training, one file each, and how a job is told to: both sides read this.
+"""Records that ranks write of the numbers of a training, one file each, and the variables that order them.
 
-A file is lines of JSON that are only appended. The first of each start of the job, and of the degrees that it goes over to, is its
-:class:`Head`; every other has a :class:`RecordedMoment` of a step with the :class:`RecordedValue` of each tensor, as a list in
-the order of the fields. A line that is being written has no end yet, and is not read.
+Both sides read this. A file is lines of JSON that are only appended. Each start of the job, and each change of its
+degrees, begins with a :class:`Head`. Every other line has a :class:`RecordedMoment` of a step, with the
+:class:`RecordedValue` of each tensor as a list in the order of the fields. A line that is being written has no end
+yet, and is not read.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ class RecordedValue(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all elements are."""
+        """Return whether all elements are finite."""
         return math.isfinite(self.square) and all(map(math.isfinite, self.projections))
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a rank is."""
+    """The place of a rank in its job, and the settings of its record."""
 
     numerics: int  # version of the format
     rank: int
@@ -127,7 +128,11 @@ _Made = TypeVar("_Made")
 
 
 def _from_variable(made: type[_Made], environ: Mapping[str, str], name: str, command: str) -> _Made | None:
-    """An object from a variable that a command sets; None without it, ConfigError for what is no such object."""
+    """Return an object from a variable that a command sets, or None if it is not set.
+
+    Raises:
+        ConfigError: the value is no such object.
+    """
     text = environ.get(name)
     if not text:
         return None
@@ -139,11 +144,11 @@ def _from_variable(made: type[_Made], environ: Mapping[str, str], name: str, com
 
 @dataclass(frozen=True)
 class Trial:
-    """What a run of ``smp-estimator verify`` does beside recording.
+    """The settings of a run of ``smp-estimator verify``, beside recording.
 
     Attributes:
         steps: updates after which every rank ends the script, with exit code 0.
-        seed: of all generators when ``smp.init()`` returns.
+        seed: seed of all generators when ``smp.init()`` returns.
         save: folder into which the arguments of steps are written; empty for none.
         replay: folder from which they are taken; empty for the script's own.
     """
@@ -155,25 +160,29 @@ class Trial:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Trial | None:
-        """What the environment says; None where it says nothing. ConfigError for what is no such object."""
+        """Return the trial that the environment sets, or None if it sets none.
+
+        Raises:
+            ConfigError: the value is no trial.
+        """
         return _from_variable(cls, environ, TRIAL_VARIABLE, "smp-estimator verify")
 
     def to_text(self) -> str:
-        """For the variable."""
+        """Return the trial as text for the variable."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class Start:
-    """How the script of a recorded run was started, so that it can be run again.
+    """The start of the script of a recorded run, so that it can be run again.
 
     Attributes:
-        script: its file; empty where ranks run no file.
+        script: its file; empty if ranks run no file.
         words: its own command line.
-        directory: where it was started.
-        parameters: of the model parallel library.
+        directory: folder in which it was started.
+        parameters: parameters of the model parallel library.
         checkpoints: folder of its checkpoints, if the job had one.
-        trial: what :data:`TRIAL_VARIABLE` was.
+        trial: the value of :data:`TRIAL_VARIABLE`.
     """
 
     script: str = ""
@@ -185,7 +194,11 @@ class Start:
 
     @classmethod
     def of(cls, head: Head) -> Start:
-        """That of a rank; ConfigError for a record of something else."""
+        """Return how the script of a rank was started, from the rank's head.
+
+        Raises:
+            ConfigError: the head records something else.
+        """
         found = {each.name: head.start[each.name] for each in fields(cls) if each.name in head.start}
         made = cls(**found)
         texts = (made.script, made.directory, made.checkpoints, made.trial)
@@ -200,12 +213,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Closeup:
-    """What a repeated run keeps whole.
+    """The part of a repeated run that is kept whole.
 
     Attributes:
         step: updates before it; the script ends behind the update that follows.
-        module: all whose tensors are kept, in the script's names.
-        folder: for the files.
+        module: the module, in the script's names. All of its tensors are kept.
+        folder: folder for the files.
     """
 
     step: int
@@ -214,11 +227,15 @@ class Closeup:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Closeup | None:
-        """What the environment says; None where it says nothing. ConfigError for what is no such object."""
+        """Return the close-up that the environment sets, or None if it sets none.
+
+        Raises:
+            ConfigError: the value is no close-up.
+        """
         return _from_variable(cls, environ, CLOSEUP_VARIABLE, "smp-estimator diff --bisect")
 
     def to_text(self) -> str:
-        """For the variable."""
+        """Return the close-up as text for the variable."""
         return json.dumps(asdict(self))
 
 
@@ -227,14 +244,14 @@ class KeptTensor:
     """A tensor in a file of a close-up, or this rank's part of one.
 
     Attributes:
-        phase: and ``name``, ``nth``, ``microbatch``, ``owner`` as of a :class:`RecordedValue`.
+        phase: like ``name``, ``nth``, ``microbatch`` and ``owner``, as in a :class:`RecordedValue`.
         call: calls of a step since the last update.
-        shape: of the whole tensor; of a batch, that of this microbatch.
-        axis: along which the rank has a part; None for all of it.
+        shape: shape of the whole tensor; for a batch, that of this microbatch.
+        axis: axis along which the rank has a part; None if it has all of it.
         cuts: start and stop of that part, or of each of the runs that it joins.
         flat: first and last element (exclusive) of the flattened part that the file has.
-        heads: of attention in the module, if it says.
-        file: beside the index.
+        heads: number of attention heads in the module, if the module has that number.
+        file: name of the file beside the index.
     """
 
     phase: str
@@ -255,7 +272,7 @@ class KeptTensor:
 
 @dataclass(frozen=True)
 class Guards:
-    """What ranks look at before each update.
+    """The checks of ranks before each update.
 
     Attributes:
         finite: whether loss and gradients must be finite numbers.
@@ -269,10 +286,10 @@ class Guards:
 
     @classmethod
     def of(cls, text: str) -> Guards:
-        """From the words of the variable.
+        """Parse the words of the variable.
 
         Raises:
-            ConfigError: another word, or a number out of its range.
+            ConfigError: a word is unknown, or a number is out of its range.
         """
         finite, spike, replicas = False, None, None
         for word in filter(None, (part.strip() for part in text.split(","))):
@@ -301,7 +318,11 @@ def _number(text: str) -> float | None:
 
 
 def every_steps(environ: Mapping[str, str]) -> int:
-    """Updates between two recorded steps; ConfigError for what is no such number."""
+    """Return how many updates lie between two recorded steps.
+
+    Raises:
+        ConfigError: the value is no such number.
+    """
     text = environ.get(EVERY_VARIABLE, "") or str(DEFAULT_EVERY)
     if not text.isdecimal() or not 1 <= int(text) <= MOST_EVERY:
         raise ConfigError(
@@ -312,12 +333,15 @@ def every_steps(environ: Mapping[str, str]) -> int:
 
 
 def head_line(head: Head) -> str:
-    """A line of a file."""
+    """Return the line of a file for a head."""
     return json.dumps(asdict(head)) + "\n"
 
 
 def moment_line(moment: RecordedMoment) -> str:
-    """A line of a file; JSON has no numbers that are not finite, so these are texts."""
+    """Return the line of a file for a moment.
+
+    JSON has no numbers that are not finite, so these are texts.
+    """
     values = [[_plain(item) for item in value] for value in moment.values]
     return (
         json.dumps(

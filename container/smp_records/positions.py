@@ -1,4 +1,4 @@
-"""What a rank's record tells to whoever reads it: where the rank is, the calls that it has made and its open waits."""
+"""The content of a rank's record: where the rank is, the calls that it has made and its open waits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class JoinedCall:
 
     @property
     def content(self) -> str:
-        """What must be the same on all members: ``all_reduce of 1024 float32``."""
+        """Return the part of the call that must be the same on all members: ``all_reduce of 1024 float32``."""
         return f"{self.name} of {self.size} {self.dtype}".rstrip() if self.kind == COLLECTIVE else self.name
 
 
@@ -59,9 +59,9 @@ class Waiting:
     """An open wait.
 
     Attributes:
-        whom: the ranks without which it does not end.
-        line: none for a collective's.
-        number: of the collective in its group; 0 for other waits.
+        whom: the ranks that must act before it ends.
+        line: the script's line; none for a collective.
+        number: number of the collective in its group; 0 for other waits.
     """
 
     since: float
@@ -81,7 +81,7 @@ class RankRecord:
         step: steps that the rank has begun.
         microbatch: the one that was begun last; negative outside a step.
         left: how the rank has left the job; empty while it is in it.
-        long: what the script has said will take long, until ``long_until``.
+        long: work that the script has announced as long, until ``long_until``.
         calls: the last ones, in their order.
         waits: those that are open, longest first.
     """
@@ -101,14 +101,14 @@ class RankRecord:
 
     @property
     def line(self) -> ScriptLine:
-        """The script's line that was noted last."""
+        """Return the script's line that was noted last."""
         noted = [call.line for call in self.calls if call.line] + [w.line for w in self.waits if w.line]
         return noted[-1] if noted else ScriptLine("", 0)
 
 
 @dataclass(frozen=True)
 class Glance:
-    """The part of a record that says whether a rank goes on."""
+    """The part of a record that shows whether a rank makes progress."""
 
     pid: int
     when: float

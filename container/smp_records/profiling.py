@@ -1,4 +1,4 @@
-"""Which steps of a training PyTorch's profiler records, and the files that ranks write: both sides read it alike."""
+"""The steps of a training that PyTorch's profiler records, and the files that ranks write. Both sides read this alike."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _LAST_STEP = 10**12
 
 @dataclass(frozen=True)
 class Profile:
-    """What is profiled.
+    """A request for profiles.
 
     Attributes:
-        first: update, counted from 1, whose step is the first one.
-        last: the same of the last one.
+        first: first profiled step, as the number of its update, counted from 1.
+        last: last profiled step, counted the same way.
         memory: whether allocations are recorded; on a GPU also which lines of code hold its memory.
-        shapes: of the arguments of operations.
-        stacks: the lines of Python that have called them.
-        ranks: those that are profiled; empty for all.
+        shapes: whether shapes of the arguments of operations are recorded.
+        stacks: whether the lines of Python that have called the operations are recorded.
+        ranks: ranks that are profiled; empty for all.
     """
 
     first: int
@@ -48,15 +48,15 @@ class Profile:
     ranks: tuple[int, ...] = ()
 
     def takes(self, rank: int) -> bool:
-        """Whether a rank is profiled."""
+        """Return whether a rank is profiled."""
         return not self.ranks or rank in self.ranks
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Profile | None:
-        """What the environment says; None where nothing is profiled.
+        """Return the profile that the environment asks for, or None if it asks for none.
 
         Raises:
-            ConfigError: other words, or numbers out of their range.
+            ConfigError: a word is unknown, or a number is out of its range.
         """
         text = environ.get(VARIABLE, "")
         if text in ("", "0"):
@@ -95,7 +95,7 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class About(BaseModel):
-    """Whose trace it is, and its clock."""
+    """The rank that a trace belongs to, and its clock."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -112,5 +112,5 @@ class About(BaseModel):
 
 
 def file_name(rank: int) -> str:
-    """Of a rank's trace."""
+    """Return the name of the file with a rank's trace."""
     return f"{FILE_PREFIX}{rank:05}{FILE_SUFFIX}"

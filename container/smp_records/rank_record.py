@@ -1,9 +1,9 @@
-"""Where a rank is: a record that it keeps in a small mapped file, which whoever watches the job reads from outside.
+"""The record of a rank's position, in a small mapped file that observers of the job read from outside.
 
-The rank writes as it goes, without a lock and without a system call; the reader needs nothing of the rank, not even that it
-runs. A record has the step and its phase, the last calls that other ranks must make too (each with the script's line), the
-waits for other ranks that are open, and when anything of it changed last. Times are those of the machine's monotonic clock, so
-that they can be compared between its processes.
+The rank writes as it goes, without a lock and without a system call. The reader needs nothing of the rank, not even
+that it runs. A record has the step and its phase, and the last calls that other ranks must make too (each with the
+script's line). It also has the open waits for other ranks, and the time of the last change. Times are those of the
+machine's monotonic clock, so that they can be compared between its processes.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ _BYTES = _CELLS_AT + _CELLS * _CELL_BYTES
 
 
 class Notes:
-    """The record of this process; without a file it takes nothing down.
+    """The record of this process; without a file it records nothing.
 
     Attributes:
         on_phase: called with each phase that the rank enters, and the number of its step.
-        explain: says of an error what it means, as an error of this library; None where it knows no better.
+        explain: returns an error of this library that explains an error, or None if it cannot explain it.
         on_step: called when a step begins.
-        pace: what its time is spent on.
+        pace: how the process spends its time.
     """
 
     def __init__(self, path: Path | None = None, rank: int = 0) -> None:
@@ -113,17 +113,17 @@ class Notes:
 
     @property
     def are_kept(self) -> bool:
-        """Whether anybody may read them."""
+        """Return whether the record has a file, so that others can read it."""
         return self._map is not None
 
     # -- what the rank does ------------------------------------------------------------------------------------------
 
     def move(self) -> None:
-        """Something has gone on."""
+        """Record a sign of life."""
         self._write_state()
 
     def begin_step(self) -> None:
-        """The next step begins."""
+        """Record that the next step begins."""
         self.step += 1
         self._has_steps = True
         if self.on_step is not None:
@@ -132,12 +132,12 @@ class Notes:
         self.enter(FORWARD)
 
     def go_on(self, step: int) -> None:
-        """The rank goes on with a training that had begun so many steps before its ranks were started again."""
+        """Set the number of steps that the training had begun before its ranks were started again."""
         self.step = step
         self._write_state()
 
     def update(self) -> None:
-        """An optimizer updates; in a script without step functions, that is what its steps are counted by."""
+        """Record an optimizer update. In a script without step functions, updates count as steps."""
         if not self._has_steps:
             self.step += 1
             self.pace.begin_step()
@@ -145,7 +145,7 @@ class Notes:
         self.pace.updated()
 
     def enter(self, phase: str, microbatch: int = -1) -> None:
-        """The rank enters a phase of its step."""
+        """Record that the rank enters a phase of its step."""
         self._phase, self._microbatch = phase, microbatch
         self.pace.enter(_KIND_OF[phase])
         self._write_state()
@@ -154,7 +154,7 @@ class Notes:
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """The rank is in a phase, and afterwards in the one before."""
+        """Record a phase for the block, and the former phase after it."""
         before = self._phase
         self.enter(phase)
         try:
@@ -166,13 +166,13 @@ class Notes:
             self._write_state()
 
     def leave(self, how: str) -> None:
-        """The rank leaves the job."""
+        """Record that the rank leaves the job."""
         self._left = how
         self._write_state()
 
     @contextlib.contextmanager
     def long_phase(self, what: str, seconds: float) -> Iterator[None]:
-        """The script does something of its own that may take ``seconds`` without a sign of life."""
+        """Announce that the script's own work in the block may take ``seconds`` without a sign of life."""
         before = self._long, self._long_until
         self._long, self._long_until = what, time.monotonic() + seconds
         self._write_state()
@@ -183,7 +183,7 @@ class Notes:
             self._write_state()
 
     def call(self, name: str) -> None:
-        """The script calls what other ranks call too."""
+        """Record a call of the script that other ranks make too."""
         if self._map is not None:
             file, line = script_line(2)
             position, now = next(self._positions), time.monotonic()
@@ -192,19 +192,19 @@ class Notes:
             _CALL.pack_into(self._map, at, now, 0.0, position + 1, PUBLIC, *values)
 
     def collective(self, name: int, members: int, number: int, size: int, dtype: int) -> int:
-        """A collective begins.
+        """Record that a collective begins.
 
-        Its line is not looked for, which would cost more than all else: the stack has it while the rank is in it.
+        Its line is not looked for, because that would cost more than all else. While the rank is in it, the stack has it.
 
         Args:
-            name: as :meth:`text` gives it.
-            members: as :meth:`ranks` gives them.
-            number: counts those of this group.
+            name: the cell that :meth:`text` returns.
+            members: the cell that :meth:`ranks` returns.
+            number: number of the collective in this group.
             size: elements of its tensor.
-            dtype: as :meth:`text` gives it.
+            dtype: the cell that :meth:`text` returns.
 
         Returns:
-            What :meth:`begin_wait` and :meth:`end_wait` take.
+            The position for :meth:`begin_wait` and :meth:`end_wait`.
         """
         position = next(self._positions)
         if self._map is not None:
@@ -215,21 +215,21 @@ class Notes:
         return position
 
     def begin_wait(self, position: int) -> None:
-        """The rank waits for the end of a collective."""
+        """Record that the rank waits for the end of a collective."""
         self._began[position] = time.monotonic()
         if self._map is not None and position > self._last - _CALLS:
             now = time.monotonic()
             _TIMES.pack_into(self._map, _CALLS_AT + position % _CALLS * _CALL.size, now, now)
 
     def end_wait(self, position: int) -> None:
-        """The collective has ended."""
+        """Record that the collective has ended."""
         now = time.monotonic()
         self.pace.add_collective(now - self._began.pop(position, now))
         if self._map is not None and position > self._last - _CALLS:
             _TIMES.pack_into(self._map, _CALLS_AT + position % _CALLS * _CALL.size, now, 0.0)
 
     def open_wait(self, what: str, whom: tuple[int, ...]) -> int:
-        """A wait for other ranks begins that is for no collective; gives what :meth:`close_wait` takes."""
+        """Record a wait for other ranks that is no collective, and return its slot for :meth:`close_wait`."""
         if self._map is None or not self._free:
             return -1
         slot = self._free.pop()
@@ -240,7 +240,7 @@ class Notes:
         return slot
 
     def close_wait(self, slot: int) -> None:
-        """A wait is over."""
+        """Record that a wait is over."""
         if self._map is not None and slot >= 0:
             now = time.monotonic()
             self.pace.add_wait(now - self._began.pop(-1 - slot, now))
@@ -249,7 +249,7 @@ class Notes:
 
     @contextlib.contextmanager
     def waiting(self, what: str, whom: tuple[int, ...]) -> Iterator[None]:
-        """The rank waits for others."""
+        """Record a wait for other ranks during the block."""
         slot = self.open_wait(what, whom)
         try:
             yield
@@ -265,14 +265,17 @@ class Notes:
             _STATE.pack_into(self._map, _STATE_AT, time.monotonic(), *values)
 
     def ranks(self, members: tuple[int, ...]) -> int:
-        """The cell of the text for ranks."""
+        """Return the number of the cell with the text for these ranks."""
         found = self._members.get(members)
         if found is None:
             found = self._members[members] = self.text(ranks_text(members))
         return found
 
     def text(self, text: str) -> int:
-        """The cell of a text: each is written once, and those that come when all are taken are not."""
+        """Return the number of the cell with a text. Each text is written once.
+
+        If all cells are taken, a new text is not written, and its number is 0.
+        """
         found = self._texts.get(text)
         if found is not None:
             return found
@@ -292,12 +295,14 @@ _notes = Notes()
 
 
 def here() -> Notes:
-    """The record of this process."""
+    """Return the record of this process."""
     return _notes
 
 
 def long_phase(what: str, seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Around work of the script's own on this rank that may take ``seconds`` without a step: the watch waits so long for it.
+    """Announce that the script's own work in the block may take ``seconds`` without a step.
+
+    The watch for hangs waits that long for this rank.
 
     Args:
         what: the work, for reports.
@@ -314,9 +319,9 @@ def long_phase(what: str, seconds: float) -> contextlib.AbstractContextManager[N
 
 
 def begin(environ: Mapping[str, str], rank: int) -> Notes:
-    """Begin the record of this process, as rank ``rank``, where somebody watches its job and it has none yet.
+    """Begin the record of this process, as rank ``rank``, if its job is watched and it has none yet.
 
-    Where that cannot be, nothing is recorded: a rank does not fail for want of a watch.
+    If this fails, nothing is recorded: a rank does not fail for want of a watch.
     """
     global _notes
     folder = environ.get(FOLDER_VARIABLE)
@@ -354,7 +359,7 @@ def _forget() -> None:
 
 
 def read(path: Path) -> RankRecord | None:
-    """A rank's record; None where there is none, or none that is whole."""
+    """Return a rank's record, or None if there is none, or none that is whole."""
     try:
         raw = path.read_bytes()
     except OSError:
@@ -401,7 +406,7 @@ def read(path: Path) -> RankRecord | None:
 
 
 def glance(path: Path) -> Glance | None:
-    """Read only that; None where there is no record."""
+    """Read only the glance of a record; return None if there is no record."""
     try:
         with path.open("rb") as file:
             raw = file.read(_CELLS_AT)
@@ -415,14 +420,14 @@ def glance(path: Path) -> Glance | None:
 
 
 def _last_change(raw: bytes) -> float:
-    """When anything in a record has changed last."""
+    """Return when anything in a record has changed last."""
     places = [_STATE_AT, *(_WAITS_AT + slot * _WAIT.size for slot in range(_WAITS))]
     places += [_CALLS_AT + index * _CALL.size for index in range(_CALLS)]
     return max(_WHEN.unpack_from(raw, place)[0] for place in places)
 
 
 def read_all(folder: Path) -> dict[int, RankRecord]:
-    """The records of all ranks of a folder, by rank."""
+    """Return the records of all ranks of a folder, by rank."""
     found = {}
     with contextlib.suppress(OSError):
         for path in folder.iterdir():

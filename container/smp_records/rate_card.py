@@ -1,9 +1,10 @@
-"""What a GPU of a job computes and sends in a second: the one place where work and bytes become seconds.
+"""Rates at which a GPU of a job computes and sends: the one place where work and bytes become seconds.
 
-The plan of a job and its rehearsal both ask here. Work takes the longer of its operations and of the bytes that it moves in
-the GPU's memory (the roofline: Williams, Waterman and Patterson 2009), and a kernel's launch. Bytes between ranks take
-latency and bytes ÷ rate (Hockney 1994), by the arithmetic of rings and trees (:func:`sent_bytes`; Patarasuk and Yuan 2009).
-A collective over several hosts is a ring through them whose channels leave a host by all of its GPUs, as NCCL lays it out.
+The plan of a job and its rehearsal both ask here. Work takes the longer of its operations and of the bytes that it
+moves in the GPU's memory (the roofline: Williams, Waterman and Patterson 2009), and a kernel's launch. Bytes between
+ranks take latency and bytes ÷ rate (Hockney 1994), by the arithmetic of rings and trees (:func:`sent_bytes`; Patarasuk
+and Yuan 2009). A collective over several hosts is a ring through them. Its channels leave a host by all of its GPUs,
+as NCCL lays it out.
 """
 
 from __future__ import annotations
@@ -71,18 +72,18 @@ class Link(BaseModel):
     latency: _Seconds = 0.0
 
     def seconds(self, sent: float) -> float:
-        """Latency and the time of ``sent`` bytes."""
+        """Return the latency plus the time of ``sent`` bytes, in seconds."""
         return self.latency + sent / self.bytes_per_second
 
 
 class Measured(BaseModel):
-    """How long a module took for one microbatch, as it was recorded.
+    """The recorded time of a module for one microbatch.
 
     Attributes:
-        path: of the module, such as ``"transformer.h.3"``; ``""`` is what the step function ran itself.
+        path: path of the module, such as ``"transformer.h.3"``; ``""`` for the step function's own code.
         phase: ``"forward"``, ``"backward"``, or ``"step"`` for the step function's own code.
         seconds: the median over the microbatches of all training steps.
-        count: microbatches that the median is of.
+        count: number of microbatches that the median covers.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,25 +95,25 @@ class Measured(BaseModel):
 
 
 class RateCard(BaseModel):
-    """Rates of one GPU of a cluster, and of what joins it to others; every figure can be given, and written as JSON.
+    """Rates of one GPU of a cluster, and of its links to others; every figure can be given, and written as JSON.
 
     Attributes:
-        version: of the format.
-        name: of the GPU, or of whatever computes.
-        device_bytes: memory of a GPU, in bytes; None where it is not known.
-        gpus_per_host: that take part in the job.
+        version: version of the format.
+        name: name of the GPU, or of another device that computes.
+        device_bytes: memory of a GPU, in bytes; None if it is not known.
+        gpus_per_host: GPUs of a host that take part in the job.
         flops_per_second: peak by type, ``"float32"``, ``"float16"``, ``"bfloat16"``; a type that is not here has the peak of
             ``"float32"``. A multiplication and an addition are two operations.
-        matrix_part: of that peak, what is reached.
+        matrix_part: part of that peak that is reached.
         memory_bytes_per_second: peak of the GPU's memory, bytes read and bytes written together.
-        memory_part: of that peak, what is reached.
-        launch_seconds: that a kernel takes beside its work.
-        inside: from a GPU to another of its host; None: there is one GPU.
-        between: from a GPU to one of another host; None: there is one host, or no rate is known.
-        host: from a GPU to its host's memory, as offloading copies.
-        usd_per_hour: of one host; None where no price is known.
-        sources: where the figures are from, in words.
-        measured: durations that take the place of the roofline.
+        memory_part: part of that peak that is reached.
+        launch_seconds: seconds that a kernel takes beside its work.
+        inside: link from a GPU to another of its host; None: there is one GPU.
+        between: link from a GPU to one of another host; None: there is one host, or no rate is known.
+        host: link from a GPU to its host's memory, as offloading copies.
+        usd_per_hour: price of one host; None if no price is known.
+        sources: sources of the figures, in words.
+        measured: durations that replace the roofline.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -142,16 +143,16 @@ class RateCard(BaseModel):
         matrix_part: float = MATRIX_PART,
         usd_per_hour: float | None = None,
     ) -> RateCard:
-        """The card of an instance type, from the catalogues of instances and GPUs.
+        """Return the card of an instance type, from the catalogues of instances and GPUs.
 
         Args:
             instance_type: such as ``"ml.p4d.24xlarge"``.
-            processes_per_host: that share the host's network; default: its GPUs.
-            matrix_part: of the GPU's peak, what matrices reach.
-            usd_per_hour: of one instance; default: the catalogue's, which is EC2's.
+            processes_per_host: processes that share the host's network; default: its number of GPUs.
+            matrix_part: part of the GPU's peak that matrices reach.
+            usd_per_hour: price of one instance; default: the catalogue's, which is EC2's.
 
         Raises:
-            ConfigError: a type that the catalogue lacks, or a GPU whose maker publishes no figures.
+            ConfigError: the catalogue lacks the type, or the maker of its GPU publishes no figures.
         """
         refuse_neuron(str(instance_type))
         known = instance(instance_type)
@@ -198,13 +199,13 @@ class RateCard(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the rate card") -> RateCard:
-        """Read what :meth:`to_json` wrote, or somebody has written by hand.
+        """Read a card that :meth:`to_json` wrote, or that was written by hand.
 
         Args:
             where: its name, for messages.
 
         Raises:
-            ConfigError: it is broken, or of a version that this one does not know.
+            ConfigError: it is broken, or its version is newer than this one.
         """
         try:
             found = cls.model_validate_json(text)
@@ -224,11 +225,11 @@ class RateCard(BaseModel):
         return found
 
     def to_json(self) -> str:
-        """The card as JSON, by the names of its attributes; :meth:`from_json` reads it."""
+        """Return the card as JSON, by the names of its attributes; :meth:`from_json` reads it."""
         return self.model_dump_json(indent=2)
 
     def seconds_of_work(self, flops: float, moved: float, dtype: str) -> float:
-        """Seconds of one kernel: the longer of operations and memory, and its launch.
+        """Return the seconds of one kernel: the longer of operations and memory, and its launch.
 
         Args:
             flops: floating point operations, a multiplication and an addition being two.
@@ -242,7 +243,7 @@ class RateCard(BaseModel):
         return max(arithmetic, moved / (self.memory_part * self.memory_bytes_per_second)) + self.launch_seconds
 
     def seconds_of_collective(self, kind: str, size: float, ranks: int, hosts: int) -> float:
-        """Seconds of one collective that nothing else delays.
+        """Return the seconds of one collective that nothing else delays.
 
         Args:
             kind: one of :data:`COLLECTIVE_KINDS`.
@@ -270,7 +271,7 @@ class RateCard(BaseModel):
         return latency + self.seconds_of_traffic(sent_bytes(kind, ranks, size), on_host, hosts)
 
     def seconds_of_traffic(self, sent: float, on_host: int, hosts: int) -> float:
-        """Seconds in which each rank of a ring sends ``sent`` bytes to its neighbour, without latency.
+        """Return the seconds in which each rank of a ring sends ``sent`` bytes to its neighbour, without latency.
 
         Inside a host every rank has a link of its own. A ring through several hosts leaves each of them once, by the
         network's share of all its ``on_host`` members there.
@@ -284,7 +285,7 @@ class RateCard(BaseModel):
         return max(seconds, self._between(sent / on_host)) if hosts > 1 else seconds
 
     def seconds_of_message(self, size: float, same_host: bool) -> float:
-        """Seconds from the sending of ``size`` bytes until another rank has them all.
+        """Return the seconds from the sending of ``size`` bytes until another rank has them all.
 
         Raises:
             ConfigError: a link that the card has no rate for.
@@ -292,28 +293,28 @@ class RateCard(BaseModel):
         return self._link(inside=same_host).seconds(size)
 
     def seconds_of_copy(self, size: float) -> float:
-        """Seconds of a copy of ``size`` bytes between a GPU and its host's memory, in one direction."""
+        """Return the seconds of a copy of ``size`` bytes between a GPU and its host's memory, in one direction."""
         return self.host.seconds(size)
 
     def seconds_of_module(self, path: str, phase: str) -> float | None:
-        """Measured seconds of a module for one microbatch; None where none were measured.
+        """Return the measured seconds of a module for one microbatch, or None if none were measured.
 
         Args:
-            path: of the module, ``""`` for what the step function ran itself.
+            path: path of the module; ``""`` for the step function's own code.
             phase: ``"forward"``, ``"backward"`` or ``"step"``.
         """
         return next((each.seconds for each in self.measured if (each.path, each.phase) == (path, phase)), None)
 
     def with_measured(self, file: str | Path) -> RateCard:
-        """The same card with durations that a job recorded, in place of those that it had.
+        """Return the same card with durations that a job recorded, in place of its own.
 
         Args:
-            file: a rank's ``timeline-rank<N>.json`` (``SMP_TIMELINE``), or a folder of them. Of each module and phase the
-                median over all microbatches counts, segments of one microbatch together. Of a replica's ranks each module
-                runs on one; replicas beside it count as further microbatches.
+            file: a rank's ``timeline-rank<N>.json`` (``SMP_TIMELINE``), or a folder of them. For each module and phase, the
+                median over all microbatches counts. Segments of one microbatch count together. Each module runs on one of a
+                replica's ranks; replicas beside it count as further microbatches.
 
         Raises:
-            ConfigError: the file is not there or broken, or holds no training step.
+            ConfigError: the file is missing or broken, or has no training step.
         """
         place = Path(file)
         paths = sorted(place.glob(f"{FILE_PREFIX}*{FILE_SUFFIX}")) if place.is_dir() else [place]
@@ -327,7 +328,7 @@ class RateCard(BaseModel):
         return self.with_timelines(ranks, str(place))
 
     def with_timelines(self, ranks: Sequence[RankTimeline], where: str) -> RateCard:
-        """The same with timelines that have been read.
+        """Return the same card with durations from timelines that have been read.
 
         Args:
             where: their name, for messages and ``sources``.
@@ -344,7 +345,11 @@ class RateCard(BaseModel):
         return self.model_copy(update={"measured": found, "sources": (*self.sources, f"durations: {Path(where).name}")})
 
     def _latency(self, kind: str, on_host: int, hosts: int) -> float:
-        """Of all steps one after the other: a ring's, or for a sum over all also a tree's, whichever is less."""
+        """Return the latency of a collective: the sum over the steps of a ring.
+
+        An all-reduce or a barrier takes twice the latency of a ring or a tree, the lower one. All messages of a gather,
+        scatter or all-to-all go at once, so only the slowest link counts.
+        """
         near = self._link(inside=True).latency if on_host > 1 else 0.0
         far = self._link(inside=False).latency if hosts > 1 else 0.0
         ring = (on_host * hosts - hosts) * near + (hosts - 1) * far
@@ -374,7 +379,10 @@ class RateCard(BaseModel):
 
 
 def measured_durations(ranks: Iterable[RankTimeline]) -> tuple[Measured, ...]:
-    """By module and phase the median seconds of a microbatch, over the training steps of these ranks that did not fail."""
+    """Return, by module and phase, the median seconds of a microbatch.
+
+    Training steps of these ranks that did not fail count.
+    """
     seconds: dict[tuple[str, Phase], list[float]] = {}
     for rank in ranks:
         for step in rank.steps:
@@ -393,10 +401,10 @@ def measured_durations(ranks: Iterable[RankTimeline]) -> tuple[Measured, ...]:
 
 
 def sent_bytes(kind: str, ranks: int, size: float) -> float:
-    """Bytes that a rank of a ring sends in one collective of ``size`` bytes in all; nobody can do with fewer.
+    """Return the bytes that a rank of a ring sends in one collective of ``size`` bytes in all. Fewer are not possible.
 
-    n ranks: all-gather and reduce-scatter (n − 1)/n · size, all-reduce 2(n − 1)/n · size (Patarasuk and Yuan 2009), likewise
-    (n − 1)/n · size what an all-to-all, gather or scatter moves; broadcast and reduce pass the whole on.
+    With n ranks, an all-gather or reduce-scatter sends (n − 1)/n · size, and an all-reduce 2(n − 1)/n · size (Patarasuk
+    and Yuan 2009). An all-to-all, gather or scatter also moves (n − 1)/n · size. A broadcast or reduce passes the whole on.
     """
     if kind == "barrier" or ranks < 2:
         return 0.0

@@ -1,6 +1,6 @@
-"""What ranks tell in their output, one JSON object on a line behind a prefix.
+"""Records that ranks print in their output, one JSON object on a line behind a prefix.
 
-How far the job is, what a rank has used when it ends, and why one failed.
+They report the progress of the job, the resources that a rank has used when it ends, and why a rank failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _parsed(kind: type[_Record], line: str, prefix: str) -> _Record | None:
-    """What stands behind ``prefix``, wherever that is in the line; None when it is no such record, or was cut."""
+    """Parse the record behind ``prefix``, anywhere in the line; return None if it is no such record, or was cut."""
     _, found, text = line.partition(prefix)
     try:
         return kind.model_validate(json.loads(text)) if found else None
@@ -52,7 +52,7 @@ def _parsed(kind: type[_Record], line: str, prefix: str) -> _Record | None:
 
 
 class ProgressRecord(BaseModel):
-    """How far a job is.
+    """The progress of a job.
 
     ``samples_per_second`` counts samples of the global batch; ``memory_bytes`` is the peak of rank 0 (device
     memory on GPU, resident memory on CPU).
@@ -78,17 +78,17 @@ class ProgressRecord(BaseModel):
 
 
 def format_progress(record: ProgressRecord) -> str:
-    """One line of text, without the line break."""
+    """Return the record as one line of text, without the line break."""
     return PROGRESS_PREFIX + record.model_dump_json(exclude_none=True)
 
 
 def parse_progress(line: str) -> ProgressRecord | None:
-    """Read a log line; None when it is not a progress record (also when a launcher cut it)."""
+    """Parse a log line; return None if it is not a progress record (also if a launcher cut it)."""
     return _parsed(ProgressRecord, line, PROGRESS_PREFIX)
 
 
 class UsageRecord(BaseModel):
-    """What a rank has used from ``smp.init()`` to its end.
+    """The resources that a rank has used from ``smp.init()`` to its end.
 
     ``memory_bytes`` is its peak, as in a progress record; ``cpu_cores`` is processor time per second, threads and
     ended child processes included, so that 1.0 is one core that was always busy.
@@ -102,21 +102,21 @@ class UsageRecord(BaseModel):
 
 
 def format_usage(record: UsageRecord) -> str:
-    """One line of text, without the line break."""
+    """Return the record as one line of text, without the line break."""
     return USAGE_PREFIX + record.model_dump_json(exclude_none=True)
 
 
 def parse_usage(line: str) -> UsageRecord | None:
-    """Read a log line; None when it is not a usage record."""
+    """Parse a log line; return None if it is not a usage record."""
     return _parsed(UsageRecord, line, USAGE_PREFIX)
 
 
 class PaceRecord(BaseModel):
-    """What a rank spent ``seconds`` on, in which it began ``steps`` steps.
+    """The times of a rank in a period of ``seconds``, in which it began ``steps`` steps.
 
-    ``collectives`` are seconds in which it waited for the end of collectives, which is sending and waiting for others together;
-    ``waiting`` those without work in its pipeline and those of other waits. ``compute`` is what it did itself in steps and updates,
-    ``data`` what the script did between them, ``saving`` is checkpoints.
+    ``collectives`` are seconds in which it waited for the end of collectives, which is sending and waiting for others
+    together. ``waiting`` are seconds without work in its pipeline and those of other waits. ``compute`` is the rank's own
+    work in steps and updates, ``data`` the script's work between them, and ``saving`` is checkpoints.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -138,22 +138,22 @@ class PaceRecord(BaseModel):
 
 
 def format_pace(record: PaceRecord) -> str:
-    """One line of text, without the line break."""
+    """Return the record as one line of text, without the line break."""
     return PACE_PREFIX + record.model_dump_json(exclude_none=True)
 
 
 def parse_pace(line: str) -> PaceRecord | None:
-    """Read a log line; None when it is not a pace record."""
+    """Parse a log line; return None if it is not a pace record."""
     return _parsed(PaceRecord, line, PACE_PREFIX)
 
 
 class FailureRecord(BaseModel):
-    """Why a rank failed; ``when`` is seconds since the epoch, so that the first cause can be told.
+    """The failure of a rank; ``when`` is seconds since the epoch, so that the first cause can be found.
 
     ``code`` is that of :mod:`smp_config.error_codes`, empty for errors of others.
 
-    ``accused`` are ranks that this one holds to be the cause, as when a connection to them has ended: what one of them tells
-    itself counts more.
+    ``accused`` are the ranks that this one holds to be the cause, for example when a connection to them has ended.
+    A report by one of them about itself counts more.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -169,7 +169,10 @@ class FailureRecord(BaseModel):
 
     @classmethod
     def of(cls, rank: int, host: str, error: BaseException, traceback: str) -> FailureRecord:
-        """A record of ``error``, raised now on ``rank``, unless it stands for that of another rank, whose record it has."""
+        """Return a record of ``error``, raised now on ``rank``.
+
+        If the error stands for the failure of another rank, return that rank's record, which the error has.
+        """
         told = getattr(error, "failure", None)
         if isinstance(told, cls):
             # Where ranks have agreed that one has failed, all raise the same, at the same place of the script.
@@ -186,7 +189,7 @@ class FailureRecord(BaseModel):
         )
 
     def headline(self) -> str:
-        """``rank 1 (algo-1): ValueError: boom``."""
+        """Return one line for people, as in ``rank 1 (algo-1): ValueError: boom``."""
         where = f" ({self.host})" if self.host else ""
         return f"rank {self.rank}{where}: {self.error_type}: {self.message}"
 
@@ -205,7 +208,10 @@ def _writable(text: str) -> str:
 
 
 def format_failure(record: FailureRecord) -> str:
-    """One line of at most 4,000 bytes: the traceback loses its beginning first, then the message its end."""
+    """Return the record as one line of at most 4,000 bytes.
+
+    The traceback loses its beginning first, then the message its end.
+    """
     trace, message = record.traceback, record.message
     if not _fits(record):
         kept = _most(len(trace), lambda n: _fits(record.model_copy(update={"traceback": trace[len(trace) - n :]})))
@@ -225,10 +231,10 @@ def _fits(record: FailureRecord) -> bool:
 
 
 def _most(length: int, fits: Callable[[int], bool]) -> int:
-    """The most characters that still fit; characters differ in how many bytes they take."""
+    """Return the largest number of characters that still fits. Characters differ in how many bytes they take."""
     return max(0, bisect.bisect_left(range(length + 1), True, key=lambda n: not fits(n)) - 1)
 
 
 def parse_failure(line: str) -> FailureRecord | None:
-    """Read a line; None when it is not a failure record."""
+    """Parse a line; return None if it is not a failure record."""
     return _parsed(FailureRecord, line, FAILURE_PREFIX)

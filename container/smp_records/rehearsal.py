@@ -1,7 +1,8 @@
-"""What a rehearsal is asked for, and what it has counted: the records that the ranks write and other tools read.
+"""The request of a rehearsal and its results: records that the ranks write and other tools read.
 
-A *kind* of rank is all ranks of one pipeline stage: they differ by replica, tensor parallel rank or place in a sharding group, and
-hold equally many bytes. One process stands for each kind. Sizes are bytes, counts are those of one rank, work is FLOPs.
+A *kind* of rank is all ranks of one pipeline stage. They differ by replica, tensor parallel rank or place in a sharding
+group, and hold equally many bytes. One process stands for each kind. Sizes are bytes, counts are those of one rank,
+work is FLOPs.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class InputShape(BaseModel):
 
 
 def input_shapes(given: Mapping[str, str]) -> list[InputShape]:
-    """Shapes by name as they are given: ``{"input_ids": "8,1024:int64"}``.
+    """Return the shapes of inputs from texts by name: ``{"input_ids": "8,1024:int64"}``.
 
     Raises:
-        ConfigError: a shape or type that cannot be, or names and numbers together.
+        ConfigError: a shape or type is impossible, or names and numbers are mixed.
     """
     found = []
     for name, text in given.items():
@@ -75,7 +76,7 @@ def input_shapes(given: Mapping[str, str]) -> list[InputShape]:
 
 
 class RehearsalRequest(BaseModel):
-    """What is rehearsed; the runner reads it from a file."""
+    """A request for a rehearsal; the runner reads it from a file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -96,7 +97,7 @@ class RehearsalRequest(BaseModel):
 
     @property
     def ranks(self) -> int:
-        """Of the whole job."""
+        """Return the number of ranks of the whole job."""
         return self.hosts * self.ranks_per_host
 
 
@@ -152,7 +153,7 @@ class LinkCount(BaseModel):
 
 
 class ModuleWork(BaseModel):
-    """What a module does in one step, without its children."""
+    """The work of a module in one step, without its children."""
 
     model_config = _FROZEN
 
@@ -233,18 +234,21 @@ class Rehearsal(BaseModel):
 
     @property
     def has_times(self) -> bool:
-        """Whether it is known what the ranks compute when."""
+        """Return whether the report has the times of the ranks' computations."""
         return bool(self.step_seconds) and any(kind.pipeline_blocks or kind.blocks for kind in self.kinds)
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of the whole job; None where a step's samples or its time are not known."""
+        """Return the samples per second of the whole job, or None if a step's samples or its time are not known."""
         samples = self.kinds[0].step_samples
         return samples / self.step_seconds if samples and self.step_seconds else None
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step: the pipeline's makespan, as often as it runs, and what the slowest stage does besides."""
+        """Return the seconds of a step.
+
+        They are the pipeline's makespan, as often as it runs, and the slowest stage's work besides.
+        """
         planned = next((kind for kind in self.kinds if kind.pipeline_seconds), None)
         if planned is None or planned.pipeline_seconds is None:
             return max(kind.step_seconds for kind in self.kinds)
@@ -253,7 +257,7 @@ class Rehearsal(BaseModel):
         return makespan + max(0.0, *(kind.step_seconds - busy[kind.stage] for kind in self.kinds))
 
     def most_bytes(self, kind: KindReport) -> int:
-        """Bytes that a stage holds at most if its microbatches run in another order than the planned one.
+        """Return the most bytes that a stage holds if its microbatches run in another order than the planned one.
 
         The order of a job is planned from what its work takes there. However it comes out, no more microbatches are in
         flight than may be active.
@@ -264,7 +268,7 @@ class Rehearsal(BaseModel):
 
 
 class Failure(BaseModel):
-    """Why a kind could not go on."""
+    """The reason why a kind could not go on."""
 
     model_config = _FROZEN
 
@@ -278,10 +282,10 @@ class Failure(BaseModel):
 
 
 def read_request(path: Path) -> RehearsalRequest:
-    """The request that a runner was given.
+    """Return the request that a runner was given.
 
     Raises:
-        ConfigError: the file does not hold one.
+        ConfigError: the file has no request.
     """
     try:
         return RehearsalRequest.model_validate_json(path.read_bytes())

@@ -1,4 +1,4 @@
-"""How somebody outside asks a running job to go over to other degrees: files in the folder where its ranks keep records."""
+"""Requests to a running job to change its degrees: files in the folder where its ranks keep records."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LONGEST = 100_000
 
 
 def listens(environ: Mapping[str, str]) -> bool:
-    """Whether a job takes requests.
+    """Return whether a job takes requests.
 
     Raises:
-        ConfigError: a value that means nothing.
+        ConfigError: the value is neither 0 nor 1.
     """
     value = environ.get(VARIABLE, "0") or "0"
     if value not in ("0", "1"):
@@ -34,7 +34,7 @@ def listens(environ: Mapping[str, str]) -> bool:
 
 
 def ask(folder: Path, parameters: Mapping[str, Any]) -> None:
-    """Leave a request; a former answer goes.
+    """Leave a request, and remove a former answer.
 
     Raises:
         ConfigError: another request waits.
@@ -53,7 +53,7 @@ def ask(folder: Path, parameters: Mapping[str, Any]) -> None:
 
 
 def asked(folder: Path) -> str | None:
-    """The text of a request that waits; None if none does."""
+    """Return the text of a request that waits, or None if none does."""
     try:
         with open(folder / _REQUEST, encoding="utf-8", errors="replace") as file:
             return file.read(_LONGEST)
@@ -62,7 +62,7 @@ def asked(folder: Path) -> str | None:
 
 
 def answer(folder: Path, said: Mapping[str, Any]) -> None:
-    """A request was dealt with."""
+    """Write the answer to a request, and remove the request."""
     draft = folder / f".{_ANSWER}"
     draft.write_text(json.dumps(dict(said)))
     draft.replace(folder / _ANSWER)
@@ -70,7 +70,7 @@ def answer(folder: Path, said: Mapping[str, Any]) -> None:
 
 
 def answered(folder: Path) -> dict[str, Any] | None:
-    """What the job says to a request; None as long as it has said nothing."""
+    """Return the job's answer to a request, or None while there is none."""
     try:
         found = json.loads((folder / _ANSWER).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Which lines of a stack are the script's own: neither the interpreter's, nor an installed package's, nor this library's."""
+"""The lines of a stack that are the script's own: not the interpreter's, an installed package's, or this library's."""
 
 from __future__ import annotations
 
@@ -23,31 +23,34 @@ _ABOVE = os.path.join(str(Path(__file__).parents[2]), "smp_estimator", "")
 
 @functools.lru_cache(maxsize=4096)
 def is_ours(file: str) -> bool:
-    """Whether a source file belongs to this library."""
+    """Return whether a source file belongs to this library."""
     if file.startswith(_ABOVE):
         return True
     return file.startswith(_BESIDE) and file[len(_BESIDE) :].partition(os.sep)[0] in _OURS
 
 
 def is_runtime_module(name: str) -> bool:
-    """Whether a module of Python is of the runtime: the engine, its tools, what adapts other libraries, the façade."""
+    """Return whether a Python module belongs to the runtime.
+
+    The runtime is the engine, its tools, the adapters of other libraries, and the façade.
+    """
     return name.partition(".")[0] in _RUNTIME
 
 
 @functools.lru_cache(maxsize=4096)
 def is_standard(file: str) -> bool:
-    """Whether a source file belongs to the interpreter, or is none (``<frozen runpy>``, ``<string>``)."""
+    """Return whether a source file belongs to the interpreter, or is none (``<frozen runpy>``, ``<string>``)."""
     return file.startswith("<") or (file.startswith(_STANDARD) and not any(f in file for f in _INSTALLED))
 
 
 @functools.lru_cache(maxsize=4096)
 def is_script_s(file: str) -> bool:
-    """Whether a source file is the user's own."""
+    """Return whether a source file is the user's own."""
     return not (is_ours(file) or is_standard(file) or any(part in _INSTALLED for part in file.split(os.sep)))
 
 
 def script_line(depth: int = 1) -> tuple[str, int]:
-    """File and line of the script that have led here, on the calling thread; ``("", 0)`` where it has none.
+    """Return file and line of the script that have led here, on this thread, or ``("", 0)`` if there is none.
 
     Args:
         depth: frames to leave out, the caller's own first.

@@ -1,7 +1,7 @@
-"""What a rank spends its time on: seconds by kind that it counts as it goes, in a corner of its record that others read.
+"""The times of a rank by kind of activity, counted as it goes, in a part of its record that others read.
 
-The kinds are those of the host's time: where a GPU computes while the host runs ahead, waiting for the GPU counts for the phase in
-which the host does it. A step's length is right all the same.
+The kinds are those of the host's time. If a GPU computes while the host runs ahead, waiting for the GPU counts for the
+phase in which the host does it. A step's length is right all the same.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ BYTES = _FIELDS.size
 
 @dataclass(frozen=True)
 class TimeReading:
-    """What a rank has counted since it began.
+    """The counters of a rank since it began.
 
     Attributes:
-        when: it was read, in seconds of the machine's monotonic clock.
-        steps: begun.
-        updates: of its optimizers.
-        stage: of its pipeline; 0 without one.
-        device_bytes: that PyTorch holds on the GPU; 0 without one.
+        when: time of the reading, in seconds of the machine's monotonic clock.
+        steps: number of steps begun.
+        updates: number of updates of its optimizers.
+        stage: stage of its pipeline; 0 without one.
+        device_bytes: bytes that PyTorch holds on the GPU; 0 without one.
         computed: seconds of a pipeline's tasks on this rank; 0 without a pipeline.
-        seconds: by kind.
-        collectives: of these, waited for the end of collectives.
-        waits: of these, waited for other ranks in other ways, of those that took more than a moment.
+        seconds: seconds by kind.
+        collectives: those of ``seconds`` spent waiting for the end of collectives.
+        waits: those of ``seconds`` spent waiting for other ranks in other ways, if a wait took more than a moment.
     """
 
     when: float
@@ -72,12 +72,12 @@ class TimeBreakdown:
         self._seconds, self._collectives, self._waits = ([0.0] * _KINDS for _ in range(3))
 
     def keep_in(self, record: mmap.mmap, at: int) -> None:
-        """From now on others can read them."""
+        """Keep the counters in ``record`` from now on, so that other processes can read them."""
         self._map, self._at = record, at
         self._write()
 
     def enter(self, kind: int) -> None:
-        """The rank does something else."""
+        """Count the time from now on for another kind of work."""
         if kind != self._kind:
             now = self._clock()
             self._seconds[self._kind] += now - self._since
@@ -85,33 +85,33 @@ class TimeBreakdown:
             self._write()
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Count a step that begins."""
         self._steps += 1
         self.enter(STEP)
 
     def updated(self) -> None:
-        """An optimizer has updated."""
+        """Count an update of an optimizer."""
         self._updates += 1
 
     def add_task(self, seconds: float) -> None:
-        """A task of the pipeline has computed."""
+        """Add the seconds that a task of the pipeline has computed."""
         self._computed += seconds
 
     def add_collective(self, seconds: float) -> None:
-        """A collective was waited for."""
+        """Add the seconds that the rank has waited for a collective."""
         self._collectives[self._kind] += seconds
 
     def add_wait(self, seconds: float) -> None:
-        """Another rank was waited for."""
+        """Add the seconds that the rank has waited for another rank."""
         self._waits[self._kind] += seconds
 
     def tell(self, *, stage: int | None = None, device_bytes: int | None = None) -> None:
-        """What others want to know beside the time."""
+        """Set the pipeline stage and the bytes on the device for readers. None keeps the former value."""
         self._stage = self._stage if stage is None else stage
         self._device_bytes = self._device_bytes if device_bytes is None else device_bytes
 
     def read(self) -> TimeReading:
-        """What was counted until now."""
+        """Return the counters up to now."""
         return _reading(self._fields(), self._clock())
 
     def _fields(self) -> tuple[float, ...]:
@@ -124,11 +124,11 @@ class TimeBreakdown:
 
 
 def reading(record: bytes, at: int, now: float) -> TimeReading | None:
-    """What a rank has counted, out of its record; None where it holds no such numbers.
+    """Read the counters of a rank from its record; return None if the record has no such numbers.
 
     Args:
-        at: where in the record the counters begin.
-        now: on the machine's monotonic clock.
+        at: offset in the record at which the counters begin.
+        now: time on the machine's monotonic clock.
     """
     fields = _FIELDS.unpack_from(record, at)
     return _reading(fields, now) if fields[0] < _KINDS else None
@@ -152,7 +152,10 @@ def _reading(fields: tuple[float, ...], now: float) -> TimeReading:
 
 
 def record_between(before: TimeReading, after: TimeReading, rank: int) -> PaceRecord:
-    """What a rank did between two readings; what is no counter, as memory, is for the caller to add."""
+    """Return a rank's work between two readings.
+
+    The caller adds other values, such as memory, which no counter has.
+    """
     from smp_records.records import PaceRecord
 
     seconds, collectives, waits = (

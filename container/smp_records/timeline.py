@@ -1,4 +1,4 @@
-"""The timeline of a pipeline job: what each rank writes down of its steps, and how the notebook side reads it.
+"""The timeline of a pipeline job: the record that each rank writes of its steps, and how the notebook side reads it.
 
 One file per rank. Times are seconds of that rank's own monotonic clock; ``offset`` brings them to the clock of rank 0.
 """
@@ -35,7 +35,7 @@ StoredAction = tuple[int, Kind, int, int, float, float]
 class StepTimeline(BaseModel):
     """One step of one rank; ``start`` and ``stop`` are those of the call, actions lie between them.
 
-    ``failed``: whether it ended with an error; files of older versions do not say.
+    ``failed``: whether it ended with an error; files of older versions do not have it.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -48,15 +48,15 @@ class StepTimeline(BaseModel):
 
 
 class RankTimeline(BaseModel):
-    """What one rank recorded.
+    """The recording of one rank.
 
     Attributes:
         job: the same text on every rank of one run, and on no other run's.
         replica: ranks of one pipeline have the same number; pipelines that run side by side differ.
-        world_size: ranks of the job that record; 0 when unknown.
+        world_size: ranks of the job that record; 0 if unknown.
         offset: seconds to add to this rank's times to get those of rank 0's clock.
         offset_error: most seconds that ``offset`` can be wrong by.
-        names, paths: what actions refer to.
+        names, paths: tables that actions refer to by index.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -86,7 +86,7 @@ class RankTimeline(BaseModel):
 
     @property
     def file_name(self) -> str:
-        """Name of the rank's file."""
+        """Return the name of the rank's file."""
         return f"{FILE_PREFIX}{self.rank}{FILE_SUFFIX}"
 
 
@@ -114,7 +114,11 @@ def parse_timeline(text: str | bytes, where: str) -> RankTimeline:
 
 
 def steps_to_keep(environ: Mapping[str, str]) -> int:
-    """How many steps a rank keeps, by ``SMP_TIMELINE``; 0 when recording is off; raises ConfigError if it is no number."""
+    """Return how many steps a rank keeps, by ``SMP_TIMELINE``, or 0 if recording is off.
+
+    Raises:
+        ConfigError: the value is no number.
+    """
     text = environ.get(TIMELINE_VARIABLE, "").strip()
     if not text:
         return 0

@@ -1,4 +1,4 @@
-"""Which trackers get the numbers of a training, and what they need: the notebook and the ranks read it alike."""
+"""The trackers that get the numbers of a training, and their needs. The notebook and the ranks read this alike."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOST_SECONDS = 86_400.0
 
 
 def loggers_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The trackers that a job's environment names, each once.
+    """Return the trackers that a job's environment names, each once.
 
     Raises:
-        ConfigError: a name that is none of them.
+        ConfigError: a name is not that of a tracker.
     """
     text = environ.get(LOGGERS_VARIABLE, "")
     names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip().lower())))
@@ -45,10 +45,10 @@ def loggers_of(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def require_packages(names: Iterable[str], is_there: Callable[[str], bool] | None = None) -> None:
-    """Raise ConfigError for a tracker whose package this Python cannot import.
+    """Raise ConfigError for a tracker with a package that this Python cannot import.
 
     Args:
-        is_there: whether a package can be imported; by default as Python's import system says.
+        is_there: whether a package can be imported; by default, Python's import system decides.
     """
     found = is_there or _can_import
     missing = [PACKAGES[name] for name in names if not found(PACKAGES[name])]
@@ -67,7 +67,11 @@ def _can_import(package: str) -> bool:
 
 
 def log_every(environ: Mapping[str, str]) -> int:
-    """Updates from one point to the next; raises ConfigError for what is no such number."""
+    """Return how many updates lie between two points of a tracker.
+
+    Raises:
+        ConfigError: the value is no such number.
+    """
     text = environ.get(EVERY_VARIABLE, "") or "1"
     if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:9]) <= MOST_EVERY:
         raise ConfigError(
@@ -78,12 +82,20 @@ def log_every(environ: Mapping[str, str]) -> int:
 
 
 def peak_tflops(environ: Mapping[str, str]) -> float | None:
-    """What the user says that a device can do; None where nothing is said, ConfigError for no such number."""
+    """Return the user's peak of a device in 10^12 operations per second, or None if it is not set.
+
+    Raises:
+        ConfigError: the value is no such number.
+    """
     return _positive(environ, PEAK_VARIABLE, "the 10^12 operations per second that a device of the job can do", 1e9)
 
 
 def seconds_between_records(environ: Mapping[str, str]) -> float | None:
-    """Seconds from one line of a rank to the next; None for no lines, ConfigError for no such number."""
+    """Return the seconds from one line of a rank to the next, or None for no lines.
+
+    Raises:
+        ConfigError: the value is no such number.
+    """
     if environ.get(RECORDS_VARIABLE) == "0":
         return None
     return _positive(environ, RECORDS_VARIABLE, "the seconds between two lines of a rank about its time", _MOST_SECONDS)

@@ -1,4 +1,4 @@
-"""The errors of the runtime: ``ValueError`` family for what a script gave, ``RuntimeError`` family for the rest."""
+"""The errors of the runtime: ``ValueError`` family for a script's inputs, ``RuntimeError`` family for the rest."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class SMPError(Coded):
-    """Root of everything that the runtime raises by itself.
+    """Root of all errors that the runtime itself raises.
 
     Attributes:
-        failure: of the rank that met it first, where this one was told: what the job's failure is to say.
+        failure: record of the rank that failed first, if it is known here; the failure that the job is to report.
 
     Example:
         >>> try:
@@ -50,7 +50,7 @@ class SMPRuntimeError(SMPError, RuntimeError):
 
 
 class SMPOperationError(SMPError, RuntimeError):
-    """An operation that these values do not allow, where PyTorch raises ``RuntimeError``, too."""
+    """An operation that these values do not allow, for which PyTorch raises ``RuntimeError``, too."""
 
 
 class SMPAttributeError(SMPError, AttributeError):
@@ -69,7 +69,7 @@ class DeadlineError(SMPRuntimeError):
     """A wait for another rank outlasted its deadline.
 
     Attributes:
-        accused: the ranks that did not come, as far as is known.
+        accused: the ranks that did not come, if known.
     """
 
     accused: tuple[int, ...] = ()
@@ -79,7 +79,7 @@ class RankLeftError(SMPRuntimeError):
     """Another rank has ended its script, or failed, while this one waits for it.
 
     Attributes:
-        accused: the ranks that this is the fault of, as far as is known; an error of one of them is the cause.
+        accused: the ranks that caused it, if known; an error of one of them is the cause.
     """
 
     accused: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class ConnectionLostError(SMPRuntimeError):
     """A connection to other ranks has ended, though they had not left the job.
 
     Attributes:
-        accused: those ranks; empty where nobody can say whose connection it was.
+        accused: those ranks; empty if it is unknown to which ranks the connection led.
     """
 
     accused: tuple[int, ...] = ()

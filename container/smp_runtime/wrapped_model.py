@@ -1,4 +1,4 @@
-"""``smp.DistributedModel`` with all that waits for a model to be wrapped: whoever wraps one imports it from here."""
+"""``smp.DistributedModel`` with all hooks that run when a model is wrapped; import it from here to wrap a model."""
 
 from smp_runtime.checkpoint import adapters as _adapters  # noqa: F401
 from smp_runtime.checkpoint import export as _export  # noqa: F401

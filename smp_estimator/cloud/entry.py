@@ -65,7 +65,10 @@ _PORT = "7777"
 
 
 class ImageError(RuntimeError):
-    """This job cannot begin in this image; the message ends in its code, since what knows all codes is not there yet."""
+    """An error for a job that cannot begin in its image; its message ends in its code.
+
+    The code is written out because the table of all codes is not importable yet.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message} [SMP206]")
@@ -114,13 +117,14 @@ def emulate(site: str) -> None:
 
 
 def unpacked(wheel: str) -> str:
-    """The folder with the wheel's files; made by whichever rank of the host comes first.
+    """Return the folder with the wheel's files, unpacking the wheel if no rank of the host has done so.
 
-    Its name can be foretold, so that ranks find it. One that somebody else has made there is left alone, and this rank
-    gets a folder of its own.
+    The folder's name depends only on the user and on the wheel's content, so that all ranks of a host find it. If
+    that name is taken by a folder that this user did not make or that others can write to, this rank uses a
+    folder of its own.
 
     Raises:
-        ImageError: the file is no wheel of the runtime.
+        ImageError: the file is not a wheel of the runtime.
     """
     with open(os.open(wheel, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
@@ -152,7 +156,7 @@ def unpacked(wheel: str) -> str:
 
 
 def _is_ours(folder: str) -> bool:
-    """Whether this is a folder, and no link to one, that this user has made and nobody else can write to."""
+    """Return whether this is a folder, not a link, that this user owns and no other user can write to."""
     try:
         about = os.lstat(folder)
     except OSError:
@@ -161,7 +165,7 @@ def _is_ours(folder: str) -> bool:
 
 
 def _unpack(wheel: bytes, folder: str) -> None:
-    """Unpack a wheel; what it claims to hold is looked at first, and no file gets more than it claims."""
+    """Unpack a wheel after checking its listed names and sizes; no file becomes larger than its listed size."""
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
         members = archive.infolist()
         names = {os.path.normpath(member.filename) for member in members}
@@ -178,7 +182,7 @@ def _unpack(wheel: bytes, folder: str) -> None:
 
 
 def prefer(site: str) -> None:
-    """Have this process and its children import the packages in ``site``; raises ImageError if others would be."""
+    """Make this process and its children import the packages in ``site``; raise ImageError if others take precedence."""
     others = [path for path in sys.path if os.path.isdir(os.path.join(path or ".", "smdistributed"))]
     sys.path.insert(0, site)
     before = os.environ.get("PYTHONPATH")
@@ -199,9 +203,9 @@ def prefer(site: str) -> None:
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What scripts of the data parallel library read, from what mpirun says.
+    """Return the environment variables that scripts of the data parallel library read, from mpirun's variables.
 
-    Nothing on a host that mpirun was not told of: one of an instance group that does not train.
+    The result is empty on a host where mpirun started no ranks: one of an instance group that does not train.
     """
     names = {
         "RANK": "RANK",
@@ -215,12 +219,12 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def host() -> str:
-    """This host's name; the platform's own variables hold the leader's name on every host."""
+    """Return this host's name; the platform's own variables hold the leader's name on every host."""
     return str(_resources().get("current_host") or socket.gethostname())
 
 
 def leader() -> str:
-    """The host of rank 0: the first of those that train."""
+    """Return the host of rank 0: the first host that trains."""
     resources = _resources()
     chosen = carried().get("sagemaker_distribution_instance_groups") or ()
     for group in resources.get("instance_groups") or ():
@@ -230,7 +234,7 @@ def leader() -> str:
 
 
 def _resources() -> dict[str, Any]:
-    """What the platform says of the job's hosts; nothing where it says nothing."""
+    """Return the platform's description of the job's hosts, or an empty mapping if there is none."""
     base = os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
     try:
         with open(os.path.join(base, "input", "config", "resourceconfig.json"), encoding="utf-8") as file:
@@ -241,7 +245,7 @@ def _resources() -> dict[str, Any]:
 
 
 def carried() -> dict[str, Any]:
-    """The platform's parameters of the job; raises ImageError where they cannot be read."""
+    """Return the platform's parameters of the job; raise ImageError if they cannot be parsed."""
     text = os.environ.get("SM_FRAMEWORK_PARAMS") or "{}"
     try:
         found = json.loads(text)
@@ -254,7 +258,7 @@ def carried() -> dict[str, Any]:
 
 
 def user_program() -> str:
-    """The user's script, relative to the code directory; raises ImageError if the job does not say."""
+    """Return the user's script, relative to the code directory; raise ImageError if the job does not name one."""
     parameters = carried()
     if USER_PROGRAM not in parameters:
         raise ImageError(
@@ -265,7 +269,7 @@ def user_program() -> str:
 
 
 def wheel_in(code: str) -> str:
-    """The wheel of the runtime in this folder; raises ImageError unless there is exactly one."""
+    """Return the wheel of the runtime in this folder; raise ImageError unless there is exactly one."""
     found = sorted(glob.glob(os.path.join(code, "smp_estimator-*.whl")))
     if len(found) != 1:
         raise ImageError(
@@ -276,7 +280,10 @@ def wheel_in(code: str) -> str:
 
 
 def check_versions(torch_floor: tuple[int, int]) -> None:
-    """Raise ImageError for an image whose Python or PyTorch is too old, in words, instead of somewhere in an import."""
+    """Raise ImageError if the image's Python or PyTorch is too old.
+
+    Without this check, an import would fail later with an unclear message.
+    """
     from importlib import metadata
 
     oldest = ".".join(map(str, torch_floor))

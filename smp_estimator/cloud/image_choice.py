@@ -1,4 +1,4 @@
-"""Which stock image a job gets that names none, and its address."""
+"""The choice of a stock image for a job that names none, and the image's address."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class PyTorchImage:
     regions: frozenset[str] | None
 
     def has_ended(self, day: date) -> bool:
-        """Whether it is known to be patched no longer."""
+        """Return whether patches for the image are known to have ended."""
         return any(row.has_ended(day) for row in self.rows.values())
 
     def suits(self, gpus: Collection[str], region: str | None) -> bool:
-        """Whether it has code for GPUs of these kinds, and is there in this region; where that is None, in any."""
+        """Return whether the image supports these kinds of GPUs and is available in the region; None means any region."""
         if self.regions is not None and region is not None and region not in self.regions:
             return False
         if not all(row.is_in(region) for row in self.rows.values()):
@@ -68,13 +68,14 @@ class ImageChoice:
     image: PyTorchImage
 
     def address(self, region: str, instance_type: Any) -> str:
-        """The image's address in a region, for the processors of an instance type (a pipeline's parameter counts as its default).
+        """Return the image's address in a region, for the processors of an instance type.
 
-        The table has repository and tag. The registry, and whether the instances have GPUs, come from the address that the
-        SDK gives for the newest image that it knows itself: AWS keeps all these images in one registry of each region.
+        A pipeline's parameter counts as its default. Repository and tag come from the table. AWS keeps all these
+        images in one registry per region. So the registry comes from the address that the SDK returns for the newest
+        image it knows. That address also shows whether the instances have GPUs.
 
         Raises:
-            ValueError: the SDK knows no such region, or no such type.
+            ValueError: the SDK does not know the region or the instance type.
         """
         known, _ = _training_images("pytorch")
         there = [version for version, row in known.items() if region in row["registries"]] or list(known)
@@ -97,20 +98,22 @@ def choose_pytorch(
     region: str | None = None,
     by_name: bool = False,
 ) -> ImageChoice:
-    """The stock image for a job that names no image.
+    """Return the stock image for a job that names no image.
 
     Args:
-        framework_version: as given to the estimator. None takes the newest that the SDK knows and that is still patched;
-            where it knows none, the newest of the table that is; where there is none, the newest that the SDK knows.
-        py_version: as given; None takes the one that belongs to the version.
+        framework_version: as given to the estimator. None selects the newest version that the SDK knows and that is
+            still patched. If there is none, it selects the newest patched version of the table. If there is none
+            either, it selects the newest version that the SDK knows.
+        py_version: as given to the estimator; None selects the Python that belongs to the version.
         floor: the oldest PyTorch that the job can use.
-        day: of the job; None is today.
-        gpus: kinds of GPUs of its instances, ``"V100"``, as far as they are known.
-        region: of its session, where it is known.
-        by_name: only what the SDK takes by ``framework_version``.
+        day: the day of the job; None is today.
+        gpus: kinds of GPUs of the job's instances that are known, such as ``"V100"``.
+        region: the region of the job's session, if it is known.
+        by_name: consider only images that the SDK selects by ``framework_version``.
 
     Raises:
-        ConfigError: a version below the runtime's floor, or one without an image; names the nearest that has one.
+        ConfigError: the version is below the runtime's floor or has no image; names the nearest version with an
+            image.
     """
     known, aliases = _pytorch_images()
     usable = {v: image for v, image in known.items() if number(v) >= floor and (image.by_name or not by_name)}
@@ -128,12 +131,15 @@ def choose_pytorch(
 
 
 def _newest(fitting: Iterable[PyTorchImage], day: date) -> PyTorchImage:
-    """The newest that the SDK knows and that is patched; else the newest patched; else the newest that the SDK knows."""
+    """Return the newest image, preferring patched images over others, then images that the SDK knows."""
     return max(fitting, key=lambda each: (not each.has_ended(day), each.of_sdk, number(each.version)))
 
 
 def _pytorch_images() -> tuple[dict[str, PyTorchImage], dict[str, str]]:
-    """What the SDK and the table know, by version, and their shorter names: the SDK's word goes first."""
+    """Return the images of the SDK and the table by full version, and the full version of each short version.
+
+    If both have an image of a version, the SDK's image is used.
+    """
     known, aliases = _training_images("pytorch")
     found = {
         version: PyTorchImage(
@@ -156,7 +162,7 @@ def _add(
     rows: Mapping[str, TrainingImage],
     regions: frozenset[str] | None,
 ) -> None:
-    """Add a version that is asked for by its address, unless one with the same first two numbers is there."""
+    """Add a version that is selected by address, unless one with the same first two numbers exists."""
     row = next(iter(rows.values()))
     short = _text(number(row.torch)[:2])
     if aliases.get(short, short) in found:
@@ -167,7 +173,7 @@ def _add(
 
 
 def _newer_images() -> Mapping[str, Mapping[str, Any]]:
-    """The SDK's table of the newer repository; empty where the SDK does not have it."""
+    """Return the SDK's table of the newer repository; empty if the SDK does not have it."""
     try:
         return dict(config_for_framework(_NEWER_IMAGES)["training"]["versions"])
     except FileNotFoundError:  # before 3.27, and in version 2
@@ -175,7 +181,7 @@ def _newer_images() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _rows_of_sdk(row: Mapping[str, Any]) -> dict[str, TrainingImage]:
-    """A version of the newer repository that is younger than the table, of which only the SDK's own words are known."""
+    """Return rows for a version of the newer repository that the table lacks, from the SDK's own data only."""
     made = {}
     for processor, rest in row["container_version"].items():
         cuda = re.match(r"cu(\d+)(\d)-", rest)
@@ -204,7 +210,7 @@ def choose_huggingface(
     py_version: str | None,
     floor: tuple[int, int] = TORCH_FLOOR,
 ) -> tuple[str, str, str]:
-    """The stock Hugging Face image for a job that names no image.
+    """Return the versions of the stock Hugging Face image for a job that names no image.
 
     Returns:
         ``(transformers_version, pytorch_version, py_version)``, filled in.
@@ -267,7 +273,10 @@ def _chosen_huggingface(
 
 
 def row_of_huggingface(transformers_version: str | None, pytorch_version: str | None) -> TrainingImage | None:
-    """What the table says of the Hugging Face image of these versions, which may be shortened; None where it lacks it."""
+    """Return the table's row of the Hugging Face image of these versions, or None if the table lacks it.
+
+    The versions may be short ones.
+    """
     _, aliases = _training_images("huggingface")
     full = aliases.get(transformers_version or "", transformers_version)
     return image_table.rows_of(pytorch_version or "", full).get("gpu") if full else None
@@ -323,7 +332,7 @@ def _require(
 
 
 def _together(chosen: Mapping[str, str], py_version: str | None, pythons: Sequence[str]) -> str:
-    """Arguments for an image, with the Python version where the one given does not fit."""
+    """Return the arguments that select an image; they include ``py_version`` if the one given does not fit."""
     fits = py_version is None or py_version == "py3" or not pythons or py_version in pythons
     return ", ".join(
         f"{name}={value!r}" for name, value in {**chosen, **({} if fits else {"py_version": pythons[-1]})}.items()
@@ -335,7 +344,10 @@ def _pythons(row: Mapping[str, Any]) -> list[str]:
 
 
 def _python(given: str | None, pythons: Sequence[str], what: str) -> str:
-    """The Python of an image; where none is known, what was given is as good as any, since the address does not name it."""
+    """Return the Python version of an image; raise ConfigError if the image lacks the one given.
+
+    If no Python is known for the image, any version given is accepted, because the address does not contain it.
+    """
     if not pythons:
         return given or "py3"
     if given is None or given == "py3":
@@ -353,7 +365,7 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def _nearest(version: str, offered: Iterable[str]) -> str:
-    """The offered version with the least distance, the most significant part first."""
+    """Return the offered version nearest to ``version``, comparing the most significant part first."""
     wanted = number(version)
 
     def distance(other: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The table of stock training images: what each holds, and until when it is patched.
+"""The table of stock training images: the contents of each image, and how long it is patched.
 
-The facts stand in ``data/training_images.json``, each row with its sources, and those with their commit or version and
-date. ``null`` there means that no source says it.
+The data is in ``data/training_images.json``. Each row names its sources, and each source has its commit or
+version and its date. ``null`` means that no source states the value.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class TrainingImage:
         torch: version of PyTorch, as exact as the sources are.
         transformers: version of Transformers in images of Hugging Face; None in others.
         processor: ``"cpu"`` or ``"gpu"``, for instances with NVIDIA GPUs.
-        tag: the part of its address after the colon that stands for the newest build.
-        python: as the SDK writes it, ``"py312"``; None where no source says it.
+        tag: the part of its address after the colon; it refers to the newest build.
+        python: in the SDK's notation, ``"py312"``; None if no source states it.
         cuda: version of CUDA, ``"13.0"``; None in images for CPUs.
-        released: the day of its release; None where no source says it.
-        patched_until: the last day of its patches; of Hugging Face's images, that of the image they are built on. None where
-            no source says it.
-        listed: where ``patched_until`` is None, a day on which it had been released.
-        mpi4py: whether it has mpi4py; None where no source says it.
-        smddp: whether it has AWS's own data parallel library; None where no source says it.
+        released: the day of its release; None if no source states it.
+        patched_until: the last day of its patches. For Hugging Face's images, the last day of the image they are
+            built on. None if no source states it.
+        listed: if ``patched_until`` is None, a day on which it had been released.
+        mpi4py: whether it has mpi4py; None if no source states it.
+        smddp: whether it has AWS's own data parallel library; None if no source states it.
         regions_without: regions in which its repository does not have it.
-        sources: names of :func:`sources` that the row rests on.
+        sources: names of the row's sources, as in :func:`sources`.
     """
 
     repository: str
@@ -61,48 +61,51 @@ class TrainingImage:
 
     @property
     def name(self) -> str:
-        """Repository and tag."""
+        """Return the repository and tag."""
         return f"{self.repository}:{self.tag}"
 
     @property
     def last_patches(self) -> date | None:
-        """The last day of its patches, or where no source says it, the last that it can be; None where neither is known."""
+        """Return the last day of the image's patches, or None if it cannot be known.
+
+        If no source states the day, this is the latest day possible: one year after the image was listed.
+        """
         if self.patched_until is None and self.listed is not None:
             return self.listed + _PATCHED_FOR  # it was released before that day
         return self.patched_until
 
     @property
     def until(self) -> str:
-        """Until when it is patched, in words."""
+        """Return how long the image is patched, in words."""
         if self.last_patches is None:
             return "until a day that no source says"
         return f"until {self.last_patches}{'' if self.patched_until is not None else ' at the latest'}"
 
     def has_ended(self, day: date) -> bool:
-        """Whether its patches are known to have ended before ``day``."""
+        """Return whether the image's patches are known to have ended before ``day``."""
         return self.last_patches is not None and day > self.last_patches
 
     def is_in(self, region: str | None) -> bool:
-        """Whether its repository has it in a region; True for None."""
+        """Return whether the image's repository has it in a region; True for None."""
         return region not in self.regions_without
 
 
 def images() -> tuple[TrainingImage, ...]:
-    """All rows: PyTorch's own from the oldest to the newest, then Hugging Face's."""
+    """Return all rows: PyTorch's own from the oldest to the newest, then Hugging Face's."""
     return _read()[0]
 
 
 def sources() -> Mapping[str, Mapping[str, str]]:
-    """By name, what a source is (``what``), its commit or version (``at``) and that one's ``date``."""
+    """Return the sources by name: description (``what``), commit or version (``at``) and its ``date``."""
     return _read()[1]
 
 
 def rows_of(torch: str, transformers: str | None = None) -> dict[str, TrainingImage]:
-    """By processor, the images of a version of PyTorch, or those with this version of Transformers; empty where no row is.
+    """Return the images of a version of PyTorch by processor; empty if the table has none.
 
     Args:
-        torch: ``"2.13"`` or ``"2.13.0"``; the last part need not be that of the row, of which there is one for each.
-        transformers: None for PyTorch's own images.
+        torch: ``"2.13"`` or ``"2.13.0"``. Only the first two parts are compared: each minor version has one row.
+        transformers: version of Transformers in the images; None for PyTorch's own images.
     """
     return {
         row.processor: row
@@ -112,7 +115,7 @@ def rows_of(torch: str, transformers: str | None = None) -> dict[str, TrainingIm
 
 
 def row_of(image_uri: Any) -> TrainingImage | None:
-    """The row of an image by its address; None where the table lacks it, or where its tag does not say which it is."""
+    """Return the row of the image with this address, or None if the table lacks it or the tag is not specific."""
     found = _ADDRESS.fullmatch(image_uri) if isinstance(image_uri, str) else None
     if found is None:
         return None
@@ -135,7 +138,7 @@ def _read() -> tuple[tuple[TrainingImage, ...], Mapping[str, Mapping[str, str]]]
 
 
 def _typed(row: Mapping[str, Any]) -> TrainingImage:
-    """A row of the file, which leaves out what has no meaning for an image."""
+    """Return an image from a row of the file; values that the row leaves out become None or empty."""
     made: dict[str, Any] = {"transformers": None, "cuda": None, "released": None, "listed": None, **row}
     for name in ("released", "patched_until", "listed"):
         made[name] = date.fromisoformat(made[name]) if made[name] is not None else None

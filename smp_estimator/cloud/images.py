@@ -1,4 +1,4 @@
-"""What is known of a stock training image by its address: whether it is one, what it lacks, how long it is patched."""
+"""Facts about a stock training image, from its address: whether it is one, its gaps, and its patch period."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _STOCK_TAG = re.compile(r"\d+\.\d+(\.\d+)?-(cpu|cu\d+)-amzn\d+(-sagemaker)?([-@]
 
 
 def today() -> date:
-    """The day by which patches have ended or not."""
+    """Return the day used to decide whether patches have ended."""
     return date.today()
 
 
 def is_stock(image_uri: Any) -> bool:
-    """Whether an image's address is that of a stock PyTorch or Hugging Face training image."""
+    """Return whether an image's address is that of a stock PyTorch or Hugging Face training image."""
     found = _STOCK.match(image_uri) if isinstance(image_uri, str) else None
     if found is None:
         return False
@@ -51,7 +51,7 @@ def is_stock(image_uri: Any) -> bool:
 
 
 def _stock_accounts() -> frozenset[str]:
-    """The accounts from which the SDK knows stock images; none without an SDK."""
+    """Return the accounts that the SDK's stock images are in; empty without an SDK."""
     try:
         versions = config_for_framework("pytorch")["training"]["versions"].values()
     except SDKMissing:
@@ -60,7 +60,7 @@ def _stock_accounts() -> frozenset[str]:
 
 
 def lacks_toolkit(image_uri: Any) -> str | None:
-    """Why the service cannot start a job of SDK v2 in a stock image, as far as its tag tells; None where it can."""
+    """Return why the service cannot start a job of SDK v2 in a stock image, judged by its tag; None if it can."""
     if not is_stock(image_uri):
         return None
     words = image_uri.rpartition(":")[2].split("-")
@@ -73,11 +73,11 @@ def lacks_toolkit(image_uri: Any) -> str | None:
 
 
 def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
-    """Whether a stock image is too old for this data parallel library, and brings the one of its time.
+    """Return whether a stock image is too old for this data parallel library but contains AWS's own.
 
     Args:
         image_uri: as given to the estimator.
-        version: of PyTorch, where no image is named.
+        version: the version of PyTorch, if no image is named.
     """
     if is_stock(image_uri):
         version = image_uri.rpartition(":")[2].split("-")[0]
@@ -95,13 +95,13 @@ def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
 
 
 def check_stock_version(image_uri: Any, floor: tuple[int, int]) -> None:
-    """Refuse a stock image whose PyTorch is too old for a runtime that travels into it.
+    """Refuse a stock image if its PyTorch is too old for the runtime that is sent with the code.
 
     Args:
         floor: :data:`TORCH_FLOOR` or :data:`DATA_PARALLEL_FLOOR`.
 
     Raises:
-        ConfigError: the tag says an older version.
+        ConfigError: the tag names an older version.
     """
     said = re.match(r"\d+\.\d+(\.\d+)?", image_uri.rpartition(":")[2]) if is_stock(image_uri) else None
     if said is None or "@" in image_uri or number(said[0]) >= floor:
@@ -116,7 +116,7 @@ def check_stock_version(image_uri: Any, floor: tuple[int, int]) -> None:
 
 
 def lacks_code_for(image: Any, gpu: str) -> str | None:
-    """Why an image cannot compute on GPUs of this kind, as far as is known of it; None where it can.
+    """Return why an image cannot compute on GPUs of this kind; None if it can, or if its CUDA is not known.
 
     Args:
         image: its address, or the name of a row of the table.
@@ -133,12 +133,12 @@ def lacks_code_for(image: Any, gpu: str) -> str | None:
 
 
 def is_too_new(cuda: str | None, gpu: str | None) -> bool:
-    """Whether PyTorch for this version of CUDA (``"13.0"``) has no code for GPUs of this kind (``"V100"``); False for None."""
+    """Return whether PyTorch for this CUDA (``"13.0"``) has no code for this GPU (``"V100"``); False for None."""
     return gpu == "V100" and cuda is not None and int(cuda.split(".")[0]) >= _CUDA_WITHOUT_V100
 
 
 def newest_patched(day: date, gpu: str | None = None, *, huggingface: bool = False) -> TrainingImage | None:
-    """The newest image of the table for GPUs that is patched on a day and has code for this kind; None where there is none."""
+    """Return the newest GPU image of the table that is patched on a day and supports ``gpu``, or None."""
     rows = [
         row
         for row in image_table.images()
@@ -149,12 +149,12 @@ def newest_patched(day: date, gpu: str | None = None, *, huggingface: bool = Fal
 
 
 def patches_ended(row: TrainingImage, day: date, argument: str | None = None, gpu: str | None = None) -> str | None:
-    """What to say of an image that is no longer patched; None of one that is.
+    """Return a warning if an image is no longer patched, or None if it is.
 
     Args:
-        day: of the job.
-        argument: the argument that names the image; None where nobody chose it.
-        gpu: of the instances, where it is known.
+        day: the day of the job.
+        argument: the argument that names the image; None if the user did not choose it.
+        gpu: the kind of GPU of the instances, if it is known.
     """
     if not row.has_ended(day):
         return None
@@ -179,5 +179,5 @@ def patches_ended(row: TrainingImage, day: date, argument: str | None = None, gp
 
 
 def number(version: str) -> tuple[int, ...]:
-    """A version as numbers that can be compared, ``(2, 13, 0)``."""
+    """Return a version as numbers that can be compared, ``(2, 13, 0)``."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

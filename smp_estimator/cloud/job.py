@@ -11,7 +11,7 @@ from smp_estimator.sdk.version_2 import TrainingJob, check_job_status
 
 
 class CloudTrainingJob(TrainingJob):
-    """The SDK's training job, whose ``wait()`` shows hosts and progress."""
+    """The SDK's training job with a ``wait()`` that shows hosts and progress."""
 
     sagemaker_session: Any
 

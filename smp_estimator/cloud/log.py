@@ -33,7 +33,7 @@ _HOST = re.compile(r"/(algo-(\d+))(?:-|$)")
 
 
 def print_bill(description: dict[str, Any]) -> None:
-    """Print the seconds of a job that has ended, from what DescribeTrainingJob says of it."""
+    """Print the training and billable seconds of a finished job, from its DescribeTrainingJob answer."""
     hosts = _host_count(description["ResourceConfig"])
     trained, billed = description.get("TrainingTimeInSeconds"), description.get("BillableTimeInSeconds")
     if trained is not None:
@@ -50,14 +50,14 @@ def _host_count(resources: dict[str, Any]) -> int:
 
 
 class CloudLog:
-    """Reads the streams ``<job>/algo-N-…`` of a job, each line with its host, the first host's (rank 0's) first.
+    """A reader of the streams ``<job>/algo-N-…`` of a job; each line has its host, the first host (rank 0) comes first.
 
     Attributes:
         description: the newest answer of DescribeTrainingJob.
     """
 
     def __init__(self, session: Any, job_name: str) -> None:
-        """Make a reader; nothing is asked yet."""
+        """Create a reader; no request is sent yet."""
         self._session = session
         self._name = job_name
         self._client: Any = None
@@ -65,7 +65,7 @@ class CloudLog:
         self.description: dict[str, Any] = {}
 
     def follow(self) -> Iterator[Event]:
-        """Every line from the first, the changes of the job's status among them, until the job has ended."""
+        """Yield every log line and every change of the job's status, until the job has ended."""
         before: dict[str, Any] | None = None
         while True:
             self.description = self._session.sagemaker_client.describe_training_job(TrainingJobName=self._name)
@@ -80,7 +80,7 @@ class CloudLog:
             yield from self._pause(POLL_SECONDS)
 
     def new_lines(self) -> Iterator[str]:
-        """What was written since the last call, host by host."""
+        """Yield the lines written since the last call, host by host."""
         for stream in self._streams():
             found = _HOST.search(stream)
             host = found[1] if found else stream.rpartition("/")[2]
@@ -90,7 +90,7 @@ class CloudLog:
                 yield message if is_record else f"[{host}] {message}"
 
     def _streams(self) -> list[str]:
-        """Names of the streams there are now, by the number of their host."""
+        """Return the names of the streams that exist now, ordered by host number."""
         pages = self._logs().get_paginator("describe_log_streams")
         names: list[str] = []
         try:

@@ -41,14 +41,14 @@ _PATCHES = 10
 
 
 def combined(path: Path, needed: Sequence[str], image: TrainingImage | None = None) -> str:
-    """The user's ``requirements.txt``, which need not exist, with what the runtime needs after it.
+    """Return the user's ``requirements.txt``, which need not exist, followed by the runtime's requirements.
 
     Args:
-        image: the one that the job runs in, where the table has it.
+        image: the image that the job runs in, if the table has it.
 
     Raises:
-        ConfigError: lines with which pip would refuse the runtime's, or replace the image's PyTorch, on a cluster that is paid
-            for.
+        ConfigError: because of some lines, pip would refuse the runtime's requirements or replace the image's
+            PyTorch, on a cluster that is paid for.
     """
     given = _text(path).rstrip("\n") if path.is_file() else ""
     for file, line in _lines(path, set()):
@@ -106,7 +106,7 @@ def _text(path: Path) -> str:
 
 
 def _lines(path: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
-    """The lines of a file, and of those that it names, without comments."""
+    """Yield the lines of a requirements file and of the files that it includes, without comments."""
     real = path.resolve()
     if real in seen or not real.is_file():  # pip says what is missing
         return
@@ -139,7 +139,7 @@ def _check(file: Path, line: str, needed: Sequence[str]) -> None:
 
 
 def _requirement(line: str) -> Requirement | None:
-    """Return what a line asks for; None for options, paths and addresses, and for what only some Pythons need."""
+    """Return the requirement on a line; None for options, paths and addresses, and if it has an environment marker."""
     try:
         found = Requirement(re.split(r"\s--", line)[0])
     except InvalidRequirement:
@@ -148,7 +148,10 @@ def _requirement(line: str) -> Requirement | None:
 
 
 def _agree(ours: Requirement, theirs: Requirement) -> bool:
-    """Whether some version satisfies both: one at, just above or just below a version that either of them names."""
+    """Return whether some version satisfies both requirements.
+
+    The versions tried are those that the requirements name, and versions just below and just above them.
+    """
     both: SpecifierSet = ours.specifier & theirs.specifier
     candidates = [Version("0"), Version("99999")]
     for specifier in both:

@@ -1,4 +1,4 @@
-"""From the description of a job that exists to the arguments of an estimator: the other direction of a request."""
+"""The arguments of an estimator, restored from the description of an existing job."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _attaching: ContextVar[bool] = ContextVar("attaching", default=False)
 
 @contextmanager
 def attaching() -> Iterator[None]:
-    """Estimators that are made meanwhile stand for jobs that exist."""
+    """Let estimators made inside the block stand for jobs that exist."""
     token = _attaching.set(True)
     try:
         yield
@@ -54,13 +54,13 @@ def attaching() -> Iterator[None]:
 
 
 def is_attaching() -> bool:
-    """Whether an estimator that is made now stands for a job that exists."""
+    """Return whether an estimator made now stands for a job that exists."""
     return _attaching.get()
 
 
 @contextmanager
 def lenient_when_attaching(say: Callable[[str], None]) -> Iterator[None]:
-    """Settings of a job that exists are not refused; what is wrong with them is said."""
+    """Let invalid settings inside the block pass if the job exists already; their error becomes a warning."""
     try:
         yield
     except ConfigError as error:
@@ -70,7 +70,7 @@ def lenient_when_attaching(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def completed(job_details: dict[str, Any]) -> dict[str, Any]:
-    """Add to a description what the SDK insists on and the service may leave out.
+    """Add fields to a description that the SDK requires and the service may leave out.
 
     That is a key, instances beside groups, and hyperparameters of the SDK's own, as JSON. Jobs that boto3 or a state machine
     has started may lack these, and hold any text.
@@ -96,7 +96,7 @@ def _is_json(text: str) -> bool:
 
 
 def restored(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, Any]:
-    """What the SDK made of a description, with what it forgets or misplaces; ``params`` is changed in place."""
+    """Return ``params`` after adding or moving the values that the SDK loses or misplaces; changes it in place."""
     groups = job_details["ResourceConfig"].get("InstanceGroups")
     if groups:
         params["instance_groups"] = [
@@ -130,7 +130,7 @@ def _address_of_code(job_details: dict[str, Any]) -> str | None:
 
 
 def _restore_distribution(params: dict[str, Any]) -> None:
-    """Move what carries a distribution of ours from the hyperparameters to where the user had it."""
+    """Move the settings of our distribution from the hyperparameters to the arguments where the user had them."""
     carried = params.get("hyperparameters") or {}
     try:
         distribution = from_hyperparameters(carried)

@@ -1,4 +1,4 @@
-"""What the training service makes of a request: defaults of a model parallel job, and rules that are broken silently.
+"""Defaults of a model parallel job, and rules of the training service that otherwise fail silently.
 
 Limits are read from the service's own model in botocore where a client is at hand.
 """
@@ -42,13 +42,13 @@ _NUMBER = r"([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)"
 
 
 def metric_definitions() -> list[dict[str, str]]:
-    """The default of ``metric_definitions``; also what a tuner needs to optimise one of them."""
+    """Return the default of ``metric_definitions``; a tuner needs it too, to optimize one of the metrics."""
     # The quote before the name keeps "loss" from matching "eval_loss".
     return [{"Name": name, "Regex": rf'{PROGRESS_PREFIX}\{{.*"{name}": ?{_NUMBER}'} for name in METRICS]
 
 
 def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Fill in the defaults among ``sdk``, the arguments for the SDK's class; ``say`` is told about what is allowed but unwise."""
+    """Fill in defaults among ``sdk``, the arguments for the SDK's class; warn about allowed but unwise settings."""
     if sdk.get("debugger_hook_config") is None:
         sdk["debugger_hook_config"] = False
     elif sdk["debugger_hook_config"]:
@@ -61,7 +61,7 @@ def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None]) -> None:
 
 
 def warn_of_isolation(is_isolated: Any, say: Callable[[str], None]) -> None:
-    """Say what a job without a network lacks whose runtime travels into a stock image."""
+    """Warn if the job has no network but a stock image must install the runtime's requirements."""
     if is_isolated is True:
         say(
             "enable_network_isolation is True, and the stock image must install the runtime's requirements from a package "
@@ -70,10 +70,12 @@ def warn_of_isolation(is_isolated: Any, say: Callable[[str], None]) -> None:
 
 
 def check_request(estimator: Any, hyperparameters: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Check what the service would refuse after the upload; ``say`` is told about what is allowed but unwise.
+    """Check the request for errors that the service would report only after the upload.
+
+    Settings that are allowed but unwise cause a warning.
 
     Raises:
-        ConfigError: naming the setting and a value that works.
+        ConfigError: names the setting and a value that works.
     """
     model = _model(estimator.sagemaker_session)
     _check_hyperparameters(hyperparameters, model)
@@ -113,7 +115,7 @@ def check_channels(inputs: Any, *, has_network: bool) -> None:
 
 
 def channels(inputs: Any) -> Iterator[tuple[str, Any]]:
-    """The channels of ``fit(inputs)`` that are known now, as (name, value)."""
+    """Yield the channels of ``fit(inputs)`` that are known now, as (name, value)."""
     if inputs is None:
         return
     for name, value in inputs.items() if isinstance(inputs, Mapping) else [("training", inputs)]:
@@ -122,13 +124,13 @@ def channels(inputs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def s3_places(inputs: Any, **others: Any) -> dict[str, str]:
-    """The ``s3://`` addresses among the channels and ``others``, by what is there."""
+    """Return the ``s3://`` addresses among the channels and ``others``, keyed by a description of each."""
     places = {f"channel {name!r}": _address(value) for name, value in channels(inputs)}
     return {what: address for what, address in (places | others).items() if is_s3_uri(address)}
 
 
 def _address(value: Any) -> Any:
-    """Of a channel: a plain address, or that of a TrainingInput; None for what has none."""
+    """Return a channel's address: a plain string, or that of a TrainingInput; None if it has no address."""
     if isinstance(value, str):
         return value
     if not _is_of_sdk(value, "TrainingInput"):
@@ -137,7 +139,7 @@ def _address(value: Any) -> Any:
 
 
 def _is_of_sdk(value: Any, name: str) -> bool:
-    """Whether a channel is an object of this class of ``sagemaker.inputs``, which only version 2 of the SDK has."""
+    """Return whether a channel is an object of this class of ``sagemaker.inputs``; only SDK v2 has that module."""
     inputs = sys.modules.get("sagemaker.inputs")
     return inputs is not None and isinstance(value, getattr(inputs, name))
 
@@ -180,7 +182,7 @@ def _check_environment(environment: Mapping[str, Any] | None, model: ServiceMode
 
 
 def _check_places(estimator: Any) -> None:
-    """Names and addresses that only the service reads."""
+    """Check names and addresses that only the service reads."""
     for name in ("output_path", "checkpoint_s3_uri", "code_location"):
         value = getattr(estimator, name, None)
         if value and not is_variable(value) and not is_s3_uri(value):

@@ -57,10 +57,10 @@ class CannotTravel(Coded, RuntimeError):
 
 @contextmanager
 def with_runtime(entry_point: str, source_dir: str | None, image: TrainingImage | None = None) -> Iterator[Path]:
-    """A folder with what a job runs: the user's files (as links), the wheel, its requirements and the program.
+    """Yield a folder with the job's files: the user's (as links), the wheel, its requirements and the program.
 
     Args:
-        image: the one that it runs in, where the table has it.
+        image: the image that the job runs in, if the table has it.
 
     Raises:
         ConfigError: the user has a file of one of our names, or requirements that contradict ours.
@@ -87,7 +87,7 @@ def with_runtime(entry_point: str, source_dir: str | None, image: TrainingImage 
 
 
 def _add_requirements(path: Path, image: TrainingImage | None) -> None:
-    """Append ours to the user's; the platform installs the file before it starts the program."""
+    """Append the runtime's requirements to the user's; the platform installs them before it starts the program."""
     text = requirements.combined(path, travelling_requirements(), image)
     if path.is_symlink():
         path.unlink()
@@ -95,12 +95,12 @@ def _add_requirements(path: Path, image: TrainingImage | None) -> None:
 
 
 def wheel_name() -> str:
-    """File name of the wheel."""
+    """Return the file name of the wheel."""
     return f"{DISTRIBUTION.replace('-', '_')}-{__version__}-py3-none-any.whl"
 
 
 def build_wheel(folder: Path) -> Path:
-    """Write the wheel of the package that runs here into ``folder``; raises CannotTravel if it was never installed."""
+    """Write the wheel of the running package into ``folder``; raise CannotTravel if it was never installed."""
     info = f"{DISTRIBUTION.replace('-', '_')}-{__version__}.dist-info"
     files = dict(_package_files())
     files[f"{info}/METADATA"] = _metadata().encode()
@@ -119,10 +119,10 @@ def build_wheel(folder: Path) -> Path:
 
 
 def travelling_requirements() -> list[str]:
-    """What a training image may lack: the package's requirements without those that every training image brings.
+    """Return the package's requirements without those that every training image has.
 
-    mpi4py is among them: the training toolkit starts a job's ranks by ``mpirun … python -m mpi4py``, after it has
-    installed the requirements on every host, and some stock images have no mpi4py.
+    mpi4py is among them because some stock images lack it. The training toolkit starts a job's ranks by
+    ``mpirun … python -m mpi4py``, after it has installed the requirements on every host.
     """
     found = []
     for needed in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ()):

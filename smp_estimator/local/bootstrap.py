@@ -39,14 +39,21 @@ _FOREIGN_NAMES = frozenset(
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a variable of this process is not handed on to a job, which has one of that name itself or must have none."""
+    """Return whether a variable of this process must not be inherited by a job.
+
+    These are variables that the job sets itself or must not have.
+    """
     return name.startswith(_FOREIGN_PREFIXES) or name in _FOREIGN_NAMES
 
 
 def environment_of(
     tree: HostTree, job: JobTree, *, job_name: str, token: str, region: str | None, user: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of one host's bootstrap: the notebook's, then the platform's, then the user's ``environment``."""
+    """Return the environment of one host's bootstrap.
+
+    It has the notebook's variables, then the platform's, then the user's ``environment``; later ones override
+    earlier.
+    """
     inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
     # A notebook kernel is often started without its environment's bin folder on PATH, and mpirun lies there.
     scripts = os.path.dirname(sys.executable)
@@ -72,11 +79,14 @@ def environment_of(
 
 
 def with_emulation(environment: Mapping[str, Any] | None, instance_type: Any) -> dict[str, Any]:
-    """The environment of containers on this machine: without a GPU, scripts that call ``torch.cuda`` run on the CPU.
+    """Return the environment of containers on this machine, with CUDA emulation for ``instance_type="local"``.
+
+    With it, scripts that call ``torch.cuda`` run on the CPU.
 
     Args:
-        environment: what else the job gets; what it, or this process's own, says of the emulation holds.
-        instance_type: Docker gives GPUs to containers of ``local_gpu`` only.
+        environment: the job's own variables. If it sets the emulation's variable, that value is used. Otherwise the
+            value in this process's environment is used, if there is one.
+        instance_type: Docker exposes GPUs only to containers of ``local_gpu``.
     """
     given = dict(environment or {})
     if instance_type == "local":
@@ -102,7 +112,7 @@ class Bootstrap:
         source: str,
         ended: Callable[[str, int], None],
     ) -> None:
-        """Start it.
+        """Start the host.
 
         Args:
             source: prefix of its lines in the log; empty for the leader.
@@ -126,18 +136,19 @@ class Bootstrap:
 
     @property
     def pid(self) -> int:
-        """Also the id of its session."""
+        """Return the process id, which is also the id of its session."""
         return self._process.pid
 
     def terminate(self) -> None:
-        """Ask it to stop; it passes the request on to its ranks."""
+        """Send SIGTERM to the bootstrap, which forwards it to its ranks."""
         self._process.send_signal(signal.SIGTERM)
 
     def release(self, timeout_seconds: float) -> None:
-        """After the end: read the rest of the output and close the pipes.
+        """Read the rest of the output and close the pipes, after the process has ended.
 
         Args:
-            timeout_seconds: without a byte, when something that could not be ended holds the output open.
+            timeout_seconds: longest wait without a new byte, if a process that could not be ended keeps the output
+                open.
         """
         heard = -1
         while self._reader.is_alive() and heard != self._heard:

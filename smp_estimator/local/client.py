@@ -34,7 +34,7 @@ class ProcessClient(LocalSagemakerClient):
         self._expected_code: dict[str, CodeSource] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Every other call of the service: raises NotOnThisMachine."""
+        """Raise NotOnThisMachine for every other call of the service."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise NotOnThisMachine(
@@ -44,11 +44,11 @@ class ProcessClient(LocalSagemakerClient):
         )
 
     def expect_code(self, job_name: str, source: CodeSource) -> None:
-        """Say what the job of this name will run; without it the ``file://`` submit directory is linked."""
+        """Set the code that the job of this name will run; without it the ``file://`` submit directory is linked."""
         self._expected_code[job_name] = source
 
     def create_training_job(self, **request: Any) -> dict[str, str]:
-        """Check the request, build the job's folders and start its processes; returns while they run.
+        """Check the request, build the job's folders and start its processes; return while they run.
 
         Raises:
             ConfigError: before any process is started.
@@ -57,7 +57,7 @@ class ProcessClient(LocalSagemakerClient):
         return {"TrainingJobArn": job.describe()["TrainingJobArn"]}
 
     def describe_training_job(self, TrainingJobName: str) -> dict[str, Any]:  # noqa: N803 - boto's name
-        """Where the job stands, in the service's words."""
+        """Return the job's description, in the service's format."""
         return self.job(TrainingJobName, "DescribeTrainingJob").describe()
 
     def stop_training_job(self, TrainingJobName: str) -> None:  # noqa: N803 - boto's name
@@ -65,12 +65,12 @@ class ProcessClient(LocalSagemakerClient):
         self.job(TrainingJobName, "StopTrainingJob").stop()
 
     def list_tags(self, ResourceArn: str, **_: Any) -> dict[str, Any]:  # noqa: N803 - boto's name
-        """The tags of a job."""
+        """Return the tags of a job."""
         job = self._jobs.get(ResourceArn.rpartition("/")[2])
         return {"Tags": list((job.request.get("Tags") if job else None) or [])}
 
     def job(self, name: str, operation: str = "DescribeTrainingJob") -> ProcessJob:
-        """The job of this name; without one raises ClientError, as the service would say it."""
+        """Return the job of this name; raise ClientError, as the service does, if there is none."""
         if name not in self._jobs:
             message = f"Requested resource not found: no training job {name!r} was started by this interpreter"
             raise ClientError({"Error": {"Code": "ValidationException", "Message": message}}, operation)
@@ -78,5 +78,5 @@ class ProcessClient(LocalSagemakerClient):
 
     @classmethod
     def knows(cls, name: str) -> bool:
-        """Whether a job of this name was started by this interpreter."""
+        """Return whether this interpreter started a job of this name."""
         return name in cls._jobs

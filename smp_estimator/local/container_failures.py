@@ -1,7 +1,8 @@
-"""Jobs in the local mode of either SDK whose containers fail: which rank failed, and why.
+"""Failures of jobs in the local mode of either SDK: which rank failed in its container, and why.
 
-The SDK's exception is made of the command of Docker Compose and its exit code, and by the time that it arrives the
-folders of the containers may be gone. So their failure files are read while the SDK collects the artifacts.
+The SDK's exception contains only the command of Docker Compose and its exit code. By the time it arrives, the
+folders of the containers may be gone. So this module reads their failure files while the SDK collects the
+artifacts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _left: ContextVar[_Left | None] = ContextVar("left", default=None)
 
 
 class _Left:
-    """What the containers of one job left.
+    """Files and failures that the containers of one job left.
 
     Attributes:
         failures: the text of each host's failure file, in the order of the hosts.
@@ -41,9 +42,10 @@ class _Left:
                 self.failures[host] = text
 
     def reason(self) -> str:
-        """The first host's text, and the first lines of others that say something else.
+        """Return the first host's failure text, and the first lines of other hosts' texts that differ from it.
 
-        A host that fails by itself (its requirements, its memory) makes the first one fail with other words.
+        If another host fails for a reason of its own (requirements, memory), the first host fails with a different
+        text.
         """
         _, reason = next(iter(self.failures.items()))
         said = {_headline(reason)}
@@ -58,17 +60,19 @@ class _Left:
 def failing_rank_told(
     containers: type, job_name: Callable[[], str], failed: Callable[[str], Exception]
 ) -> Iterator[None]:
-    """Around the SDK's call that runs a job: in local mode its exception becomes one that holds the failing rank's message.
+    """Run the block, and in local mode replace its exception by one with the failing rank's message.
+
+    The block contains the SDK's call that runs a job.
 
     Args:
         containers: the SDK's class that runs a job's containers.
-        job_name: asked when the job has failed; the call makes the name.
+        job_name: called after the job has failed, because the SDK's call makes the name.
         failed: makes the exception from its message.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C; Docker Compose, which got it too, stops the containers.
-        Exception: what ``failed`` makes, when containers failed and left a failure file. Every other exception passes as it
-            is: Docker itself failed, or a container was killed, and the SDK's own words say more.
+        KeyboardInterrupt: after Ctrl-C; Docker Compose, which received it too, stops the containers.
+        Exception: the result of ``failed``, if containers failed and left a failure file. Every other exception
+            passes unchanged: Docker itself failed, or a container was killed, and the SDK's message explains more.
     """
     _listen(containers)
     left = _Left()
@@ -90,7 +94,7 @@ def failing_rank_told(
 
 
 def _listen(containers: Any) -> None:
-    """From now on the SDK's collecting of artifacts tells whoever has asked in its context, and nobody else."""
+    """Patch the SDK's artifact collection to also record failures in the current context's ``_Left``, if one is set."""
     collect = getattr(containers, "retrieve_artifacts", None)
     if collect is None or hasattr(collect, "tells_what_is_left"):
         return

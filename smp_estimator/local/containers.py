@@ -1,4 +1,4 @@
-"""Jobs in the local mode of SDK v2 whose containers fail: ``fit()`` says which rank failed, and why."""
+"""Failures of jobs in the local mode of SDK v2: ``fit()`` reports which rank failed in its container, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ContainerJobFailed(UnexpectedStatusException, RuntimeError):
 
 
 def failing_rank_told(job_name: Callable[[], str]) -> AbstractContextManager[None]:
-    """Around the SDK's ``fit()``; as :func:`smp_estimator.local.container_failures.failing_rank_told`.
+    """Return a context for the SDK's ``fit()``; as :func:`smp_estimator.local.container_failures.failing_rank_told`.
 
     Raises:
         ContainerJobFailed: containers failed and left a failure file.

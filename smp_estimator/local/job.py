@@ -1,4 +1,4 @@
-"""A training job on this machine: its states, the thread that watches over it, and what it answers when described."""
+"""A training job on this machine: its states, the thread that watches it, and its description."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DEFAULT_MAX_RUN_SECONDS = 24 * 60 * 60
 
 
 class JobSession(Protocol):
-    """What a job uses of the session that starts it."""
+    """The part of a session that a job uses."""
 
     launcher: Sequence[str]
     keep: bool
@@ -58,7 +58,7 @@ class JobSession(Protocol):
 
 
 class Status(str, enum.Enum):
-    """The service's words for where a job stands."""
+    """The state of a job, in the service's words."""
 
     IN_PROGRESS = "InProgress"
     COMPLETED = "Completed"
@@ -138,27 +138,27 @@ class ProcessJob:
         threading.Thread(target=self._watch, name=f"job-{self.name}").start()
 
     def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
-        """SIGTERM now, SIGKILL after ``grace_seconds``; returns at once. Nothing happens to a finished job."""
+        """Send SIGTERM now and SIGKILL after ``grace_seconds``; return at once. A finished job is not affected."""
         self._events.put(("stop", grace_seconds))
 
     def interrupt(self, grace_seconds: float) -> None:
-        """Like :meth:`stop`, for Ctrl-C: what the job had written stays in its folder and is not packed."""
+        """Stop the job as :meth:`stop` does, for Ctrl-C; its files stay in its folder and are not packed."""
         self._interrupted = True
         self.stop(grace_seconds)
 
     def kill(self) -> None:
-        """SIGKILL everything of the job now."""
+        """Send SIGKILL to all processes of the job now."""
         self._stopping = True
         self._events.put(("kill", None))
         kill_job(self._token, self._sessions())
 
     @property
     def model_address(self) -> str:
-        """Where the model is, or will be."""
+        """Return the model's address; it is known before the model is written."""
         return address(self._destination, "model", self.name, compressed=self._compressed)
 
     def describe(self) -> dict[str, Any]:
-        """What ``DescribeTrainingJob`` would answer."""
+        """Return the job's description in the format of ``DescribeTrainingJob``."""
         finished = self.done.is_set()
         seconds = int(((self._ended if finished else datetime.now().astimezone()) - self._created).total_seconds())
         resources = {"VolumeSizeInGB": 30, **self.request["ResourceConfig"]}
@@ -240,7 +240,7 @@ class ProcessJob:
                 self._end_for(kind, value, running)
 
     def _look_after(self, running: set[str]) -> None:
-        """End a job whose launcher is stopped, as by SIGSTOP: it can tell nothing of its ranks any more."""
+        """End a job if its launcher is stopped, as by SIGSTOP: it can no longer report on its ranks."""
         now = time.monotonic()
         stopped = {host for host in running if state_of(self._bootstraps[host].pid).is_stopped}
         self._stopped = {host: self._stopped.get(host, now) for host in stopped}
@@ -254,7 +254,7 @@ class ProcessJob:
                 self._end_for("kill", None, running)
 
     def _end_for(self, kind: str, value: Any, running: set[str]) -> None:
-        """Have the hosts that run end, as the reason for it wants."""
+        """End the running hosts in the way that the reason requires."""
         if kind == "stop":
             self._stopping = True
             self.status = Status.STOPPING
@@ -274,7 +274,11 @@ class ProcessJob:
             self._due("unkillable", _UNKILLABLE_SECONDS)
 
     def _note_end(self, host: str, code: int) -> None:
-        """The other hosts end by themselves after a failure, and after the leader's success; give them the time."""
+        """Record a host's exit code and set a deadline for the other hosts if needed.
+
+        After a failure, or after the leader's success, they normally end without a signal; the deadline allows time
+        for that.
+        """
         self._exit_codes[host] = code
         if self._stopping:
             return
@@ -284,7 +288,7 @@ class ProcessJob:
             self._due("drain", _SUCCESS_DRAIN_SECONDS)
 
     def _next_event(self) -> tuple[str, Any]:
-        """What the hosts or the user did, or the deadline that came first."""
+        """Return the next event of the hosts or the user, or the first deadline that expires before it."""
         if not self._deadlines:
             return self._events.get()
         kind = min(self._deadlines, key=self._deadlines.__getitem__)
@@ -295,7 +299,7 @@ class ProcessJob:
             return kind, None
 
     def _due(self, kind: str, seconds: float) -> None:
-        """Set a deadline; of two of one kind the earlier holds."""
+        """Set a deadline; of two deadlines of one kind the earlier one is used."""
         at = time.monotonic() + seconds
         self._deadlines[kind] = min(at, self._deadlines.get(kind, at))
 
@@ -305,7 +309,7 @@ class ProcessJob:
         self._due("kill", grace_seconds)
 
     def _finish(self) -> None:
-        """All processes are gone: settle the status, pack, tidy."""
+        """Settle the status, pack the artifacts and clean up, after all processes have ended."""
         for folder, variable in written_on_the_machine(self._created.timestamp()).items():
             logger.warning(
                 "job %s, or something else meanwhile, wrote to %s of this machine, which is no folder of the job: the next job "
@@ -347,14 +351,18 @@ class ProcessJob:
         deliver(folders, name, self._destination, **given)
 
     def _pack_what_is_left(self) -> None:
-        """Of a job that failed the service gives the output data, too; that must not hide why it failed."""
+        """Pack the output data of a failed job, as the service does; an error here must not hide the failure's cause."""
         try:
             self._pack_output()
         except Exception as error:
             logger.warning("job %s: what it wrote to its output data is not delivered: %s", self.name, error)
 
     def _reason(self) -> str:
-        """The failure file of the first host that has one; else what is known: exit codes and the end of the log."""
+        """Return the reason for the job's failure.
+
+        A hang or an unwritable log comes first. Next is the failure file of the first host that has one. Without one,
+        the reason consists of the exit codes and the end of the log.
+        """
         if self._hung:
             return self._hung
         if failure := self.log.failure:
@@ -406,7 +414,7 @@ class ProcessJob:
 
 
 def failure_message(job: ProcessJob) -> str:
-    """What is raised for a job that failed: its first cause, and where the log is."""
+    """Return the error message for a failed job: its first cause, and the path of the log."""
     return (
         f"Error for Training job {job.name}: Failed. Reason: {job.failure_reason}\nThe whole log is in {job.tree.log}"
     )

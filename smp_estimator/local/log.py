@@ -30,16 +30,16 @@ _REMEMBERED = 50
 
 
 class JobLog:
-    """Lines in a file, and beside them the newest progress record and what the ranks that have ended used.
+    """Log lines in a file, the newest progress record, and the usage records of the ranks that have ended.
 
-    Their lines are taken out of the text: a reader gets them as records, and the file stays readable.
+    Lines with records are not written to the file: readers receive them as records, and the file stays readable.
 
-    A log that cannot be written any more goes on taking lines, as the job's processes would otherwise wait for a reader
-    for ever; it says so once, and remembers the newest.
+    If the log can no longer be written, it still accepts lines, because the job's processes would otherwise block
+    on a full pipe. It reports the failure once, and keeps the newest lines in memory.
     """
 
     def __init__(self, path: Path, failed: Callable[[], None] = lambda: None) -> None:
-        """Begin the file.
+        """Open the file.
 
         Args:
             failed: called once, from whichever thread writes, when a line could not be written.
@@ -85,7 +85,7 @@ class JobLog:
             self._failed()
 
     def give_up(self, error: Exception) -> None:
-        """Take no more lines: what writes them has failed."""
+        """Record that the log's writer has failed and report the failure."""
         with self._changed:
             self._failure = (
                 self._failure or f"the job's log {self.path} cannot be written: {type(error).__name__}: {error}"
@@ -93,7 +93,7 @@ class JobLog:
         self._failed()
 
     def close(self) -> None:
-        """No more lines: followers end after the last one."""
+        """Close the log to new lines; followers end after the last one."""
         with self._changed:
             if not self._closed:
                 self._closed = True
@@ -103,7 +103,7 @@ class JobLog:
 
     @property
     def failure(self) -> str | None:
-        """Why lines are missing in the file, how many, and where it ends; None where none are."""
+        """Return why and how many lines are missing in the file, and where it ends; None if none are missing."""
         with self._changed:
             if self._failure is None:
                 return None
@@ -111,7 +111,7 @@ class JobLog:
             return f"{self._failure}; it holds {self._whole:,} bytes, and {lines} after them are lost"
 
     def _append_all(self, lines: Sequence[bytes]) -> bool:
-        """Write whole lines; returns whether the first that cannot be written is among them."""
+        """Write whole lines; return whether the first unwritable line is among them."""
         if self._failure is not None:
             self._lost += len(lines)
             return False
@@ -136,10 +136,10 @@ class JobLog:
         return False
 
     def follow(self, *, wait: bool = True) -> Iterator[str | ProgressRecord | UsageRecord | None]:
-        """Every line from the first, and each new record, until the log is closed; None when nothing is new.
+        """Yield every line from the first, and each new record, until the log is closed; None when nothing is new.
 
         Args:
-            wait: False ends at what is there now.
+            wait: False ends at the last line written so far.
         """
         shown: ProgressRecord | None = None
         with self.path.open("rb") as reader:
@@ -162,7 +162,7 @@ class JobLog:
                     return
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines of the text, at most 50, those among them that could not be written."""
+        """Return the last lines of the text, at most 50, including lines that could not be written."""
         with self._changed:
             return list(self._remembered)[-lines:]
 
@@ -173,14 +173,14 @@ class JobLog:
 
 
 class LineSplitter:
-    """Bytes of a pipe, in any pieces, to lines; a line that a carriage return redraws counts once a second."""
+    """A splitter of a pipe's bytes into lines; a line that is redrawn by carriage returns counts once a second."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._redrawn = 0.0
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """The lines that ``data`` completes."""
+        """Yield the lines that ``data`` completes."""
         *ended, rest = (self._rest + data).split(b"\n")
         for line in ended:
             *redrawn, text = line.removesuffix(b"\r").split(b"\r")
@@ -202,7 +202,7 @@ class LineSplitter:
                 yield text.decode("utf-8", "replace")
 
     def rest(self) -> Iterator[str]:
-        """What the pipe ended with, when it did not end with a line break."""
+        """Yield the pipe's last text if it did not end with a line break."""
         text, self._rest = self._rest.decode("utf-8", "replace").rstrip("\r"), b""
         if text:
             yield text

@@ -1,4 +1,4 @@
-"""Process mode: when a job runs as processes of this machine, what its estimator is not asked for, and its job."""
+"""Process mode: when a job runs as processes of this machine, the arguments it does not need, and its job."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NO_ROLE = "arn:aws:iam::000000000000:role/none"
 
 
 class NoContainers(Coded, RuntimeError):
-    """What needs a container was asked of a job that ran as processes of this machine."""
+    """A request that needs a container, made to a job that ran as processes of this machine."""
 
 
 def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
-    """Whether an estimator with these arguments trains as processes of this machine.
+    """Return whether an estimator with these arguments trains as processes of this machine.
 
     Raises:
-        ConfigError: it is for Docker on this machine, with a session of the service.
+        ConfigError: the arguments request Docker on this machine, but with a session of the service.
     """
     session, is_local = sdk.get("sagemaker_session"), sdk.get("instance_type") in LOCAL_TYPES
     if session is not None and not _is_of_service(session):
@@ -44,12 +44,14 @@ def wants_processes(image_uri: Any, sdk: dict[str, Any]) -> bool:
 
 
 def _is_of_service(session: Any) -> bool:
-    """Whether jobs of a session run in the cloud as soon as they are started."""
+    """Return whether jobs of a session run in the cloud as soon as they are started."""
     return isinstance(session, Session) and not isinstance(session, LocalSession | PipelineSession)
 
 
 def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
-    """Fill in among ``sdk``, the arguments for the SDK's class, what a job here does not need; gives what stands for the image.
+    """Fill in defaults among ``sdk``, the arguments for the SDK's class; return the name used as the image.
+
+    The values filled in are those that a job on this machine does not need from the user.
 
     Raises:
         ConfigError: there is no script.

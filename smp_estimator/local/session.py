@@ -1,4 +1,4 @@
-"""A SageMaker session whose training containers are processes of this machine."""
+"""A SageMaker session that runs training containers as processes of this machine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _JOBS_BEGIN_WITH = "smp-process-"
 
 
 class ProcessSession(S3Access, LocalSession):
-    """Runs training jobs as processes of this machine: no Docker, no AWS account, no network.
+    """A session that runs training jobs as processes of this machine: no Docker, no AWS account, no network.
 
-    Each job gets ``JOB_ROOT`` with one ``/opt/ml`` per simulated host, and each host one bootstrap process, the
-    same that the training image runs. AWS is only asked when a job names an ``s3://`` address.
+    Each job gets ``JOB_ROOT`` with one ``/opt/ml`` per simulated host. Each host gets one bootstrap process, the
+    same that the training image runs. AWS is used only if a job names an ``s3://`` address.
 
-    ``max_run`` ends a job only when it was changed from the SDK's default of a day. ``output_path`` (``file://`` or
-    ``s3://``) receives ``model.tar.gz``; without it the model stays in ``JOB_ROOT/output``. A ``checkpoint_s3_uri`` of
-    the form ``file:///directory`` makes every host's ``/opt/ml/checkpoints`` a link to that directory, so that
-    checkpoints outlive the job.
+    ``max_run`` ends a job only if it was changed from the SDK's default of a day. ``output_path`` (``file://`` or
+    ``s3://``) receives ``model.tar.gz``; without it the model stays in ``JOB_ROOT/output``. A
+    ``checkpoint_s3_uri`` of the form ``file:///directory`` makes every host's ``/opt/ml/checkpoints`` a link to
+    that directory, so that checkpoints outlive the job.
 
     Example:
         >>> session = ProcessSession(root="jobs", keep=True)
@@ -64,7 +64,7 @@ class ProcessSession(S3Access, LocalSession):
         sagemaker_config: dict[str, Any] | None = None,
         default_bucket_prefix: str | None = None,
     ) -> None:
-        """Make a session; nothing is contacted.
+        """Create a session; no request is sent.
 
         Args:
             root: folder in which each job gets its own; default: a temporary folder per job.
@@ -102,7 +102,7 @@ class ProcessSession(S3Access, LocalSession):
     def _initialize(  # type: ignore[override]
         self, boto_session: Any, sagemaker_client: Any, sagemaker_runtime_client: Any, **kwargs: Any
     ) -> None:
-        """What LocalSession does, without making an S3 client: that would look for credentials on the network."""
+        """Do the same as LocalSession, but without an S3 client: that would search the network for credentials."""
         self.boto_session = boto_session or boto3.Session()
         self.chosen_region = self.boto_session.region_name
         if self.chosen_region is None and boto_session is None:
@@ -121,17 +121,17 @@ class ProcessSession(S3Access, LocalSession):
     # -- what would ask AWS ----------------------------------------------------------------------------------
 
     def expand_role(self, role: str) -> str:
-        """A role has no meaning on this machine; IAM is not asked."""
+        """Return the role unchanged, without asking IAM; a role has no meaning on this machine."""
         return role
 
     def account_id(self) -> str:
-        """No account is involved."""
+        """Return an account id of zeros; no account is involved."""
         return "000000000000"
 
     def _intercept_create_request(
         self, request: dict[str, Any], create: Callable[[dict[str, Any]], Any], func_name: str | None = None
     ) -> Any:
-        """Errors of training requests are ours and explain themselves: no pointer to the service's guide."""
+        """Send a request without adding the SDK's pointer to the service's guide to errors of training requests."""
         if func_name == "train":
             logger.info("Creating training-job with name: %s", request["TrainingJobName"])
             return self.sagemaker_client.create_training_job(**request)
@@ -140,14 +140,14 @@ class ProcessSession(S3Access, LocalSession):
     # -- watching a job --------------------------------------------------------------------------------------
 
     def job(self, job_name: str) -> ProcessJob:
-        """The running or finished job of this name."""
+        """Return the running or finished job of this name."""
         return self.sagemaker_client.job(job_name)
 
     def wait_for_job(self, job: str, poll: float = 5) -> dict[str, Any]:
-        """Wait without showing anything, and give the job's description.
+        """Wait for the job without showing its log, and return its description.
 
         Raises:
-            UnexpectedStatusException: the job failed; the message says why.
+            UnexpectedStatusException: the job failed; the message contains the reason.
         """
         process_job = self.job(job)
         process_job.done.wait()
@@ -165,12 +165,12 @@ class ProcessSession(S3Access, LocalSession):
         """Show the log from its first line, with the progress while the job runs.
 
         Args:
-            wait: stay until the job ends; False shows what is there.
+            wait: stay until the job ends; False shows only the lines written so far.
             log_type: "All" or "Training" shows the log, "Rules" and "None" nothing; or a list of these.
             timeout: most seconds to stay.
 
         Raises:
-            UnexpectedStatusException: waited for a job that failed; the message says why.
+            UnexpectedStatusException: waited for a job that failed; the message contains the reason.
         """
         job = self.job(job_name)
         if shows_training(log_type):
@@ -188,10 +188,11 @@ class ProcessSession(S3Access, LocalSession):
 
 
 def session_of(job_name: str) -> ProcessSession | None:
-    """A session for a job that is known by its name alone; None leaves the search to the service.
+    """Return a session for a job known by its name alone; None if the service has to look for the job.
 
     Raises:
-        ConfigError: the job ran on this machine, but is not one of this interpreter's; or it can be nowhere.
+        ConfigError: the job ran on this machine but was not started by this interpreter, or no AWS region is
+            configured in which to look for it.
     """
     if ProcessClient.knows(job_name):
         return ProcessSession()
@@ -207,7 +208,7 @@ def session_of(job_name: str) -> ProcessSession | None:
 
 
 def shows_training(log_type: str | bool | Iterable[str]) -> bool:
-    """Whether the SDK's ``logs=`` argument asks for the training's own log; raises ConfigError for a word it does not know."""
+    """Return whether the SDK's ``logs=`` argument requests the training log; raise ConfigError for an unknown word."""
     if isinstance(log_type, bool):
         return log_type
     wanted = {log_type} if isinstance(log_type, str) else set(log_type or ["None"])

@@ -1,4 +1,4 @@
-"""Starting a job on this machine from a request as the service gets it, whichever SDK has made the request."""
+"""The start of a job on this machine, from a request in the service's format, for either SDK."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def check_job_name(name: str) -> None:
 
 
 class StartingSession(JobSession, Protocol):
-    """What starting a job needs of the session that asks for it."""
+    """The part of a session that starting a job needs."""
 
     root: Path | None
 
     @property
     def s3_resource(self) -> Any:
-        """boto3's resource, for code and channels in S3."""
+        """Return boto3's resource, for code and channels in S3."""
 
     def download(self, uri: str, folder: Path) -> None:
-        """Fetch what an ``s3://`` prefix holds into an empty folder."""
+        """Fetch the contents of an ``s3://`` prefix into an empty folder."""
 
 
 def start_job(request: Mapping[str, Any], session: StartingSession, source: CodeSource | None = None) -> ProcessJob:
-    """Check a request, build the job's folders and start its processes; returns while they run.
+    """Check a request, build the job's folders and start its processes; return while they run.
 
     Args:
         request: of ``CreateTrainingJob``.
@@ -127,7 +127,7 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
 
 @contextlib.contextmanager
 def _naming_full_disk(root: Path) -> Iterator[None]:
-    """Inside, having no room for a job's folders is an error that names the disk."""
+    """Run the block; turn errors about missing disk space or permissions into errors that name the folder."""
     try:
         yield
     except OSError as error:
@@ -190,7 +190,11 @@ def _host_count(resources: Mapping[str, Any]) -> int:
 
 
 def _checkpoints(config: Mapping[str, str] | None) -> Path | None:
-    """The directory that holds the checkpoints across jobs; raises ConfigError for what this machine cannot honour."""
+    """Return the directory that keeps the checkpoints across jobs; None if the job has no checkpoint settings.
+
+    Raises:
+        ConfigError: the settings have no equivalent on this machine.
+    """
     if not config:
         return None
     uri = require_address(config["S3Uri"], "checkpoint_s3_uri")
@@ -214,7 +218,7 @@ def _checkpoints(config: Mapping[str, str] | None) -> Path | None:
 
 
 def _link_submitted(target: Path, hyperparameters: Mapping[str, str]) -> None:
-    """Estimators of the SDK itself only give the address of their directory."""
+    """Link the job's code to the ``file://`` directory that an estimator of the SDK itself submits."""
     uri = hyperparameters.get("sagemaker_submit_directory", "").strip('"')
     if not is_file_uri(uri):
         raise ConfigError(

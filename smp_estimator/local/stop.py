@@ -21,7 +21,7 @@ TOKEN_VARIABLE = "SMP_JOB_TOKEN"
 
 
 def job_processes(token: str, sessions: Iterable[int]) -> set[int]:
-    """The living processes of a job (zombies left out).
+    """Return the living processes of a job, without zombies.
 
     Args:
         token: value of :data:`TOKEN_VARIABLE` in the job's environment.
@@ -34,7 +34,7 @@ def job_processes(token: str, sessions: Iterable[int]) -> set[int]:
 
 
 def kill_job(token: str, sessions: Iterable[int], deadline_seconds: float = 2.0) -> set[int]:
-    """SIGKILL every process of a job until none is left; gives those that the system refuses to let die."""
+    """Send SIGKILL to every process of a job until none is left; return those that cannot be ended in time."""
     sessions = set(sessions)
     deadline = time.monotonic() + deadline_seconds
     pause = 0.01
@@ -53,7 +53,10 @@ def kill_job(token: str, sessions: Iterable[int], deadline_seconds: float = 2.0)
 
 
 def _ps_table() -> list[Process]:
-    """Without /proc the process group stands in for the session; orphans outside it are then not found."""
+    """Return all processes listed by ``ps``, for systems without /proc.
+
+    The process group is used in place of the session; orphans outside it are then not found.
+    """
     listing = subprocess.run(
         ["ps", "-axo", "pid=,ppid=,pgid=,stat="], capture_output=True, text=True, timeout=10, check=False
     ).stdout

@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit, what a smaller cluster would do to it, and what is worth knowing."""
+"""Changes for a plan that does not fit, the results of smaller clusters, and notes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Change:
 
 @dataclass(frozen=True)
 class SmallerCluster:
-    """The same job on fewer instances; ``plan`` is None when the degrees cannot be laid over them."""
+    """The same job on fewer instances; ``plan`` is None if the degrees do not fit the number of processes."""
 
     instance_count: int
     processes: int
@@ -43,7 +43,7 @@ class SmallerCluster:
 
 
 def amount(forecast: Forecast) -> str:
-    """``"30.7 GB of 42.9 (71 %), fits"``."""
+    """Return a forecast's memory as text: ``"30.7 GB of 42.9 (71 %), fits"``."""
     size, fraction = forecast.request.gpu_memory_bytes, forecast.fraction
     if size is None or fraction is None:
         return f"{forecast.total_bytes / GB:.3g} GB per GPU"
@@ -51,11 +51,12 @@ def amount(forecast: Forecast) -> str:
 
 
 def changes(forecast: Forecast) -> tuple[Change, ...]:
-    """Single changes that make a plan better that does not fit or is tight, in the order in which to try them.
+    """Return single changes that improve a plan that does not fit or is tight, in the order in which to try them.
 
-    The batch comes first (the reference page: "you might want to lower batch size first"), then what costs least:
-    sharded optimizer state, checkpointing, tensor parallelism inside a node, sharded data parallelism, pipeline,
-    offloading, shorter samples, larger instances, more instances. The global batch stays as it is except for the first.
+    The batch comes first (the reference page: "you might want to lower batch size first"), then the changes that
+    cost least: sharded optimizer state, checkpointing, tensor parallelism inside a node, sharded data
+    parallelism, pipeline, offloading, shorter samples, larger instances, more instances. The global batch stays
+    as it is except for the first.
     """
     if forecast.verdict in (Verdict.FITS, Verdict.UNKNOWN):
         return ()
@@ -189,7 +190,7 @@ def _larger(forecast: Forecast) -> Iterator[_Candidate]:
 
 
 def _more(forecast: Forecast) -> Iterator[_Candidate]:
-    """Only what is sharded shrinks; the sharding degree grows with the cluster."""
+    """Yield larger clusters; only sharded state shrinks, so the sharding degree grows with the cluster."""
     degree, count = forecast.request.parameters.sharded_data_parallel_degree, forecast.request.instance_count
     for factor in (2, 4, 8, 16, 32, 64):
         settings = {"sharded_data_parallel_degree": degree * factor} if degree > 1 else {}
@@ -200,17 +201,17 @@ def _more(forecast: Forecast) -> Iterator[_Candidate]:
 
 
 def microbatches_for(stages: int, batch: int) -> int:
-    """The fewest microbatches, at least 4 per stage, that divide ``batch``; all of ``batch`` when it is smaller."""
+    """Return the fewest microbatches, at least 4 per stage, that divide ``batch``; ``batch`` itself if it is smaller."""
     if stages == 1:
         return 1
     return next((m for m in range(4 * stages, batch + 1) if batch % m == 0), batch)
 
 
 def smaller_clusters(forecast: Forecast) -> tuple[SmallerCluster, ...]:
-    """The same settings on 1/2, 1/4, … of the instances, down to one.
+    """Return the results of the same settings on 1/2, 1/4, … of the instances, down to one.
 
-    Sharded state grows as ranks go away: a model that fits on many GPUs may not fit on half of them (the warning of
-    the best practices on downsizing a cluster).
+    Sharded state per rank grows as the number of ranks shrinks. So a model that fits on many GPUs may not fit on
+    half of them (the best practices warn of this when downsizing a cluster).
     """
     found = []
     count = forecast.request.instance_count // 2
@@ -249,7 +250,7 @@ def _on(forecast: Forecast, count: int) -> SmallerCluster:
 
 
 def notes(forecast: Forecast) -> tuple[str, ...]:
-    """Sentences about the plan that are neither errors nor memory of the GPU."""
+    """Return sentences about the plan that are neither errors nor about the GPU's memory."""
     request, parameters = forecast.request, forecast.request.parameters
     said = list(parameters.warnings())
     known = forecast.instance
@@ -296,7 +297,7 @@ def notes(forecast: Forecast) -> tuple[str, ...]:
 
 
 def _gpu(forecast: Forecast) -> list[str]:
-    """What the GPU itself cannot do."""
+    """Return notes about features that the GPU itself lacks."""
     known = forecast.instance
     if known is None:
         return []
@@ -321,7 +322,7 @@ def _gpu(forecast: Forecast) -> list[str]:
 
 
 def _temporaries(forecast: Forecast) -> list[str]:
-    """What PyTorch's Adam takes on a GPU for the length of its step, where that is the worst moment of all."""
+    """Return a note if the temporary memory of PyTorch's Adam makes its step the moment with the highest usage."""
     optimizer, worst = forecast.request.workload.optimizer, forecast.worst
     if optimizer not in ("adam", "adamw"):
         return []
@@ -335,7 +336,7 @@ def _temporaries(forecast: Forecast) -> list[str]:
 
 
 def _host_memory(forecast: Forecast) -> list[str]:
-    """What the memory of the instance itself must hold."""
+    """Return notes about the needs on the instance's host memory."""
     known, request = forecast.instance, forecast.request
     if known is None:
         return []
@@ -367,7 +368,10 @@ def _host_memory(forecast: Forecast) -> list[str]:
 
 
 def _plainer(forecast: Forecast) -> list[str]:
-    """The tip of the best practices: more features than needed do not improve performance."""
+    """Return a note if data parallelism with sharded optimizer state alone fits too.
+
+    The best practices advise this: more features than needed do not improve performance.
+    """
     parameters = forecast.request.parameters
     degrees = {
         "pipeline_parallel_degree": parameters.pipeline_parallel_degree,
@@ -400,7 +404,7 @@ def _plainer(forecast: Forecast) -> list[str]:
 
 
 def rule_line(forecast: Forecast) -> str:
-    """State of the whole model by the rules of thumb, and what it comes to on a GPU."""
+    """Return the size of the whole model's state by rules of thumb, and the size on a GPU."""
     count, worst = forecast.request.shape.parameters, forecast.worst
     line = f"state of the whole model at 16 bytes per parameter: {16 * count / GB:,.1f} GB"
     if _keeps_float32_gradients(forecast):
@@ -414,7 +418,7 @@ def rule_line(forecast: Forecast) -> str:
 
 
 def _keeps_float32_gradients(forecast: Forecast) -> bool:
-    """Whether shares of half precision gradients stay in the float32 that they were summed in, and need no copy."""
+    """Return whether shards of half precision gradients stay in float32 after their reduction, and so need no copy."""
     parameters = forecast.request.parameters
     is_shared = parameters.shard_optimizer_state and forecast.topology.rdp_size > 1
     is_divided = parameters.sharded_data_parallel_degree > 1 or is_shared

@@ -10,7 +10,7 @@ from smp_config.schedules import DEFAULT_SCHEDULE, DOCUMENTED, SCHEDULES, TRAITS
 
 @dataclass(frozen=True)
 class Batches:
-    """How many samples go where in one optimizer step.
+    """The numbers of samples in one optimizer step.
 
     Attributes:
         replicas: model replicas; each is ``pipeline × tensor`` processes.
@@ -37,13 +37,13 @@ class Batches:
 
     @property
     def tokens(self) -> int:
-        """Tokens per optimizer step."""
+        """Return the tokens per optimizer step."""
         return self.global_batch * self.sequence
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """What a data set comes to in optimizer steps.
+    """The optimizer steps of a data set.
 
     Counted as readers count that drop what is left over (``DistributedSampler(drop_last=True)`` and
     ``DataLoader(drop_last=True)``): microbatches need whole batches.
@@ -68,7 +68,7 @@ class Epochs:
 
     @classmethod
     def of(cls, batch: Batches, samples: int | None, tokens: int | None, epochs: int = 1) -> Epochs:
-        """Of a data set of ``samples``, or of ``tokens`` that are cut into samples of a whole sequence.
+        """Return the epochs of a data set of ``samples``, or of ``tokens`` cut into samples of a whole sequence.
 
         Raises:
             ConfigError: fewer tokens than one sample.
@@ -85,15 +85,15 @@ class Epochs:
 
     @property
     def total_steps(self) -> int:
-        """Steps of all epochs."""
+        """Return the steps of all epochs."""
         return self.epochs * self.steps
 
     def to_dict(self) -> dict[str, int | None]:
-        """The numbers by name."""
+        """Return the numbers by name."""
         return {**asdict(self), "total_steps": self.total_steps}
 
     def lines(self) -> list[str]:
-        """In words: steps of an epoch and of all, what is left over, and what the global batch has to do with it."""
+        """Return lines of text: steps of an epoch and of all epochs, dropped samples, and the global batch's effect."""
         samples = f"{self.samples:,} sample{'s' if self.samples != 1 else ''}"
         if self.tokens is not None:
             per_sample = self.tokens / self.samples
@@ -134,11 +134,12 @@ def batches(
     microbatches: int = 1,
     accumulation: int = 1,
 ) -> Batches:
-    """The batch arithmetic of a job.
+    """Return the batch arithmetic of a job.
 
-    Without ``prescaled`` each of the ``dp_size`` ranks reads its own batch; with it a tensor parallel group reads one
-    together, so ``rdp_size`` batches are read (public page on sharded data parallelism with tensor parallelism,
-    example 1: 1536 GPUs, batch 1 → 1536 samples; tensor degree 8, batch 4 → 192 groups × 4 = 768 samples).
+    Without ``prescaled`` each of the ``dp_size`` ranks reads its own batch. With it a tensor parallel group reads
+    one together, so ``rdp_size`` batches are read (public page on sharded data parallelism with tensor
+    parallelism, example 1: 1536 GPUs, batch 1 → 1536 samples; tensor degree 8, batch 4 → 192 groups × 4 = 768
+    samples).
 
     Raises:
         ConfigError: a count below 1, or a batch that the microbatches do not divide.
@@ -178,7 +179,7 @@ def batches(
 def batches_of(
     parameters: ModelParallelParameters, world: int, batch: int, *, sequence: int = 1, accumulation: int = 1
 ) -> Batches:
-    """:func:`batches` for the settings of a job with ``world`` processes."""
+    """Return :func:`batches` for the settings of a job with ``world`` processes."""
     return batches(
         parameters.topology(world),
         batch,
@@ -190,7 +191,11 @@ def batches_of(
 
 
 def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False, accumulation: int = 1) -> int:
-    """The script's batch size for ``global_batch`` samples per optimizer step; raises ConfigError if no whole one gives them."""
+    """Return the script's batch size for ``global_batch`` samples per optimizer step.
+
+    Raises:
+        ConfigError: no whole batch size leads to this global batch.
+    """
     each = (topology.size(Group.RDP) if prescaled else topology.size(Group.DP)) * accumulation
     if global_batch < 1 or global_batch % each:
         near = max(1, round(global_batch / each)) * each
@@ -210,14 +215,16 @@ def idle_fraction(
     again: bool = False,
     pieces: int = 1,
 ) -> float:
-    """Part of a step in which a stage waits; :class:`~smp_config.schedules.ScheduleTraits` has the form of each schedule.
+    """Return the part of a step in which a stage waits.
+
+    :class:`~smp_config.schedules.ScheduleTraits` has the formula of each schedule.
 
     Args:
-        active: a, the most in flight; None: enough.
+        active: a, the most microbatches in flight; None: enough.
         again: activation checkpointing computes forward passes again.
-        pieces: that each stage owns (``virtual_stages``): v of them make the pipeline fill in 1/v of the time where twice as many
-            microbatches as stages are in flight, (p − 1) / (v·m + p − 1) (Narayanan et al. 2021, section 2.2). What zero_bubble
-            gains is not gained once more.
+        pieces: v, the pieces that each stage owns (``virtual_stages``). They fill the pipeline in 1/v of the time
+            if at least twice as many microbatches as stages are in flight: (p − 1) / (v·m + p − 1) (Narayanan et
+            al. 2021, section 2.2). The gain of zero_bubble does not come on top.
     """
     _at_least_one(stages=stages, microbatches=microbatches)
     traits = TRAITS[schedule]
@@ -231,9 +238,9 @@ def idle_fraction(
 
 
 def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active: int | None = None) -> int:
-    """Microbatches whose activations a stage holds at once, by the rule of the schedule's traits.
+    """Return how many microbatches have their activations on a stage at once, by the schedule's traits.
 
-    Never more than ``active`` (``active_microbatches``; None: its default).
+    The result is never more than ``active`` (``active_microbatches``; None: its default).
 
     Raises:
         ConfigError: a stage that does not exist, or an unknown schedule.
@@ -252,7 +259,9 @@ def in_flight(schedule: str, stage: int, stages: int, microbatches: int, active:
 
 
 def layers_of_stages(layers: int, stages: int, pieces: int = 1) -> list[list[int]]:
-    """The layers of each stage; with several pieces (``virtual_stages``) piece k is on stage k modulo ``stages``.
+    """Return the layers of each stage.
+
+    With several pieces (``virtual_stages``) piece k is on stage k modulo ``stages``.
 
     Raises:
         ConfigError: fewer layers than pieces.
@@ -269,9 +278,10 @@ def layers_of_stages(layers: int, stages: int, pieces: int = 1) -> list[list[int
 
 
 def layers_of_stage(layers: int, stages: int, stage: int) -> range:
-    """The layers of a stage when they are divided evenly; the first stages get one more when it does not come out.
+    """Return the layers of a stage in an even division; the first stages get one more if there is a remainder.
 
-    The automatic partition balances by cost and may put fewer layers beside the embedding; this is its simple bound.
+    The automatic partition balances by cost and may put fewer layers beside the embedding; this is its simple
+    bound.
     """
     if stages > layers:
         raise ConfigError(

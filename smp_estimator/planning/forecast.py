@@ -27,7 +27,7 @@ TIGHT_ABOVE = 0.85
 
 
 class Verdict(enum.Enum):
-    """What a plan says."""
+    """Whether a plan fits into the device's memory."""
 
     FITS = "fits"
     TIGHT = "tight"
@@ -36,13 +36,13 @@ class Verdict(enum.Enum):
 
     @property
     def feasible(self) -> bool:
-        """Fits, perhaps with little to spare."""
+        """Return whether the plan fits, even if tightly."""
         return self in (Verdict.FITS, Verdict.TIGHT)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a request leads to.
+    """The memory, batches and traffic that a request leads to.
 
     Attributes:
         topology: the degrees over all processes.
@@ -58,7 +58,11 @@ class Forecast:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Compute it; raises ConfigError for degrees that do not fit the processes, or a batch that microbatches do not divide."""
+        """Compute the forecast of a request.
+
+        Raises:
+            ConfigError: the degrees do not fit the processes, or the microbatches do not divide the batch.
+        """
         parameters, workload = request.parameters, request.workload
         topology = parameters.topology(request.world)
         batch = batches_of(
@@ -73,12 +77,16 @@ class Forecast:
         return cls(request, topology, batch, tuple(stages), sent)
 
     def changed(self, settings: Mapping[str, Any] | None = None, **fields: Any) -> Self:
-        """The same with other settings of mp_parameters or keywords of ``plan()``; raises ConfigError if degrees no longer fit."""
+        """Return the forecast with other settings of mp_parameters or keywords of ``plan()``.
+
+        Raises:
+            ConfigError: the degrees no longer fit.
+        """
         return self.of(self.request.changed(settings, **fields))
 
     @property
     def epochs(self) -> Epochs | None:
-        """Steps of the data set; None when its size was not given."""
+        """Return the steps of the data set; None if its size was not given."""
         script = self.request.workload
         if script.samples is None and script.tokens is None:
             return None
@@ -86,23 +94,23 @@ class Forecast:
 
     @property
     def worst(self) -> StageMemory:
-        """The stage that needs most."""
+        """Return the stage that needs the most memory."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes on the fullest GPU."""
+        """Return the bytes on the fullest GPU."""
         return self.worst.total
 
     @property
     def fraction(self) -> float | None:
-        """Part of the device's memory; None when that is unknown."""
+        """Return the part of the device's memory that the plan uses; None if that memory is unknown."""
         size = self.request.gpu_memory_bytes
         return self.worst.total / size if size else None
 
     @property
     def verdict(self) -> Verdict:
-        """Fits, tight above 85 % of the device's memory, or does not fit."""
+        """Return whether the plan fits, is tight (above 85 % of the device's memory), or does not fit."""
         fraction = self.fraction
         if fraction is None:
             return Verdict.UNKNOWN
@@ -112,17 +120,17 @@ class Forecast:
 
     @property
     def idle(self) -> float:
-        """Part of a step that a pipeline stage waits."""
+        """Return the part of a step that a pipeline stage waits."""
         return idle_of(self.request)
 
     @cached_property
     def time(self) -> StepTime | None:
-        """Seconds of a step, by a model of few terms, whatever was given; None where a fact is unknown."""
+        """Return the estimated seconds of a step, even if a measured time was given; None if a fact is unknown."""
         return step_time(self.request, self.topology, self.batches, self.traffic)
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step: as given, else by :attr:`time`; None without both."""
+        """Return the seconds of a step: the given time, else :attr:`time`; None without both."""
         given = self.request.workload.step_seconds
         if given is not None:
             return given
@@ -130,12 +138,12 @@ class Forecast:
 
     @property
     def cost(self) -> StepCost | None:
-        """What a step costs; None without a time, or without a price."""
+        """Return the cost of a step; None without a time, or without a price."""
         return step_cost(self.request, self.step_seconds, self.batches.tokens)
 
     @property
     def training(self) -> Training | None:
-        """Time and price of all steps; None where their number or their time is not known."""
+        """Return the time and price of all steps; None if their number or their time is not known."""
         script, epochs, seconds, cost = self.request.workload, self.epochs, self.step_seconds, self.cost
         steps = script.steps or (epochs.total_steps if epochs is not None else 0)
         if not steps or seconds is None:
@@ -146,20 +154,20 @@ class Forecast:
 
     @property
     def instance(self) -> Instance | None:
-        """The instance, when the catalogue has it."""
+        """Return the instance; None if the catalogue does not have it."""
         return instance(self.request.instance_type)
 
     @cached_property
     def memory_checkpoint_bytes(self) -> int:
-        """Shared memory of the fullest host that copies of the state take; 0 where the job keeps none."""
+        """Return the shared memory for memory checkpoints on the fullest host; 0 if the job keeps none."""
         return checkpoint_bytes(self.request, self.topology)
 
     @property
     def offloaded_host_bytes(self) -> int:
-        """Activations that wait in the memory of one host."""
+        """Return the bytes of offloaded activations in the memory of one host."""
         return self.worst.activations.offloaded * self.request.processes_per_host
 
     def nodes_of(self, group: Group) -> int:
-        """Most nodes that one group of this kind spreads over, with consecutive ranks on a node."""
+        """Return the most nodes that one group of this kind spans, with consecutive ranks on a node."""
         per_node = self.request.processes_per_host
         return max(len({rank // per_node for rank in members}) for members in self.topology.groups(group))

@@ -1,4 +1,4 @@
-"""Shapes from what describes a model without being one: a configuration of Transformers, or fields in a dictionary."""
+"""Shapes of models that are only described: by a configuration of Transformers, or by fields in a dictionary."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _ONE_NORM = ("gptj", "codegen", "phi", "falcon")
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape in ``path``: ``config.json`` of Transformers, its folder, or a file with the fields of a shape.
+    """Return the shape in ``path``: ``config.json`` of Transformers, its folder, or a file with a shape's fields.
 
     Raises:
-        ConfigError: there is no such file, or it holds something else.
+        ConfigError: there is no such file, or it has other contents.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -71,7 +71,9 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def shape_of(fields: Mapping[str, Any], source: str = "the dictionary") -> ModelShape:
-    """The shape that a dictionary describes: a configuration of Transformers, or the fields of a :class:`ModelShape`.
+    """Return the shape that a dictionary describes.
+
+    The dictionary is a configuration of Transformers, or has the fields of a :class:`ModelShape`.
 
     Raises:
         ConfigError: sizes are missing, unknown or wrong.
@@ -111,7 +113,7 @@ class _Configuration:
             )
 
     def shape(self) -> ModelShape:
-        """Its shape, with every parameter tensor."""
+        """Return the configuration's shape, with every parameter tensor."""
         return ModelShape(
             layers=self._needed("layers") + len(self._decoders()),
             hidden=self._needed("hidden"),
@@ -160,7 +162,7 @@ class _Configuration:
         return self._size("feed_forward") or 4 * self._size("hidden")
 
     def _shared_width(self) -> int:
-        """Of the experts that every token passes."""
+        """Return the width of the experts that every token passes through."""
         shared = self._fields.get("shared_expert_intermediate_size")
         if isinstance(shared, int):
             return shared
@@ -177,7 +179,7 @@ class _Configuration:
         return self._size("kv_heads") or self._size("heads")
 
     def _decoders(self) -> range:
-        """Layers of the decoder of a model that has an encoder too."""
+        """Return the layers of the decoder of a model that has an encoder too."""
         if not self._fields.get("is_encoder_decoder"):
             return range(0)
         first = self._size("layers")
@@ -190,7 +192,7 @@ class _Configuration:
         return bool(self._fields.get("tie_word_embeddings", True))
 
     def _is_plain(self) -> bool:
-        """Whether linear layers and norms have no biases."""
+        """Return whether linear layers and norms have no biases."""
         return any(key.startswith("rms_") for key in self._fields) or self._type in ("t5", "mt5", "umt5")
 
     def _is_gated(self) -> bool:
@@ -200,7 +202,7 @@ class _Configuration:
         return str(act) in ("silu", "swish", "swiglu") or self._type in _GATED
 
     def _positions(self) -> int:
-        """Rows of a table of positions; 0 where they are computed."""
+        """Return the rows of the position table; 0 if positions are computed."""
         signs = ("rope_", "rotary_", "relative_attention", "alibi")
         if self._type in _NO_POSITIONS or any(key.startswith(signs) for key in self._fields):
             return 0

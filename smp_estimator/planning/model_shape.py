@@ -89,31 +89,31 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """Width inside the MLP."""
+        """Return the width inside the MLP."""
         return self.feed_forward or 4 * self.hidden
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all parameter tensors."""
+        """Return the elements of all parameter tensors."""
         return sum(weight.elements for weight in self.tensors())
 
     @cached_property
     def is_trained_whole(self) -> bool:
-        """Whether every parameter has a gradient."""
+        """Return whether every parameter has a gradient."""
         return all(weight.trainable for weight in self.tensors())
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Elements of the parameter tensors of all layers, without embeddings and head."""
+        """Return the elements of the parameter tensors of all layers, without embeddings and head."""
         return sum(weight.elements for weight in self.tensors() if weight.layer is not None and weight.layer >= 0)
 
     @property
     def has_layers(self) -> bool:
-        """Whether activations can be computed: some hidden width and layers were found."""
+        """Return whether activations can be computed: some hidden width and layers were found."""
         return self.hidden > 1
 
     def tensors(self) -> tuple[Weight, ...]:
-        """Every parameter tensor, embeddings first, then layer by layer, then the head."""
+        """Return every parameter tensor, embeddings first, then layer by layer, then the head."""
         return self.weights or self._made_once
 
     @cached_property
@@ -142,7 +142,7 @@ class ModelShape:
 
     @classmethod
     def named(cls, name: str) -> ModelShape:
-        """One of the published shapes in :data:`SHAPES`; raises ConfigError for an unknown name."""
+        """Return one of the published shapes in :data:`SHAPES`; raise ConfigError for an unknown name."""
         if name not in SHAPES:
             raise ConfigError(
                 f"there is no model named {name!r}{suggest(name, SHAPES)}; known are {', '.join(SHAPES)}: use one of "
@@ -152,11 +152,11 @@ class ModelShape:
 
     @classmethod
     def from_parameter_count(cls, count: float, *, sequence: int = 2048, vocabulary: int = 50_257) -> ModelShape:
-        """A GPT-2-like shape of nearly ``count`` parameters.
+        """Return a GPT-2-like shape of nearly ``count`` parameters.
 
-        Heads are 128 wide, the width is a multiple of 128 up to 1,024 and of 1,024 above, and layers and width keep
-        the proportion hidden ≈ 128 × layers (Kaplan et al. 2020: loss hardly depends on it between 50 and 200).
-        The shape that comes nearest to ``count`` inside that range is taken.
+        Heads are 128 wide. The width is a multiple of 128 up to 1,024 and of 1,024 above. Layers and width keep the
+        proportion hidden ≈ 128 × layers (Kaplan et al. 2020: loss hardly depends on it between 50 and 200). The shape
+        nearest to ``count`` inside that range is chosen.
 
         Raises:
             ConfigError: fewer than a million parameters, or no shape within 25 % of the count.
@@ -223,7 +223,7 @@ class ModelShape:
         return _shape_of(found, getattr(module, "config", None), sequence, heads, vocabulary)
 
     def with_sequence(self, sequence: int | None) -> ModelShape:
-        """The same model fed with samples of another length; weights made from the shape keep their sizes."""
+        """Return the same model for samples of another length; weights made from the shape keep their sizes."""
         if sequence is None or sequence == self.sequence:
             return self
         return replace(self, sequence=sequence, weights=self.tensors())
@@ -236,7 +236,7 @@ class ModelShape:
 
 
 def _count(parameters: float) -> str:
-    """``"124M"``, ``"20.6B"``, ``"1,000B"``."""
+    """Return a number of parameters as text: ``"124M"``, ``"20.6B"``, ``"1,000B"``."""
     unit, letter = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
     number = parameters / unit
     return f"{number:,.0f}{letter}" if number >= 100 else f"{number:.3g}{letter}"
@@ -308,7 +308,7 @@ def _in_stack(name: str, stack: str | None) -> bool:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first whole number that ``config`` has under one of these names, else 0."""
+    """Return the first positive integer that ``config`` has under one of these names, else 0."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

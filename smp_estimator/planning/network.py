@@ -1,7 +1,7 @@
 """Bytes that a rank sends in one optimizer step, as bandwidth-optimal lower bounds.
 
-n ranks, S bytes: all-gather or reduce-scatter (n − 1)/n · S, all-reduce 2(n − 1)/n · S (Patarasuk and Yuan 2009). What
-an implementation really sends may be more; a measured number divided by the one here tells how much.
+n ranks, S bytes: all-gather or reduce-scatter (n − 1)/n · S, all-reduce 2(n − 1)/n · S (Patarasuk and Yuan
+2009). An implementation may send more; a measured number divided by the one here shows how much.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ if TYPE_CHECKING:
 
 
 def gather_bytes(ranks: int, size: float) -> float:
-    """All-gather or reduce-scatter of ``size`` bytes in all, over ``ranks`` ranks."""
+    """Return the bytes that a rank sends in an all-gather or reduce-scatter of ``size`` bytes over ``ranks`` ranks."""
     return sent_bytes("all_gather", ranks, size)
 
 
 def reduce_bytes(ranks: int, size: float) -> float:
-    """All-reduce of ``size`` bytes over ``ranks`` ranks."""
+    """Return the bytes that a rank sends in an all-reduce of ``size`` bytes over ``ranks`` ranks."""
     return sent_bytes("all_reduce", ranks, size)
 
 
 def data_parallel_bytes(
     ranks: int, elements: float, element_bytes: int, *, summed: int | None = None, shares_state: bool = False
 ) -> float:
-    """Plain data parallelism, and sharded optimizer state: one all-reduce, or a reduce-scatter and an all-gather.
+    """Return the bytes of plain data parallelism (one all-reduce), or of sharded optimizer state.
+
+    The latter has a reduce-scatter and an all-gather.
 
     Args:
         element_bytes: of a parameter.
@@ -53,19 +55,19 @@ def sharded_bytes(
     accumulation: int = 1,
     keep_gathered: bool = False,
 ) -> float:
-    """Sharded data parallelism in two hops (Zhang et al. 2022, MiCS): k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
+    """Return the bytes of sharded data parallelism in two hops: k·3(s−1)/s·Ψb + 2(r−1)/r·Ψb/s.
 
-    In each of the k backward passes (accumulation steps × microbatches) the parameters are gathered in forward and again in
-    backward and the gradients reduced inside the sharding group; the r = n/s replicas of a shard are averaged once per optimizer
-    step. With
-    s = n this is fully sharded training, 3k(n−1)/n·Ψb.
+    The scheme is MiCS (Zhang et al. 2022). Each of the k backward passes (accumulation steps × microbatches)
+    gathers the parameters in forward and again in backward, and reduces the gradients inside the sharding group.
+    The r = n/s replicas of a shard are averaged once per optimizer step. With s = n this is fully sharded
+    training, 3k(n−1)/n·Ψb.
 
     Args:
         ranks: n, the ranks that hold the same parameters.
         degree: s.
         elements: Ψ, on one rank before sharding.
         element_bytes: b of the parameters, as communicated.
-        summed_bytes: b of the gradients, if that is another.
+        summed: b of the gradients, if that is another.
         accumulation: k.
         keep_gathered: parameters stay gathered from forward to backward (2 instead of 3).
     """
@@ -76,26 +78,36 @@ def sharded_bytes(
 
 
 def node_gather_bytes(ranks: int, per_node: int, size: float, *, hierarchical: bool = True) -> float:
-    """Bytes that enter one node in an all-gather: (n − g)/n·S in phases inside and between nodes, else (n − 1)/n·S."""
+    """Return the bytes that enter one node in an all-gather.
+
+    That is (n − g)/n·S in phases inside and between nodes, else (n − 1)/n·S.
+    """
     return (ranks - per_node) / ranks * size if hierarchical else (ranks - 1) / ranks * size
 
 
 def tensor_parallel_bytes(tensor: int, layers: int, hidden_bytes: float, *, recompute: bool = False) -> float:
-    """Tensor parallelism: 4 all-reduces of batch·seq·hidden·b per layer (Shoeybi et al. 2019), 6 with recompute.
+    """Return the bytes of tensor parallelism.
 
-    Sliced activations send the same: each all-reduce becomes a reduce-scatter and an all-gather.
+    Each layer has 4 all-reduces of batch·seq·hidden·b (Shoeybi et al. 2019), 6 with recompute. Sliced activations
+    send the same: each all-reduce becomes a reduce-scatter and an all-gather.
     """
     return layers * (6 if recompute else 4) * reduce_bytes(tensor, hidden_bytes)
 
 
 def pipeline_bytes(stages: int, stage: int, hidden_bytes: float, pieces: int = 1) -> float:
-    """Activations forward to the next stage and gradients back to the one before, of a whole batch; of each of the pieces."""
+    """Return the bytes of activations sent to the next stage and gradients sent to the one before.
+
+    They are counted for a whole batch, and for each of the pieces.
+    """
     ends = (stage == stages - 1) + (stage == 0)
     return (2 * pieces - ends) * hidden_bytes if stages > 1 else 0.0
 
 
 def gathered_shards(request: Request) -> list[int]:
-    """Bytes that a rank puts into the all-gather of each unit: a layer, or what lies before or after all layers."""
+    """Return the bytes that a rank contributes to the all-gather of each unit.
+
+    A unit is a layer, or the parameters before or after all layers.
+    """
     parameters, units = request.parameters, dict[int | None, int]()
     tensor, split_embedding = parameters.tensor_parallel_degree, embedding_is_distributed(parameters, request.workload)
     for weight in request.shape.tensors():
@@ -123,12 +135,12 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        """Bytes over all axes."""
+        """Return the bytes over all axes."""
         return self.data + self.tensor + self.pipeline
 
 
 def traffic(request: Request, topology: Topology, batch: Batches, stage: StageMemory) -> Traffic:
-    """Lower bound of what a rank of ``stage`` sends in one optimizer step."""
+    """Return a lower bound of the bytes that a rank of ``stage`` sends in one optimizer step."""
     shape, parameters, workload = request.shape, request.parameters, request.workload
     b = 2 if is_half(parameters) else 4
     ranks, degree = topology.size(Group.RDP), parameters.sharded_data_parallel_degree

@@ -25,21 +25,21 @@ class Plan(Shown, Forecast):
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """What to change when the plan does not fit, or is tight: each alone, with the result it would have."""
+        """Return the changes to try if the plan does not fit or is tight: each one alone, with its result."""
         return changes(self)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What is worth knowing besides the memory."""
+        """Return useful facts about the plan besides its memory."""
         return notes(self)
 
     @cached_property
     def smaller_clusters(self) -> tuple[SmallerCluster, ...]:
-        """The same job on 1/2, 1/4, … of the instances."""
+        """Return the results of the same job on 1/2, 1/4, … of the instances."""
         return smaller_clusters(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers as plain Python values, sizes in bytes."""
+        """Return the numbers as plain Python values, sizes in bytes."""
         request = self.request
         return {
             "model": {
@@ -85,7 +85,7 @@ class Plan(Shown, Forecast):
 
     @property
     def placement(self) -> Placement:
-        """Which rank is on which host, and what part of the model it has; a notebook shows it as a picture."""
+        """Return the host and the part of the model of each rank; a notebook shows it as a picture."""
         return Placement(self.topology, self.request.processes_per_host)
 
     def _repr_html_(self) -> str:
@@ -93,7 +93,7 @@ class Plan(Shown, Forecast):
         return shown if self.topology.world_size == 1 else f"{shown}{self.placement._repr_html_()}"
 
     def report(self) -> Report:
-        """What is printed."""
+        """Return the report that is printed."""
         return plan_report(self, self.changes, self.smaller_clusters, self.notes)
 
 
@@ -110,11 +110,11 @@ def plan(
     environment: Mapping[str, str] | None = None,
     **workload: Any,
 ) -> Plan:
-    """Say whether a model trains on a cluster, and where the memory goes.
+    """Return a plan: whether a model trains on a cluster, and where the memory goes.
 
     Args:
-        model: an ``nn.Module`` (the meta device is enough), a :class:`ModelShape`, the name of a published shape, a
-            number of parameters, or a configuration of Transformers: the object, its dictionary, or the path of
+        model: an ``nn.Module`` (the meta device is enough), a :class:`ModelShape`, the name of a published shape,
+            a number of parameters, or a configuration of Transformers: the object, its dictionary, or the path of
             ``config.json`` or of its folder.
         instance_type: such as ``"ml.p4d.24xlarge"``.
         instance_count: instances.
@@ -124,12 +124,12 @@ def plan(
         sequence: tokens per sample; default: the shape's.
         processes_per_host: default: the GPUs of the instance.
         gpu_memory_bytes: memory of one GPU; default: the catalogue's.
-        environment: of the job; sizes of the SMDDP buffers are read from it, and whether it has memory checkpoints.
+        environment: of the job; it has the sizes of the SMDDP buffers, and whether there are memory checkpoints.
         workload: fields of :class:`~smp_estimator.planning.request.Workload`: ``activation_checkpointing``,
-            ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …; of the data set ``samples`` or
-            ``tokens``, and ``epochs`` or ``steps``; for time and cost ``step_seconds``, of a step as it was measured, or
-            ``utilisation``, the part of its peak that a GPU reaches, and ``prices``, of one instance in US dollars per
-            hour by its type, default: the catalogue's, which are EC2's.
+            ``fused_attention``, ``dropout``, ``optimizer``, ``accumulation``, …. For the data set: ``samples`` or
+            ``tokens``, and ``epochs`` or ``steps``. For time and cost: ``step_seconds``, the measured time of a
+            step, or ``utilisation``, the part of its peak that a GPU reaches; and ``prices``, of one instance in
+            US dollars per hour by its type, default: the catalogue's, which are EC2's.
 
     Raises:
         ConfigError: settings that cannot work.

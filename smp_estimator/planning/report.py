@@ -1,4 +1,4 @@
-"""What a plan shows, apart from where: lines with labels and tables, drawn for a terminal or as HTML for a notebook."""
+"""The contents of a plan's report: lines with labels and tables, for a terminal or as HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Report = Sequence[Lines | Grid]
 
 
 def as_rich(report: Report) -> Group:
-    """For a rich console."""
+    """Return the report for a rich console."""
     shown: list[RenderableType] = []
     for part in report:
         if isinstance(part, Grid) and part.title is not None:
@@ -83,7 +83,7 @@ def as_rich(report: Report) -> Group:
 
 
 def as_text(report: Report) -> str:
-    """Plain text of 116 columns."""
+    """Return the report as plain text of 116 columns."""
     text = io.StringIO()
     Console(file=text, width=116).print(as_rich(report))
     return text.getvalue().rstrip()
@@ -120,7 +120,7 @@ def _rich_grid(part: Grid) -> Table:
 
 
 def as_html(report: Report) -> str:
-    """For a notebook: tables with their own styles, every text escaped."""
+    """Return the report for a notebook: tables with their own styles, every text escaped."""
     parts = "".join(_html_lines(part) if isinstance(part, Lines) else _html_grid(part) for part in report)
     return f'<div style="max-width:72em;line-height:1.4">{parts}</div>'
 
@@ -164,7 +164,7 @@ class Shown:
     """A result that prints itself, in a terminal and in a notebook."""
 
     def report(self) -> Report:
-        """What there is to show."""
+        """Return the report to show."""
         raise NotImplementedError
 
     def __rich__(self) -> Group:
@@ -177,5 +177,5 @@ class Shown:
         return as_html(self.report())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """In IPython: the tables, not the record with all that is in it."""
+        """Print the tables in IPython, instead of the dataclass with all its fields."""
         printer.text(str(self))

@@ -1,4 +1,4 @@
-"""What is asked of a plan: a model, a cluster, settings and a script, checked and filled in from the catalogue."""
+"""The request for a plan: a model, a cluster, settings and a script, checked and completed from the catalogue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "lans": 8, "lars": 4, "mome
 
 @dataclass(frozen=True)
 class Workload:
-    """What the training script does: everything that ``mp_parameters`` does not say, and the arithmetic needs.
+    """The training script's properties that the arithmetic needs and ``mp_parameters`` lacks.
 
     Attributes:
         batch: samples that a rank (with ``prescaled_batch`` a tensor parallel group) reads at a time.
@@ -36,19 +36,19 @@ class Workload:
         fused_attention: attention that keeps no [seq, seq] maps.
         dropout: the model drops activations and keeps the masks.
         optimizer: one of :data:`OPTIMIZER_BYTES`.
-        distribute_embedding: the word embedding is divided by tensor parallelism; sharded data parallelism with
-            tensor parallelism turns it on by itself.
-        fp32_loss: the script computes the loss on logits turned into fp32, as the models of Transformers do; where it is not
-            given, of a configuration or module of Transformers it is taken to be so.
+        distribute_embedding: tensor parallelism divides the word embedding; sharded data parallelism with tensor
+            parallelism always enables it.
+        fp32_loss: the script computes the loss on logits converted to fp32, as the models of Transformers do. If
+            it is not given, it is assumed for a configuration or module of Transformers.
         gradient_as_bucket_view: one set of reduction buffers stays for all steps.
-        samples: of the data set; None when its size is not known, and from ``tokens`` where these are.
+        samples: of the data set; None if its size is not known, or follows from ``tokens``.
         tokens: of the data set, before samples are cut or filled to the length of a sequence.
         epochs: passes through the data set.
-        steps: optimizer steps of the whole training, where it is not ``epochs`` that say when it ends.
-        step_seconds: that an optimizer step takes, as measured; None for the plan's own estimate.
+        steps: optimizer steps of the whole training, if they define its end instead of ``epochs``.
+        step_seconds: measured time of an optimizer step; None for the plan's own estimate.
         utilisation: part of its published peak that a GPU reaches in the arithmetic of a step.
-        prices: of one instance in US dollars per hour, by its type, where they are not to be the catalogue's.
-        batch_source: where ``batch`` is from when it was not given, in words.
+        prices: of one instance in US dollars per hour, by its type; they replace the catalogue's.
+        batch_source: the origin of ``batch`` if it was not given, in words.
     """
 
     batch: int = 1
@@ -124,7 +124,11 @@ class Workload:
                 )
 
     def checkpointed_layers(self, layers: int) -> int:
-        """Layers that are recomputed together, 0 when nothing is; raises ConfigError for an unknown strategy."""
+        """Return the number of layers that are recomputed together, 0 if none are.
+
+        Raises:
+            ConfigError: an unknown strategy.
+        """
         strategy = self.activation_checkpointing
         if strategy is None:
             return 0
@@ -143,7 +147,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Request:
-    """Everything a plan is made from, so that it can be made again with one thing changed."""
+    """All inputs of a plan, so that a plan can be made again with one input changed."""
 
     shape: ModelShape
     instance_type: str
@@ -156,24 +160,24 @@ class Request:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Price of one instance: the one that was given for its type, else the catalogue's; None without either."""
+        """Return the price of one instance: the one given for its type, else the catalogue's; None without either."""
         known = instance(self.instance_type)
         return self.workload.prices.get(self.instance_type, known.usd_per_hour if known else None)
 
     @property
     def world(self) -> int:
-        """Processes of the job."""
+        """Return the number of the job's processes."""
         return self.instance_count * self.processes_per_host
 
     @property
     def uses_smddp(self) -> bool:
-        """Whether the SMDDP all-gather is used: asked for, or automatic where the documentation supports it."""
+        """Return whether the SMDDP all-gather is used: requested, or automatic if the documentation supports it."""
         if self.parameters.sharded_data_parallel_degree == 1:
             return False
         return smddp.is_chosen(self.parameters, self.instance_type, self.instance_count)
 
     def changed(self, settings: Mapping[str, Any] | None = None, **fields: Any) -> Request:
-        """The same request with other ``settings`` (of mp_parameters) and other fields of request or workload."""
+        """Return the request with other ``settings`` (of mp_parameters) and other fields of request or workload."""
         parameters = self.parameters
         if settings:
             given = parameters.model_dump(by_alias=True, exclude_unset=True)
@@ -196,7 +200,7 @@ def request_for(
     environment: Mapping[str, str] | None,
     workload: Mapping[str, Any],
 ) -> Request:
-    """Settle the arguments of :func:`smp_estimator.planning.plan`; raises ConfigError for one that cannot be used."""
+    """Settle the arguments of :func:`smp_estimator.planning.plan`; raise ConfigError if one cannot be used."""
     if isinstance(instance_count, bool) or not isinstance(instance_count, int) or instance_count < 1:
         raise ConfigError(f"instance_count is {instance_count!r}; it is a number of instances: set it to 1 or more")
     refuse_neuron(str(instance_type))
@@ -256,7 +260,7 @@ def _refuse_unknown_types(prices: Mapping[str, float], instance_type: str) -> No
 
 
 def shape_given(model: Any, sequence: int | None) -> ModelShape:
-    """A model given in any of the ways of ``plan()``, as a shape."""
+    """Return the shape of a model that is given in any form that ``plan()`` accepts."""
     if isinstance(model, ModelShape):
         shape = model
     elif isinstance(model, Mapping):
@@ -275,7 +279,7 @@ def shape_given(model: Any, sequence: int | None) -> ModelShape:
 
 
 def is_of_transformers(model: Any) -> bool:
-    """Whether a model is given by a configuration of Transformers, or is a module that has one."""
+    """Return whether a model is given by a configuration of Transformers, or is a module that has one."""
     if isinstance(model, ModelShape | int | float):
         return False
     if isinstance(model, str) and model in SHAPES:

@@ -1,4 +1,4 @@
-"""SMDDP's all-gather in a plan: which part of the gathered bytes goes through it, by the arithmetic of the ranks."""
+"""SMDDP's all-gather in a plan: the part of the gathered bytes that goes through it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def grids(request: Request, topology: Topology) -> list[tuple[int, int] | str]:
-    """For every sharding group its hosts and the ranks on each, or why it cannot gather in phases."""
+    """Return, for every sharding group, its hosts and ranks per host, or why it cannot gather in phases."""
     found: list[tuple[int, int] | str] = []
     for members in topology.groups(Group.SHARD):
         rows = host_rows([f"algo-{rank // request.processes_per_host + 1}" for rank in members])
@@ -24,7 +24,7 @@ def grids(request: Request, topology: Topology) -> list[tuple[int, int] | str]:
 
 
 def buffer_bytes(request: Request, topology: Topology) -> int:
-    """Bytes of the buffers on a rank; they are allocated when the first all-gather goes in phases."""
+    """Return the bytes of the buffers on a rank; the first all-gather in phases allocates them."""
     if not request.uses_smddp or all(isinstance(grid, str) for grid in grids(request, topology)):
         return 0
     sizes = BufferSizes.from_environment(dict(request.environment))
@@ -33,13 +33,13 @@ def buffer_bytes(request: Request, topology: Topology) -> int:
 
 @dataclass(frozen=True)
 class SmddpUse:
-    """How units are gathered in a job whose backend is SMDDP.
+    """The way in which units are gathered in a job that has SMDDP as its backend.
 
     Attributes:
         share: part of the gathered bytes that goes through it, 0 to 1.
         largest: bytes of a rank's shard of the largest unit.
-        pieces: in which this shard goes; 0 where it does not.
-        reason: why the rest falls back to the plain backend; None where nothing does.
+        pieces: the number of pieces of this shard; 0 if it does not go through SMDDP.
+        reason: why the rest falls back to the plain backend; None if nothing does.
     """
 
     sizes: BufferSizes
@@ -50,7 +50,7 @@ class SmddpUse:
 
     @classmethod
     def of(cls, request: Request, topology: Topology, shards: list[int]) -> SmddpUse:
-        """Compute it.
+        """Compute the use for a request.
 
         Args:
             shards: by unit, bytes of a rank's shard.

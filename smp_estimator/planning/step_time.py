@@ -1,12 +1,13 @@
-"""How long one optimizer step and a whole training take and cost: a model of few terms, which says what it assumes.
+"""The time and cost of an optimizer step and of a whole training, by a simple model with listed assumptions.
 
-Arithmetic: a token takes 2 operations per parameter of a matrix in forward, and twice that in backward; attention adds
-4 · sequence · hidden per layer in forward (Narayanan et al. 2021, section 3.4, and Chowdhery et al. 2022, appendix B). A
-layer that is checkpointed is computed forward once more. GPUs reach one part of their published peak, the same for all:
-Narayanan et al. 2021 measured 44–52 % on A100 with everything else included.
+Arithmetic: a token takes 2 operations per parameter of a matrix in forward, and twice that in backward;
+attention adds 4 · sequence · hidden per layer in forward (Narayanan et al. 2021, section 3.4, and Chowdhery
+et al. 2022, appendix B). A layer that is checkpointed is computed forward once more. GPUs reach one part of
+their published peak, the same for all: Narayanan et al. 2021 measured 44–52 % on A100 with everything else
+included.
 
-Bytes are the lower bounds of :mod:`smp_estimator.planning.network`, sent at the published bandwidth of the link, without
-latency. Of the time that this takes, what the runtime sends beside the arithmetic is hidden behind it.
+Bytes are the lower bounds of :mod:`smp_estimator.planning.network`, sent at the published bandwidth of the
+link, without latency. Traffic that the runtime sends in parallel with the arithmetic is hidden behind it.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds from one update to the next."""
+        """Return the seconds from one update to the next."""
         return self.arithmetic + self.tensor + self.idle + self.pipeline + self.data - self.hidden
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Return the tokens per second of the whole job."""
         return self.tokens / self.total
 
     def to_dict(self) -> dict[str, float]:
-        """Seconds by kind, and what was assumed."""
+        """Return the seconds by kind, and the assumptions."""
         return {
             "seconds": self.total,
             "arithmetic": self.arithmetic,
@@ -87,7 +88,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What the instances of a job are billed for one optimizer step.
+    """The price of the job's instances for one optimizer step.
 
     Attributes:
         usd_per_hour: of one instance.
@@ -105,16 +106,16 @@ class StepCost:
 
     @property
     def usd_per_step(self) -> float:
-        """Price of all instances for the time of a step."""
+        """Return the price of all instances for the time of a step."""
         return self.usd_per_hour * self.instance_count * self.seconds / _HOUR
 
     @property
     def usd_per_million_tokens(self) -> float:
-        """What jobs with different global batches can be compared by."""
+        """Return the price of a million tokens, which is comparable between jobs with different global batches."""
         return 1e6 * self.usd_per_step / self.tokens
 
     def to_dict(self) -> dict[str, float | bool]:
-        """The numbers by name."""
+        """Return the numbers by name."""
         return {
             "usd_per_hour_and_instance": self.usd_per_hour,
             "is_given": self.is_given,
@@ -125,7 +126,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Training:
-    """How long all steps of a training take and what they cost; starting, evaluation and saving come on top.
+    """The duration and price of all steps of a training; starting, evaluation and saving come on top.
 
     Attributes:
         steps: optimizer steps.
@@ -143,16 +144,16 @@ class Training:
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
+        """Return the seconds of all steps."""
         return self.steps * self.seconds_per_step
 
     @property
     def usd(self) -> float | None:
-        """Of all steps; None where no price is known."""
+        """Return the price of all steps; None if no price is known."""
         return None if self.usd_per_step is None else self.steps * self.usd_per_step
 
     def to_dict(self) -> dict[str, float | bool | None]:
-        """The numbers by name."""
+        """Return the numbers by name."""
         return {
             "steps": self.steps,
             "epochs": self.epochs,
@@ -173,7 +174,7 @@ class Training:
 
 
 def _duration(seconds: float) -> str:
-    """In the unit in which it is a number of two or three digits."""
+    """Return a duration as text, in the unit in which it has two or three digits."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     hours = seconds / _HOUR
@@ -184,13 +185,13 @@ def _duration(seconds: float) -> str:
 
 
 def precision_of(request: Request) -> str:
-    """``"bf16"``, ``"fp16"`` or ``"fp32"``: what the job's matrices are multiplied in."""
+    """Return the precision of the job's matrix multiplications: ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
     parameters = request.parameters
     return "bf16" if parameters.bf16 else "fp16" if parameters.fp16 else "fp32"
 
 
 def unknown_because(request: Request) -> str | None:
-    """Why no time can be given, in words; None when one can."""
+    """Return why no time can be estimated, in words; None if one can."""
     known = instance(request.instance_type)
     if known is None:
         return "the type is not in the catalogue"
@@ -204,10 +205,10 @@ def unknown_because(request: Request) -> str | None:
 
 
 def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffic) -> StepTime | None:
-    """The time of a step; None where a fact is unknown (:func:`unknown_because`).
+    """Return the time of a step; None if a fact is unknown (:func:`unknown_because`).
 
     Args:
-        sent: what a rank sends in the step.
+        sent: the bytes that a rank sends in the step.
     """
     known = instance(request.instance_type)
     if known is None or unknown_because(request) is not None:
@@ -244,7 +245,7 @@ def step_time(request: Request, topology: Topology, batch: Batches, sent: Traffi
 
 
 def idle_of(request: Request) -> float:
-    """Part of a step that a pipeline stage waits, with the schedule and the microbatches in flight of its settings."""
+    """Return the part of a step that a pipeline stage waits, for the settings' schedule and microbatches in flight."""
     parameters = request.parameters
     again = request.workload.activation_checkpointing is not None
     stages, count = parameters.pipeline_parallel_degree, parameters.microbatches
@@ -253,10 +254,10 @@ def idle_of(request: Request) -> float:
 
 
 def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
-    """Floating point operations of a rank in one optimizer step: in forward, and in backward with what is recomputed.
+    """Return a rank's floating point operations in an optimizer step: in forward, and in backward with recomputation.
 
-    Stages are taken as equal. The output matrix is divided by tensor parallelism where the embedding is distributed, or
-    where each rank of the group computes the loss of samples of its own.
+    All stages count as equal. Tensor parallelism divides the output matrix if the embedding is distributed, or if
+    each rank of the group computes the loss of its own samples.
     """
     shape, parameters, script = request.shape, request.parameters, request.workload
     tensor, stages = parameters.tensor_parallel_degree, parameters.pipeline_parallel_degree
@@ -271,7 +272,7 @@ def operations_of_rank(request: Request, batch: Batches) -> tuple[float, float]:
 
 
 def step_cost(request: Request, seconds: float | None, tokens: int) -> StepCost | None:
-    """What a step of ``tokens`` costs; None without a time, or without a price."""
+    """Return the cost of a step of ``tokens``; None without a time, or without a price."""
     price = request.usd_per_hour
     if seconds is None or price is None:
         return None
@@ -279,19 +280,19 @@ def step_cost(request: Request, seconds: float | None, tokens: int) -> StepCost 
 
 
 class _Links:
-    """How long the groups of a topology take for their bytes, by the rates of the instance."""
+    """The times that a topology's groups need for their bytes, by the rates of the instance."""
 
     def __init__(self, known: Instance, topology: Topology, per_host: int) -> None:
         self._topology, self._per_host = topology, per_host
         self._card = RateCard.of_instance(known.name, processes_per_host=per_host)
 
     def seconds(self, sent: float, group: Group) -> float:
-        """Time in which each rank of the groups of this kind sends ``sent`` bytes to others of its group."""
+        """Return the time in which each rank of groups of this kind sends ``sent`` bytes to others of its group."""
         on_host = Counter(rank // self._per_host for rank in self._members(group))
         return self._card.seconds_of_traffic(sent, max(on_host.values()), len(on_host))
 
     def _members(self, group: Group) -> list[int]:
-        """The ranks of the group of this kind that rank 0 belongs to; the other groups lie alike."""
+        """Return the ranks of rank 0's group of this kind; the other groups are placed in the same way."""
         topology = self._topology
         degree = topology.sharded
         places = {

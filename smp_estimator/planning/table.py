@@ -1,4 +1,4 @@
-"""What a plan says, line by line."""
+"""The report of a plan, line by line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def plan_report(
     *,
     searched: bool = False,
 ) -> Report:
-    """The plan as a table of kinds by stage, with what to change and what to know below it.
+    """Return the plan as a table of kinds by stage, followed by changes to try and notes.
 
     Args:
-        searched: it is what a search has found, so none is advised.
+        searched: the plan is the result of a search, so no search is advised.
     """
     request, shape = plan.request, plan.request.shape
     known = plan.instance
@@ -69,7 +69,10 @@ def plan_report(
 
 
 def _down_to_the_first_that_fails(fewer: Sequence[SmallerCluster]) -> Sequence[SmallerCluster]:
-    """Clusters, each half of the one before, down to the first on which the model does not fit: still fewer GPUs have less."""
+    """Return the clusters down to the first on which the model does not fit; even smaller ones have less memory.
+
+    Each cluster has half the instances of the one before.
+    """
     for number, each in enumerate(fewer, 1):
         if each.plan is not None and not each.plan.verdict.feasible:
             return fewer[:number]
@@ -77,7 +80,7 @@ def _down_to_the_first_that_fails(fewer: Sequence[SmallerCluster]) -> Sequence[S
 
 
 def _idle_because(plan: Forecast) -> str:
-    """The closed form that the idle part follows."""
+    """Return the closed form that the idle part follows."""
     settings = plan.request.parameters
     stages, active = settings.pipeline_parallel_degree, settings.active_microbatches or 1
     most = min(active, settings.microbatches)
@@ -96,7 +99,7 @@ def _idle_because(plan: Forecast) -> str:
 
 
 def _shared_memory_lines(plan: Forecast) -> list[str]:
-    """What memory checkpoints keep; none without them."""
+    """Return a line about the shared memory for memory checkpoints; none without them."""
     size = plan.memory_checkpoint_bytes
     if not size:
         return []
@@ -108,7 +111,7 @@ def _shared_memory_lines(plan: Forecast) -> list[str]:
 
 
 def time_lines(plan: Forecast) -> list[str]:
-    """Seconds of a step by kind, and what they rest on; why not, where they are unknown."""
+    """Return lines about the seconds of a step by kind, and their assumptions; why not, if they are unknown."""
     time, known, precision = plan.time, plan.instance, precision_of(plan.request)
     given, said = plan.request.workload.step_seconds, []
     if given is not None:
@@ -143,7 +146,7 @@ def time_lines(plan: Forecast) -> list[str]:
 
 
 def cost_lines(plan: Forecast) -> list[str]:
-    """What a step costs, and whose price that is; none without a time."""
+    """Return lines about the cost of a step and the source of the price; none without a time."""
     cost, request = plan.cost, plan.request
     if plan.step_seconds is None:
         return []
@@ -180,7 +183,7 @@ def _memory(plan: Forecast) -> Grid:
 
 
 def _degrees_line(plan: Forecast) -> str:
-    """``"pipeline 1, tensor 4, 32 replicas, optimizer state sharded, fp16, checkpointing each"``."""
+    """Return a line such as ``"pipeline 1, tensor 4, 32 replicas, fp16, checkpointing each"``."""
     parameters, workload = plan.request.parameters, plan.request.workload
     parts = [
         f"pipeline {parameters.pipeline_parallel_degree}",

@@ -1,4 +1,4 @@
-"""Finding the ranks' timelines in what a job left: a folder, an archive, or a folder with one."""
+"""The search for the ranks' timelines in a job's output: a folder, an archive, or a folder with one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _PIECE = 1 << 19
 
 
 def read_timeline(job_output: str) -> JobTimeline:
-    """Read what a job's ranks recorded.
+    """Read the timelines that a job's ranks recorded.
 
     Args:
-        job_output: a folder or ``file://`` address that holds the files or ``output.tar.gz`` at any depth (an output path, the
-            folder of a job of this machine, also of one that failed), or the archive itself.
+        job_output: a folder or ``file://`` address that contains the files or ``output.tar.gz`` at any depth, or
+            the archive itself. It can be an output path, or the folder of a job of this machine, even of a failed
+            one.
 
     Raises:
         ConfigError: there are no files, broken ones, or files of different jobs.
@@ -40,7 +41,7 @@ def read_timeline(job_output: str) -> JobTimeline:
 
 
 def read_ranks(job_output: str) -> list[tuple[str, RankTimeline]]:
-    """The same, rank by rank: the names of the files and what they hold."""
+    """Read the timelines as :func:`read_timeline` does, but return them rank by rank, each with its file's name."""
     place = place_of(job_output)
     files = [(name, parse_timeline(text, name)) for name, text in contents(place, _PATTERN)]
     if not files:
@@ -52,7 +53,7 @@ def read_ranks(job_output: str) -> list[tuple[str, RankTimeline]]:
 
 
 def place_of(job_output: str) -> Path:
-    """The folder or file that a job has left.
+    """Return the path of a job's output folder or file.
 
     Raises:
         ConfigError: there is none on this machine.
@@ -72,10 +73,12 @@ def place_of(job_output: str) -> Path:
 
 
 def contents(place: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the file of every rank, whose names fit a pattern; archives are opened only where no file is plain.
+    """Yield (name, content) of every rank's file that matches a pattern.
+
+    Archives are opened only if there are no plain files.
 
     Raises:
-        ConfigError: one cannot be read, or is larger than any that a rank writes.
+        ConfigError: a file cannot be read, or is larger than any file that a rank writes.
     """
     if place.is_file():
         yield from _read(place) if place.match(pattern) else _in_archive(place, pattern)
@@ -120,7 +123,7 @@ def _in_archive(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _all_of(content: IO[bytes], size: int) -> bytes:
-    """Read in pieces, which the reader of an archive gives out bounded."""
+    """Read ``size`` bytes in pieces, because the archive's reader limits the size of one read."""
     pieces = []
     while size > 0 and (piece := content.read(min(size, _PIECE))):
         pieces.append(piece)

@@ -30,7 +30,7 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What one end sent to another in a step.
+    """The messages from one end to another in a step.
 
     Attributes:
         source, target: a stage, a rank or a host, as it is to be called.
@@ -49,13 +49,13 @@ class LinkTraffic:
 
 
 def amount(size: float) -> str:
-    """``"3.1 GB"``, in the unit in which it has one to three digits before the point."""
+    """Return a size as text such as ``"3.1 GB"``, in the unit with one to three digits before the point."""
     unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), _UNITS[-1])
     return f"{size / unit:.3g} {name}"
 
 
 def link_table(links: Sequence[LinkTraffic]) -> Table:
-    """One row per link and kind, those with most bytes first."""
+    """Return a table with one row per link and kind, sorted by bytes, the largest first."""
     table = Table(title="bytes per link in a step", title_justify="left")
     for name in ("from", "to", "link", "what"):
         table.add_column(name)
@@ -134,7 +134,7 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
 
 
 def _in_numbers(end: str) -> list[tuple[str, int]]:
-    """What sorts ``stage 2`` before ``stage 10``."""
+    """Return a sort key that puts ``stage 2`` before ``stage 10``."""
     parts: list[tuple[str, int]] = []
     for word in end.split():
         parts.append(("", int(word)) if word.isdecimal() else (word, 0))
@@ -151,7 +151,7 @@ class _Square:
     strength: float
 
     def draw(self, axes: Any, theme: Theme, count: int, *, is_framed: bool) -> None:
-        """Draw it, with its bytes where ``count`` rows or columns leave room."""
+        """Draw the square, with its bytes as text if there are few enough rows and columns (``count``)."""
         from matplotlib.patches import Rectangle
 
         edge, width = theme.warning if is_framed else "none", 1.2 if count <= _FRAMED else 0.4

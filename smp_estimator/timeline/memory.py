@@ -68,36 +68,39 @@ class MemoryCurve:
 
     @property
     def totals(self) -> list[int]:
-        """Bytes of all owners from each time on."""
+        """Return the bytes of all owners from each time on."""
         return [sum(held) for held in zip(*self.owners.values(), strict=True)]
 
     @property
     def peak(self) -> tuple[float, int]:
-        """When most was live, the first time, and how many bytes."""
+        """Return the first time at which most bytes were live, and how many bytes."""
         totals = self.totals
         most = max(totals)
         return self.seconds[totals.index(most)], most
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Bytes by owner at the peak, those of :data:`OWNERS` first."""
+        """Return the bytes by owner at the peak, those of :data:`OWNERS` first."""
         totals = self.totals
         at = totals.index(max(totals))
         return {owner: self.owners[owner][at] for owner in self.ordered}
 
     @property
     def ordered(self) -> list[str]:
-        """The owners as they are drawn, from below."""
+        """Return the owners in drawing order, from the bottom up."""
         known = [owner for owner in OWNERS if owner in self.owners]
         return [*known, *sorted(owner for owner in self.owners if owner not in OWNERS)]
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the device; None where its size is not known."""
+        """Return whether the peak fits the device; None if the device's size is not known."""
         return None if self.device_bytes is None else self.peak[1] <= self.device_bytes
 
     def thinned(self, most: int = _MOST_POINTS) -> MemoryCurve:
-        """The same with at most ``most`` points: of each part of the time the highest, so that no peak is lost."""
+        """Return the curve with at most ``most`` points.
+
+        Each interval keeps its highest point, so that no peak is lost.
+        """
         count = len(self.seconds)
         if count <= most:
             return self
@@ -115,11 +118,12 @@ class MemoryCurve:
 
 
 def save_memory_picture(curves: Sequence[MemoryCurve], path: str | Path, theme: Theme = LIGHT) -> Path:
-    """Draw the memory of ranks over a step, a panel each: owners on one another, the peak, and the size of the device.
+    """Draw the memory of ranks over a step, one panel each: stacked owners, the peak, and the size of the device.
 
     Args:
-        curves: of more than 8 ranks those with the highest peaks are drawn, and the title says so.
-        path: its ending says in which format (``.png``, ``.svg``, ``.pdf``).
+        curves: the ranks' memory. Only the 8 ranks with the highest peaks are drawn; the title notes how many are
+            not.
+        path: its suffix selects the format (``.png``, ``.svg``, ``.pdf``).
 
     Raises:
         ConfigError: no curves, or a format that matplotlib does not know.
@@ -160,7 +164,7 @@ def _place(owner: str) -> tuple[int, str]:
 
 
 def _top(curve: MemoryCurve) -> float:
-    """The height of a panel in GB, with room for what is written above the peak."""
+    """Return the height of a panel in GB, including space for the text above the peak."""
     most, device = curve.peak[1], curve.device_bytes or 0
     return 1.3 * (max(most, device) if most > _NEAR * device else most) / GB
 
@@ -168,7 +172,7 @@ def _top(curve: MemoryCurve) -> float:
 def _draw(
     axes: Any, curve: MemoryCurve, colours: Mapping[str, str], theme: Theme, box: tuple[float, float, float]
 ) -> None:
-    """One panel; ``box``: first and last second of all panels, and their height in GB."""
+    """Draw one panel; ``box`` has the first and last second of all panels, and their height in GB."""
     start, stop, top = box
     times = [(second - start) * 1e3 for second in (*curve.seconds, max(stop, curve.seconds[-1]))]
     stacks = [[held / GB for held in (*curve.owners[owner], curve.owners[owner][-1])] for owner in curve.ordered]
@@ -206,7 +210,7 @@ def _draw(
 
 
 def _shortened(owner: str) -> str:
-    """``"backward model.layers.…self_attention.query"``."""
+    """Return the owner, shortened in the middle if too long: ``"backward model.layers.…self_attention.query"``."""
     if len(owner) <= _MOST_CHARACTERS:
         return owner
     begin = _MOST_CHARACTERS // 3
@@ -214,7 +218,7 @@ def _shortened(owner: str) -> str:
 
 
 def _draw_phases(axes: Any, curve: MemoryCurve, theme: Theme, start: float, top: float) -> None:
-    """A band below the curve: strong is backward, weaker is forward, and faint is anything else."""
+    """Draw a band below the curve: backward is strong, forward is weaker, and anything else is faint."""
     for begin, end, word in curve.phases:
         strength = {"forward": 0.35, "backward": 0.8}.get(word, 0.1)
         axes.broken_barh(

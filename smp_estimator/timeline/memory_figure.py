@@ -21,7 +21,7 @@ _MOST_CURVES = 8
 
 
 def memory_areas(title: str, curves: Sequence[MemoryCurve]) -> str:
-    """A picture of several ranks below one another, on one scale of bytes, as an ``svg`` element."""
+    """Return a picture of several ranks, one below another on one scale of bytes, as an ``svg`` element."""
     highest = sorted(curves, key=lambda curve: -curve.peak[1])[:_MOST_CURVES]
     shown = [curve.thinned(_POINTS) for curve in curves if curve in highest]
     top = max(curve.peak[1] for curve in shown) or 1
@@ -65,7 +65,7 @@ def _areas(curve: MemoryCurve, fills: dict[str, str], base: float, top: int) -> 
 
 
 def _steps(places: Sequence[float], sizes: Sequence[int], base: float, top: int) -> list[tuple[float, float]]:
-    """A line that stays at each size until the next place, as points."""
+    """Return the points of a line that stays at each size until the next place."""
     points: list[tuple[float, float]] = []
     for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
         until = places[number + 1] if number + 1 < len(places) else place

@@ -1,4 +1,4 @@
-"""What PyTorch's profiler has recorded on all ranks, on one clock and beside the pipeline's timeline, as one trace."""
+"""The traces of PyTorch's profiler on all ranks, merged with the pipeline's timeline on one clock."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What the profiler recorded on a rank.
+    """A rank's trace, as the profiler recorded it.
 
     Attributes:
-        about: whose it is.
-        events: of Chrome's format, with times of the profiler's own clock in microseconds.
-        shift: seconds to add to these times to get those of rank 0's clock.
+        about: the rank, its job and its clock.
+        events: in Chrome's format, with times of the profiler's own clock in microseconds.
+        shift: seconds to add to these times to get times of rank 0's clock.
     """
 
     about: About
@@ -49,17 +49,17 @@ class RankTrace:
 
     @property
     def begin(self) -> float:
-        """In seconds of rank 0's clock."""
+        """Return the time of the first event, in seconds of rank 0's clock."""
         return min(event["ts"] for event in self.events if _is_timed(event)) / 1e6 + self.shift
 
     @property
     def seconds(self) -> float:
-        """From the first event to the end of the last."""
+        """Return the seconds from the first event to the end of the last."""
         timed = [event for event in self.events if _is_timed(event)]
         return (max(e["ts"] + e.get("dur", 0) for e in timed) - min(e["ts"] for e in timed)) / 1e6
 
     def longest(self) -> tuple[str, float]:
-        """The operation on which most time was spent, operations within it counted too, and its seconds."""
+        """Return the operation with the most time, including operations inside it, and its seconds."""
         spent: dict[str, float] = defaultdict(float)
         for event in self.events:
             if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "kernel"):
@@ -68,13 +68,13 @@ class RankTrace:
 
 
 def read_profiles(job_output: str) -> list[RankTrace]:
-    """The traces of all ranks that were profiled, by rank.
+    """Return the traces of all ranks that were profiled, sorted by rank.
 
     Args:
         job_output: as for :func:`~smp_estimator.timeline.read_timeline`.
 
     Raises:
-        ConfigError: there are none, or broken ones, or those of several jobs.
+        ConfigError: there are no traces, broken ones, or traces of several jobs.
     """
     found = sorted(
         (_parsed(content, name) for name, content in contents(place_of(job_output), _PATTERN)),
@@ -95,7 +95,7 @@ def read_profiles(job_output: str) -> list[RankTrace]:
 
 
 def timeline_beside(job_output: str) -> JobTimeline | None:
-    """The timeline of the same output; None where its ranks have recorded none."""
+    """Return the timeline of the same output; None if its ranks have recorded none."""
     try:
         return read_timeline(job_output)
     except ConfigError:
@@ -103,7 +103,7 @@ def timeline_beside(job_output: str) -> JobTimeline | None:
 
 
 def merged_trace(traces: Sequence[RankTrace], timeline: JobTimeline | None = None) -> dict[str, Any]:
-    """One trace, for ui.perfetto.dev: a process for each rank, with its threads below the blocks of its pipeline.
+    """Return one trace for ui.perfetto.dev: a process per rank, with its threads below its pipeline's blocks.
 
     Times are microseconds from the first event of any rank, on rank 0's clock.
     """
@@ -123,7 +123,7 @@ def merged_trace(traces: Sequence[RankTrace], timeline: JobTimeline | None = Non
 
 
 def profile_table(traces: Sequence[RankTrace]) -> Table:
-    """A row for each rank."""
+    """Return a table with a row for each rank."""
     table = Table(title=f"profile of {traces[0].about.job}", title_justify="left")
     for head in ("rank", "stage", "steps", "seconds", "events"):
         table.add_column(head, justify="right")
@@ -165,7 +165,7 @@ def _moved(trace: RankTrace, origin: float) -> Iterator[Event]:
 
 
 def _own_process(events: Sequence[Event]) -> Any:
-    """The process that computed: the one with the mark of the clock."""
+    """Return the process that computed: the one with the clock's mark."""
     return next(event.get("pid") for event in events if _is_mark(event))
 
 
@@ -197,7 +197,10 @@ def _parsed(content: bytes, name: str) -> RankTrace:
 
 
 def _shift(events: Sequence[Event], about: About) -> tuple[float, float]:
-    """Seconds from the profiler's clock to the rank's own, by the mark that took least time, and the most they can be wrong by."""
+    """Return the seconds from the profiler's clock to the rank's own, and the largest possible error.
+
+    The value comes from the mark with the shortest duration.
+    """
     begun = {str(event["name"]): event["ts"] / 1e6 for event in events if _is_mark(event)}
     marks = [(after - before, (before + after) / 2, n) for n, (before, after) in enumerate(about.marks)]
     known = [(width, middle, begun[f"{CLOCK_MARK}{n}"]) for width, middle, n in marks if f"{CLOCK_MARK}{n}" in begun]
@@ -208,7 +211,7 @@ def _shift(events: Sequence[Event], about: About) -> tuple[float, float]:
 
 
 def _checked(event: Any) -> Event:
-    """An event whose times are numbers, which all that follows takes for granted."""
+    """Return an event after checking that its times are numbers, which later code assumes."""
     if not isinstance(event, dict):
         raise TypeError(f"an event is {kind_of(event)}")
     for name in ("ts", "dur"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Block:
-    """Something that a rank computed; times in seconds of the job's clock."""
+    """One computation of a rank; times in seconds of the job's clock."""
 
     name: str
     kind: Kind
@@ -42,7 +42,7 @@ class RankStep:
     failed: bool = False
 
     def busy_seconds(self, kinds: str = "FBWS") -> float:
-        """Time in which the rank computed; blocks that overlap count once."""
+        """Return the time in which the rank computed, in seconds; blocks that overlap count once."""
         busy, until = 0.0, float("-inf")
         for block in self.blocks:
             if block.kind in kinds and block.stop > until:
@@ -60,7 +60,10 @@ class Step:
 
     @cached_property
     def _windows(self) -> dict[int, tuple[float, float]]:
-        """Per replica, from its first block to its last; other pipelines beside it start when they like."""
+        """Return the begin of the first block and the end of the last, per replica.
+
+        Pipelines of different replicas do not start together.
+        """
         windows: dict[int, tuple[float, float]] = {}
         for rank in self.ranks:
             for block in rank.blocks:
@@ -70,66 +73,72 @@ class Step:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the first block of the job to the last, in seconds of its clock."""
+        """Return the begin of the job's first block and the end of its last, in seconds of its clock."""
         return min(start for start, _ in self._windows.values()), max(stop for _, stop in self._windows.values())
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first block to the last of the slowest pipeline."""
+        """Return the seconds from the first block to the last of the slowest pipeline."""
         return max(stop - start for start, stop in self._windows.values())
 
     @property
     def trains(self) -> bool:
-        """Whether it ran to its end with a backward pass."""
+        """Return whether the step ran to its end with a backward pass."""
         return self.kind == "training"
 
     @property
     def kind(self) -> str:
-        """``failed`` if it ended with an error on some rank, ``training`` if there was a backward pass, or ``evaluation``."""
+        """Return ``failed`` if a rank ended with an error, ``training`` if there was a backward pass, or ``evaluation``."""
         if any(rank.failed for rank in self.ranks):
             return "failed"
         return "training" if any(b.kind == "B" for rank in self.ranks for b in rank.blocks) else "evaluation"
 
     @property
     def title(self) -> str:
-        """``step 12``, ``step 12 (evaluation)`` or ``step 12 (failed)``."""
+        """Return ``step 12``, ``step 12 (evaluation)`` or ``step 12 (failed)``."""
         return f"step {self.number}" if self.trains else f"step {self.number} ({self.kind})"
 
     def idle_of(self, rank: RankStep) -> float:
-        """Part of its pipeline's time in which a rank did not compute."""
+        """Return the part of the pipeline's time in which a rank did not compute."""
         start, stop = self._windows.get(rank.replica, (0.0, 0.0))
         return 1.0 - rank.busy_seconds() / (stop - start) if stop > start else 0.0
 
     @property
     def idle(self) -> float:
-        """The mean of the ranks' idle fractions."""
+        """Return the mean of the ranks' idle fractions."""
         return sum(map(self.idle_of, self.ranks)) / len(self.ranks)
 
     @property
     def stages(self) -> int:
-        """Pipeline stages that the ranks compute."""
+        """Return the number of pipeline stages that the ranks compute."""
         return len({rank.stage for rank in self.ranks})
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of the step."""
+        """Return the number of microbatches in the step."""
         return len({block.microbatch for rank in self.ranks for block in rank.blocks})
 
     @property
     def expected_idle(self) -> float:
-        """(p − 1) / (m + p − 1): stages of equal time, free communication, no step function's code."""
+        """Return (p − 1) / (m + p − 1), the idle fraction of an ideal pipeline.
+
+        It assumes stages of equal time, free communication, and no other code in the step function.
+        """
         return idle_fraction(self.stages, self.microbatches)
 
     @property
     def headline(self) -> str:
-        """``step 12: 310.8 ms, 23.1% idle ((p − 1)/(m + p − 1) = 20.0% for 2 stages, 4 microbatches)``."""
+        """Return a line about the step's time and idle fraction, measured and expected.
+
+        ``step 12: 310.8 ms, 23.1% idle ((p − 1)/(m + p − 1) = 20.0% for 2 stages, 4 microbatches)``.
+        """
         return (
             f"{self.title}: {self.makespan * 1e3:.1f} ms, {self.idle:.1%} idle ((p − 1)/(m + p − 1) = {self.expected_idle:.1%} "
             f"for {self.stages} stages, {self.microbatches} microbatches)"
         )
 
     def _repr_html_(self) -> str:
-        """The picture that a notebook shows: a lane for each rank."""
+        """Return the picture that a notebook shows: a lane for each rank."""
         rows = [(f"rank {rank.rank}  {self.idle_of(rank):.0%} idle", map(_bar, rank.blocks)) for rank in self.ranks]
         return lanes(self.headline, rows, *self.window)
 
@@ -142,12 +151,12 @@ def _bar(block: Block) -> Bar:
 
 @dataclass(frozen=True)
 class JobTimeline:
-    """What all ranks of a job recorded.
+    """The timelines of all ranks of a job, on one clock.
 
     Attributes:
-        steps: those that every rank recorded, ascending.
+        steps: the steps that every rank recorded, ascending.
         ranks: global ranks, ascending.
-        missing: ranks of the job whose files are not there.
+        missing: ranks of the job without a file.
         clock_error: most seconds by which blocks of different hosts can be shifted against each other.
     """
 
@@ -159,7 +168,7 @@ class JobTimeline:
 
     @classmethod
     def of(cls, files: Iterable[tuple[str, RankTimeline]]) -> JobTimeline:
-        """Put the ranks' files, each with a name for messages, together.
+        """Combine the ranks' files; each comes with a name for messages.
 
         Raises:
             ConfigError: files of different jobs, two files of one rank, or no step that all ranks recorded.
@@ -189,12 +198,13 @@ class JobTimeline:
         )
 
     def step(self, number: int | None = None) -> Step:
-        """The step of this number; without one the training step of median makespan, or the newest where none trains.
+        """Return the step of this number; None selects the training step of median makespan.
 
-        Of an even number of training steps it is the faster of the two in the middle.
+        If the number of training steps is even, this is the faster of the two middle ones. If there are none, the
+        newest step is returned.
 
         Raises:
-            ConfigError: it was not recorded.
+            ConfigError: the step was not recorded.
         """
         if number is None:
             # To the nanosecond: steps that only rounding tells apart keep their order.
@@ -209,7 +219,7 @@ class JobTimeline:
         )
 
     def _repr_html_(self) -> str:
-        """The step that :meth:`step` gives, as a notebook shows it."""
+        """Return the notebook's picture of the step that :meth:`step` returns."""
         return self.step()._repr_html_()
 
 
@@ -248,7 +258,7 @@ def _on_one_clock(rank: RankTimeline, step: StepTimeline) -> RankStep:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``1–3, 7``; ``none`` without any."""
+    """Return numbers as ranges, ``1–3, 7``; ``none`` if there are none."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:

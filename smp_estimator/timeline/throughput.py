@@ -1,4 +1,4 @@
-"""From the timeline of a step to what a training takes: samples and tokens per second, idle share, hours and price."""
+"""The throughput and cost of a training, from a step's timeline: samples and tokens per second, idle share, hours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What the steps of a timeline come to, on all instances of the job.
+    """The throughput of a timeline's steps, on all instances of the job.
 
     Attributes:
         seconds: from one update to the next.
@@ -47,10 +47,10 @@ class Throughput:
         usd_per_hour: float | None = None,
         is_given: bool = False,
     ) -> Throughput:
-        """Of the timeline's training step of median makespan; see :func:`seconds_per_step`.
+        """Return the throughput of the training step of median makespan; see :func:`seconds_per_step`.
 
         Raises:
-            ConfigError: no training step was recorded, or one of no length.
+            ConfigError: no training step was recorded, or only one of length zero.
         """
         step = timeline.step()
         if not step.trains or step.makespan <= 0:
@@ -71,17 +71,17 @@ class Throughput:
 
     @property
     def samples_per_second(self) -> float:
-        """Of the whole job."""
+        """Return the samples per second of the whole job."""
         return self.global_batch / self.seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the whole job; None where samples are no texts."""
+        """Return the tokens per second of the whole job; None if samples are not texts."""
         return None if self.sequence is None else self.samples_per_second * self.sequence
 
     @property
     def cost(self) -> StepCost | None:
-        """What a step costs; None without a price. Where samples are no texts, each counts as one token."""
+        """Return the cost of a step; None without a price. If samples are not texts, each counts as one token."""
         if self.usd_per_hour is None:
             return None
         tokens = self.global_batch * (self.sequence or 1)
@@ -90,11 +90,11 @@ class Throughput:
     def training(
         self, *, steps: int | None = None, epochs: float | None = None, samples: int | None = None
     ) -> Training:
-        """How long a whole training takes and what it costs.
+        """Return the duration and the cost of a whole training.
 
         Args:
             steps: optimizer steps; or
-            epochs: passes through ``samples``, of which those that fill no global batch are dropped in each pass.
+            epochs: passes through ``samples``; each pass drops the last samples that do not fill a global batch.
 
         Raises:
             ConfigError: neither or both, epochs without ``samples``, or fewer samples than a step reads.
@@ -121,7 +121,7 @@ class Throughput:
         return Training(steps or 0, epochs, self.seconds, False, usd)
 
     def to_dict(self) -> dict[str, float | int | None]:
-        """The numbers by name: seconds, parts of 1, per second, US dollars."""
+        """Return the numbers by name: seconds, parts of 1, per second, US dollars."""
         return {
             "seconds_per_step": self.seconds,
             "makespan": self.makespan,
@@ -133,7 +133,7 @@ class Throughput:
         }
 
     def lines(self) -> list[str]:
-        """In words: the step, what goes through it, and what it costs."""
+        """Return lines of text: the step's time, the throughput, and the cost."""
         tokens = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens per second"
         said = [
             f"{self.seconds:.3g} s per step, {self.makespan:.3g} of them in the pipeline, of which ranks wait {self.idle:.1%}",
@@ -147,10 +147,10 @@ class Throughput:
 
 
 def seconds_per_step(timeline: JobTimeline) -> float:
-    """Seconds from one update to the next: the median distance of the begins of neighbouring training steps.
+    """Return the seconds from one update to the next: the median distance of consecutive training steps' starts.
 
-    The update, data loading and what else the script does between two calls of the step function is in it. Of a single
-    training step it is the time of its call, of the slowest rank.
+    The result includes the update, data loading and the script's other work between two calls of the step
+    function. With a single training step, it is the time of that call on the slowest rank.
     """
     training = [step for step in timeline.steps if step.trains]
     begins = {step.number: max(rank.start for rank in step.ranks) for step in training}

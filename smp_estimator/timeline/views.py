@@ -39,7 +39,7 @@ _LANE = 0.82
 
 
 def step_table(timeline: JobTimeline) -> Table:
-    """One row per step: how long it took, and which part of it the ranks waited."""
+    """Return a table with one row per step: its duration, and the part of it in which the ranks waited."""
     listed = len(timeline.ranks) <= _LISTED_RANKS
     table = Table(
         title=f"{len(timeline.steps)} steps of {timeline.job or 'a job without a name'}", title_justify="left"
@@ -67,7 +67,7 @@ def step_table(timeline: JobTimeline) -> Table:
 
 
 def rank_table(step: Step) -> Table:
-    """One row per rank of a step: what it was busy with, and how long it waited."""
+    """Return a table with one row per rank of a step: its busy time by kind of work, and its idle time."""
     table = Table(title=f"{step.title}, {_milliseconds(step.makespan)} ms", title_justify="left")
     table.add_column("rank", justify="right")
     table.add_column("stage", justify="right")
@@ -100,7 +100,7 @@ def _percent(fraction: float) -> str:
 
 
 def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
-    """Draw a step; the ending of ``path`` says in which format (``.png``, ``.svg``, ``.pdf``).
+    """Draw a step; the suffix of ``path`` selects the format (``.png``, ``.svg``, ``.pdf``).
 
     Raises:
         ConfigError: too many ranks, or a format that matplotlib does not know.
@@ -153,7 +153,10 @@ def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float
 
 
 def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, float, tuple[str, int]]]:
-    """Neighbouring blocks of one kind and microbatch as one: begin and end in milliseconds, and these two."""
+    """Yield adjacent blocks of one kind and microbatch as one run.
+
+    Each item has the begin and end in milliseconds, and the pair of kind and microbatch.
+    """
     begin, end, before = 0.0, 0.0, None
     for block in rank.blocks:
         left, right = (block.start - origin) * 1e3, (block.stop - origin) * 1e3
@@ -168,15 +171,16 @@ def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, 
 
 
 def begin_of(steps: Sequence[Step]) -> float:
-    """The first moment of steps, in seconds of the job's clock."""
+    """Return the first moment of the steps, in seconds of the job's clock."""
     return min(min(step.window[0], *(rank.start for rank in step.ranks)) for step in steps)
 
 
 def chrome_trace(timeline: JobTimeline, only: Step | None = None, origin: float | None = None) -> dict[str, Any]:
-    """A trace of all steps, or ``only`` one, in the JSON object format.
+    """Return a trace of all steps, or ``only`` one, in the JSON object format.
 
     Args:
-        origin: seconds of the job's clock from which times are counted, in microseconds; default: the first block.
+        origin: seconds of the job's clock from which times are counted, in microseconds; default: the first moment
+            of the steps.
     """
     steps = [only] if only is not None else list(timeline.steps)
     origin = begin_of(steps) if origin is None else origin

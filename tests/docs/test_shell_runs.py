@@ -43,13 +43,21 @@ ELSEWHERE: dict[Key, tuple[str, str]] = {
     ("start.md", "mkdir exported"): (START_RUNS, "START"),
 }
 INDEX = "it installs from a package index"
+STEP = "a step of its own in .ci/run"
+WHEEL = "it needs the tools that build the wheel; tests/estimator/test_wheel.py builds one and looks into it"
 DOCKER = "it builds and runs images with Docker: `make test-docker`, a step of its own in .ci/run"
 #: Lines that nothing runs.
 NOT_RUN: dict[Key, str] = {
     ("README.md", "python3 -m venv"): INDEX,
-    ("README.md", "pip install"): INDEX,
+    ("README.md", "make quickstart"): STEP,
+    ("README.md", "make test "): STEP,
+    ("README.md", "make dist"): WHEEL,
+    ("README.md", "pip install torch"): INDEX,
+    ("README.md", "pip install \"dist/"): INDEX,
+    ("start.md", "make dist"): WHEEL,
     ("start.md", "python3 -m venv"): INDEX,
-    ("start.md", "pip install"): INDEX,
+    ("start.md", "pip install torch"): INDEX,
+    ("start.md", "pip install \"dist/"): INDEX,
     ("lora.md", "pip install"): INDEX,
     ("image.md", "make image  "): DOCKER,
     ("image.md", "make image BASE_IMAGE"): DOCKER,

@@ -1,1 +1,1 @@
-"""How values are written in settings, files and messages: strict JSON, numbers, lists of ranks, secrets."""
+"""Formats of values in settings, files and messages: strict JSON, numbers, lists of ranks, secrets."""

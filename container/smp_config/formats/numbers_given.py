@@ -36,7 +36,7 @@ def _number(value: Any) -> Any:
 
 
 def _digits(value: float) -> int:
-    """About how many digits a whole number has; Python writes out no more than 4,300."""
+    """Return the approximate number of digits of an integer; Python writes out no more than 4,300."""
     return int(value).bit_length() * 30103 // 100000 + 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def ranks_text(members: Iterable[int]) -> str:
-    """Ranks in few letters: ``0-3,8-14/2,20``."""
+    """Abbreviate a list of ranks: ``0-3,8-14/2,20``."""
     runs: list[list[int]] = []
     for rank in members:
         run = runs[-1] if runs else []
@@ -26,7 +26,7 @@ def ranks_text(members: Iterable[int]) -> str:
 
 
 def ranks_of(text: str) -> tuple[int, ...]:
-    """What :func:`ranks_text` has written; words that make no sense are left out."""
+    """Parse the output of :func:`ranks_text`; skip invalid words."""
     found: list[int] = []
     for word in text.split(","):
         run, _, stride = word.partition("/")

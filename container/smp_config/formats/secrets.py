@@ -1,7 +1,7 @@
-"""What looks like a secret, for logs and messages, which more people read than should have it.
+"""Masking of secrets in logs and messages, which more people read than should know them.
 
-A hyperparameter or a variable is taken for one by its name (``hub_token``) or by its value (``hf_…``). Nothing is
-changed in what a script gets.
+A hyperparameter or a variable counts as a secret by its name (``hub_token``) or by its value (``hf_…``). The values
+that a script receives are never changed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _PAIRS = re.compile(r"""(["']?)([A-Za-z][\w.-]{0,80})\1(\s*[=:]\s*)("[^"]*"|'[^'
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether something of this name is likely a secret."""
+    """Return whether a value of this name is likely a secret."""
     return any(word.lower() in _SECRET_WORDS for word in _WORDS.findall(name))
 
 
 def masked(name: str, text: str) -> str:
-    """The text of the value ``name``, or what of it may be shown."""
+    """Return the text of the value ``name`` with its secret parts masked."""
     words = {word.lower() for word in _WORDS.findall(name)} & _SECRET_WORDS
     if words and (words & _ALWAYS or not _HARMLESS.fullmatch(text)):
         return MASK
@@ -60,7 +60,7 @@ def masked(name: str, text: str) -> str:
 
 
 def masked_text(text: str) -> str:
-    """A text, without what in it looks like a secret: by its form, or behind a name that says so (``token=…``)."""
+    """Mask the parts of a text that look like secrets, by their form or by the name before them (``token=…``)."""
 
     def pair(found: re.Match[str]) -> str:
         quote, name, between, value = found.groups()
@@ -72,7 +72,7 @@ def masked_text(text: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, ``--name value`` and ``--name=value`` among them, without secrets."""
+    """Mask secrets in the words of a command line, including ``--name value`` and ``--name=value``."""
     said, name = [], ""
     for word in words:
         said.append(masked(name, word) if name else masked_text(word))
@@ -81,7 +81,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def shown_value(name: Any, value: Any, levels: int = 3) -> str:
-    """A value as a message shows it, see :func:`smp_config.errors.shown`, without secrets."""
+    """Return a value as messages show it (see :func:`smp_config.errors.shown`), with secrets masked."""
     if isinstance(value, Mapping) and value and levels:
         inside = (f"{shown(key)}: {shown_value(key, inner, levels - 1)}" for key, inner in islice(value.items(), 20))
         return f"{{{', '.join(inside)}}}"

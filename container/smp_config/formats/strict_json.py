@@ -12,11 +12,11 @@ MOST_LEVELS = 64
 
 
 def parse(text: str) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text strictly.
 
     Raises:
-        ValueError: it is no JSON, or JSON that Python would not read as it stands: numbers beyond its range, a name twice
-            in one object (the first of the two would be lost), or more than 64 levels. The message says which, and where.
+        ValueError: If it is not JSON, or JSON that Python would not read exactly: numbers beyond its range, a name twice
+            in one object (the first of the two would be lost), or more than 64 levels. The message reports which, and where.
     """
     try:
         value = json.loads(text, parse_float=_float, object_pairs_hook=_object)
@@ -31,10 +31,13 @@ def parse(text: str) -> Any:
 
 
 def unusable_text(value: Any) -> str | None:
-    """Where the first text stands that no command line and no variable can hold, and why; None where all of it can be used.
+    """Find the first text that no command line and no environment variable can hold.
 
     Args:
-        value: of JSON, with names as well as values.
+        value: a JSON value; its names are checked as well as its values.
+
+    Returns:
+        Where the text is and why it is unusable, or None if all of the value is usable.
     """
     for place, part in _parts(value):
         if isinstance(part, str) and (why := why_unusable(part)):
@@ -43,7 +46,10 @@ def unusable_text(value: Any) -> str | None:
 
 
 def why_unusable(text: str) -> str | None:
-    """``"holds the character NUL"``, or half a character; None for a text that every program can be given."""
+    """Return why a text cannot be passed to every program, such as ``"holds the character NUL"``.
+
+    Half of a surrogate pair is the other reason. The result is None for a usable text.
+    """
     if "\0" in text:
         return "holds the character NUL, at which a program's argument ends"
     try:
@@ -54,7 +60,7 @@ def why_unusable(text: str) -> str | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value and name inside ``value`` with its place; without recursion, at most one level too deep."""
+    """Yield every value and name inside ``value`` with its place; iteratively, and at most one level too deep."""
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), value)]
     while waiting:
         place, part = waiting.pop()

@@ -13,7 +13,7 @@ from smp_config.formats import strict_json
 
 
 def literal(text: str, what: str) -> Any:
-    """JSON, or a Python literal such as ``{"ddp": True}``; raises ConfigError for what is neither."""
+    """Parse JSON, or a Python literal such as ``{"ddp": True}``; raise ConfigError for anything else."""
     try:
         return strict_json.parse(text)
     except ValueError as as_json:
@@ -31,7 +31,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def why_no_path(path: Any) -> str | None:
-    """Return what is wrong with a path on this machine, such as ``s3://bucket/x``, and what to give instead; None if nothing."""
+    """Return the problem with a path on this machine, such as ``s3://bucket/x``, and the remedy; None if it is valid."""
     try:
         text = os.fspath(path)
     except TypeError:
@@ -55,12 +55,12 @@ def why_no_path(path: Any) -> str | None:
 
 
 def is_count(text: str) -> bool:
-    """Whether a text is a whole number of at most nine digits; Python takes ``²`` for a digit, too."""
+    """Return whether a text is a whole number of at most nine digits; ``²``, a digit in Python, does not count."""
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def dictionary(value: str, what: str) -> dict[str, Any]:
-    """A dictionary given as text or as the path of a file with it."""
+    """Parse a dictionary, given as text or as the path of a file that holds it."""
     text = value
     if not value.lstrip().startswith("{"):
         path = Path(value)

@@ -1,1 +1,1 @@
-"""What is known of machines: instance types and GPUs of the catalogue, this host, and the launchers that start ranks on it."""
+"""Machines: instance types and GPUs of the catalogue, this host, and the launchers that start ranks on it."""

@@ -16,9 +16,9 @@ _FULL = {
 
 
 def why_full(error: BaseException) -> str | None:
-    """``"the disk is full"``, or which other room there was none of; None for an error that means something else.
+    """Return ``"the disk is full"``, or which other space ran out; None if the error has another cause.
 
-    A write that failed may have been told on as another error's cause, or in the text of one (``shutil.copytree``).
+    The failed write may also be another error's cause, or part of its text (``shutil.copytree``).
     """
     found: BaseException | None = error
     while found is not None:
@@ -30,7 +30,7 @@ def why_full(error: BaseException) -> str | None:
 
 
 def note_room(error: BaseException, folder: Path) -> None:
-    """Keep with an error of a full disk how much was free, before what was written in vain is removed."""
+    """Keep the free space with the error of a full disk, before the incomplete output is removed."""
     if why_full(error):
         error.room = free_space(folder)  # type: ignore[attr-defined]
 
@@ -45,7 +45,10 @@ def has_room(folder: Path, needed: int) -> bool:
 
 
 def free_space(folder: Path) -> str:
-    """``"1,024 of 4,194,304 bytes are free"`` on the disk of a folder, which need not be there yet."""
+    """Describe the free space on a folder's disk, as ``"1,024 of 4,194,304 bytes are free"``.
+
+    The folder need not exist yet.
+    """
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
@@ -59,7 +62,11 @@ def free_space(folder: Path) -> str:
 
 
 def full_disk(error: BaseException, path: Path) -> str | None:
-    """What was to be written where, why there is no room, and how much there is; None where room is not what is missing."""
+    """Return an error text for a full disk: the path, why there is no space, and how much is free.
+
+    Returns:
+        None if the error has another cause.
+    """
     if (why := why_full(error)) is None:
         return None
     folder = path if path.is_dir() else path.parent

@@ -1,4 +1,4 @@
-"""The variable by which a job is told to answer calls of ``torch.cuda`` on the CPU."""
+"""The variable that makes a job run calls of ``torch.cuda`` on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_DIGITS = 18
 
 
 def is_asked_for(environ: Mapping[str, str]) -> bool:
-    """Whether an environment asks for the emulation; raises ConfigError for a word that means nothing."""
+    """Return whether an environment asks for the emulation; raise ConfigError for an unknown value."""
     if seed_of_checks(environ) is not None:
         return True
     text = environ.get(VARIABLE, "")
@@ -29,10 +29,13 @@ def is_asked_for(environ: Mapping[str, str]) -> bool:
 
 
 def seed_of_checks(environ: Mapping[str, str]) -> int | None:
-    """The seed of the order in which checked devices execute work; None where others are asked for, or none.
+    """Return the seed for the order in which checked devices execute work.
+
+    Returns:
+        None if the environment asks for other devices, or for none.
 
     Raises:
-        ConfigError: it is no number.
+        ConfigError: If the seed is not a number.
     """
     name, colon, seed = environ.get(VARIABLE, "").partition(":")
     if name != _CHECKED:

@@ -43,17 +43,17 @@ class Gpu:
 
     @property
     def has_bf16(self) -> bool:
-        """Has units for bfloat16, which came with compute capability 8.0."""
+        """Return whether it has units for bfloat16, which came with compute capability 8.0."""
         return self.capability >= (8, 0)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability as numbers, which can be compared."""
+        """Return the compute capability as numbers, for comparison."""
         major, _, minor = self.compute_capability.partition(".")
         return int(major), int(minor)
 
     def tflops(self, precision: str) -> float | None:
-        """The peak for ``"fp32"``, ``"fp16"`` or ``"bf16"``; a type without units of its own has that of float32."""
+        """Return the peak for ``"fp32"``, ``"fp16"`` or ``"bf16"``; a type without units of its own has float32's."""
         found: dict[str, float | None] = {"fp32": self.fp32_tflops, "fp16": self.fp16_tflops, "bf16": self.bf16_tflops}
         return found[precision] or self.fp32_tflops
 
@@ -65,16 +65,16 @@ def _catalogue() -> dict[str, Gpu]:
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of this name, one of those that instances of the catalogue have.
+    """Return the GPU of this name, one of the GPUs of the catalogue's instances.
 
     Raises:
-        KeyError: no instance of the catalogue has it.
+        KeyError: If no instance of the catalogue has it.
     """
     return _catalogue()[name]
 
 
 def gpus() -> list[Gpu]:
-    """Every GPU that is known, ordered by name."""
+    """Return every known GPU, ordered by name."""
     return sorted(_catalogue().values(), key=lambda known: known.name)
 
 

@@ -62,12 +62,12 @@ class Instance:
 
     @property
     def gpu_facts(self) -> Gpu:
-        """What one of its GPUs computes and sends."""
+        """Return the performance data of one of its GPUs."""
         return gpu(self.gpu)
 
     @property
     def link_gb_per_s(self) -> float:
-        """Bandwidth of a GPU to the others of the instance, one direction, in 10^9 bytes per second."""
+        """Return a GPU's bandwidth to the others of the instance, one direction, in 10^9 bytes per second."""
         facts = self.gpu_facts
         return (facts.nvlink_gb_per_s if self.nvlink else None) or facts.pcie_gb_per_s
 
@@ -96,23 +96,27 @@ def _catalogue() -> dict[str, Instance]:
 
 
 def price_source() -> str:
-    """Whose prices :attr:`Instance.usd_per_hour` are: the kind, the region, and the date of the table."""
+    """Return the source of :attr:`Instance.usd_per_hour`: the kind of price, the region, and the table's date."""
     source = _data("prices.json")["source"]
     return f"{source['what'].split(', as ')[0]}, {source['region']}, {source['date']}"
 
 
 def instance(name: str) -> Instance | None:
-    """The instance type of this name, with or without ``ml.``; None when the catalogue lacks it (callers warn)."""
+    """Return the instance type of this name, with or without ``ml.``.
+
+    Returns:
+        None if the catalogue lacks it (callers warn).
+    """
     if not isinstance(name, str):
         return None
     return _catalogue().get(name if name.startswith("ml.") else f"ml.{name}")
 
 
 def require_usable(name: str | None, processes_per_host: int | None = None) -> Instance | None:
-    """The instance type that a model parallel job names, where the catalogue has it.
+    """Check the instance type of a model parallel job, and return it if the catalogue has it.
 
     Args:
-        processes_per_host: each needs a GPU of its own; None is not judged, nor are instances without GPUs.
+        processes_per_host: each needs its own GPU; None is not checked, nor are instances without GPUs.
 
     Raises:
         ConfigError: accelerators that the library does not run on, or fewer GPUs than processes.
@@ -152,7 +156,11 @@ def refuse_neuron(name: str) -> None:
 
 
 def has_gpus(name: str | None) -> bool | None:
-    """Whether an instance type of the cloud has GPUs; None for one that the catalogue lacks but whose family may have some."""
+    """Return whether an instance type of the cloud has GPUs.
+
+    Returns:
+        None if the catalogue lacks the type but its family may have GPUs.
+    """
     if not isinstance(name, str) or not name.startswith("ml."):
         return None
     if instance(name) is not None:
@@ -161,7 +169,7 @@ def has_gpus(name: str | None) -> bool | None:
 
 
 def instances() -> list[Instance]:
-    """Every instance type with GPUs that is known, ordered by name."""
+    """Return every known instance type with GPUs, ordered by name."""
     return sorted(_catalogue().values(), key=lambda known: known.name)
 
 

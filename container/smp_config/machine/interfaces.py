@@ -15,7 +15,7 @@ _ADDRESS = slice(20, 24)
 
 
 def addresses() -> dict[str, str]:
-    """By interface, its address of IP version 4; empty where the system does not tell."""
+    """Return the IPv4 address of each interface, by name; empty if the system does not report them."""
     found = {}
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -31,9 +31,9 @@ def addresses() -> dict[str, str]:
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface of this machine through which it reaches ``address``, or which has it; None where that cannot be told.
+    """Return this machine's interface that reaches or has ``address``, or None if it cannot be determined.
 
-    A backend left alone takes the one that this machine's own name means, which many machines map to loopback.
+    A backend without this setting takes the interface of the machine's own name, which is often loopback.
 
     Args:
         address: of a host, or its name.

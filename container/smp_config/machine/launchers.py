@@ -1,8 +1,8 @@
-"""Which launcher started this process, and the place that it gave it: read from the environment alone.
+"""The launcher that started this process and the rank it assigned, read from the environment alone.
 
-Launchers nest: a batch system starts ``mpirun`` or ``torchrun``, which starts the ranks, and each leaves its variables to all
-below. The innermost holds. Where that cannot be told, every rank would think itself another than it is, and wait for ranks that
-never come; so it is an error that names both.
+Launchers nest: a batch system starts ``mpirun`` or ``torchrun``, which starts the ranks. Each passes its variables
+to all processes below it. The innermost launcher counts. If it cannot be determined, every rank would assume a
+wrong rank and wait for ranks that never come. So that is an error, which names both launchers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Launcher(str, enum.Enum):
 
     @property
     def speaks_mpi(self) -> bool:
-        """Whether its ranks meet through MPI; all others meet at ``MASTER_ADDR`` and ``MASTER_PORT``."""
+        """Return whether its ranks meet through MPI; all others meet at ``MASTER_ADDR`` and ``MASTER_PORT``."""
         return self in (Launcher.OPEN_MPI, Launcher.PMI)
 
 
@@ -69,7 +69,7 @@ _OUR_COMMAND = "smp-launch run SCRIPT"
 
 @dataclass(frozen=True)
 class Started:
-    """The place of a process in its job, as its launcher says it."""
+    """The rank of a process and the size of its job, as its launcher reports them."""
 
     launcher: Launcher
     rank: int
@@ -77,20 +77,20 @@ class Started:
 
     @property
     def said(self) -> str:
-        """The variables that say it, with their values."""
+        """Return the variables that hold rank and size, with their values."""
         rank, size = VARIABLES[self.launcher]
         return f"{rank}={self.rank} and {size}={self.size}"
 
     def is_same_place(self, other: Started) -> bool:
-        """Whether two launchers say the same."""
+        """Return whether two launchers report the same rank and size."""
         return (self.rank, self.size) == (other.rank, other.size)
 
 
 def started_by(environ: Mapping[str, str]) -> Started | None:
-    """The innermost launcher of this process; None where none has started it, or where it is alone.
+    """Return the innermost launcher of this process; None if no launcher started it, or if it runs alone.
 
     Raises:
-        ConfigError: variables are incomplete or no numbers, or two launchers contradict one another.
+        ConfigError: variables are incomplete or not numbers, or two launchers contradict each other.
     """
     torch = place_of(Launcher.TORCH, environ)
     mpi = place_of(Launcher.OPEN_MPI, environ)
@@ -112,7 +112,7 @@ def started_by(environ: Mapping[str, str]) -> Started | None:
 
 
 def place_of(launcher: Launcher, environ: Mapping[str, str]) -> Started | None:
-    """What one launcher's variables say; None where it has set none.
+    """Return the rank and size from one launcher's variables; None if they are not set.
 
     Raises:
         ConfigError: one of two is missing, or they are not a rank and a number of ranks.
@@ -140,10 +140,10 @@ def place_of(launcher: Launcher, environ: Mapping[str, str]) -> Started | None:
 
 
 def job_secret(environ: Mapping[str, str]) -> str | None:
-    """The secret of a job; None where there is none.
+    """Return the secret of a job, or None if it has none.
 
     Raises:
-        ConfigError: it is short enough to be guessed.
+        ConfigError: If it is so short that it can be guessed.
     """
     text = environ.get(SECRET_VARIABLE, "")
     if 0 < len(text) < _SECRET_CHARACTERS:
@@ -197,13 +197,13 @@ def _missing_meeting_place(environ: Mapping[str, str]) -> list[str]:
 
 
 def _is_from_inside(torch: Started, environ: Mapping[str, str]) -> bool:
-    """Whether ``RANK`` and ``WORLD_SIZE`` are certainly those of the launcher that started this very process."""
+    """Return whether ``RANK`` and ``WORLD_SIZE`` certainly come from the launcher of this very process."""
     own = tuple(environ.get(name) for name in OWN_VARIABLES) == (str(torch.rank), str(torch.size))
     return ELASTIC_VARIABLE in environ or (own and ADDRESS_VARIABLE in environ)
 
 
 def _may_be_inside(torch: Started, outer: Started) -> bool:
-    """Whether ranks of ``torch`` may be children of the processes of ``outer``, such as one per host, or are these."""
+    """Return whether ranks of ``torch`` may be the processes of ``outer``, or their children (one per host)."""
     if torch.is_same_place(outer) or outer.size == 1:
         return True
     return outer.launcher is Launcher.SLURM and torch.size > outer.size

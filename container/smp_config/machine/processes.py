@@ -1,4 +1,4 @@
-"""What the system says of a process of this machine: its memory and its processor time."""
+"""Memory and processor time of a process of this machine, as the system reports them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def memory_of(pid: int) -> int:
-    """Resident bytes; 0 for a process that is gone, or where the system does not say."""
+    """Return the resident bytes of a process; 0 if it is gone or the system does not report them."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -15,7 +15,7 @@ def memory_of(pid: int) -> int:
 
 
 def processor_seconds_of(pid: int) -> float:
-    """That its threads have computed for, and those of its children that have ended; 0 for a process that is gone."""
+    """Return the processor seconds of a process, with those of its ended children; 0 if it is gone."""
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return sum(int(word) for word in words[11:15]) / os.sysconf("SC_CLK_TCK")

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class BackwardThread:
     """One thread for all backward passes of a process, one after the other.
 
-    On a GPU one thread per device runs the backward pass of everything there. What a hook or a backward function keeps
-    per thread is not that of the thread that has called ``backward``, and one that waits there for another backward
-    pass waits for ever. Inside ``torch.autograd.set_multithreading_enabled(False)`` the caller's thread is used.
+    On a GPU, one thread per device runs the backward pass of everything there. So a hook or a backward function does not see the
+    thread-local values of the thread that called ``backward``. If it waits there for another backward pass, it waits forever.
+    Inside ``torch.autograd.set_multithreading_enabled(False)`` the caller's thread is used.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -32,7 +32,7 @@ class BackwardThread:
         self._thread.start()
 
     def run(self, own: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """``own(outputs, …)``, the engine's call, on the thread; returns when it has ended."""
+        """Run the engine's call ``own(outputs, …)`` on the thread, and return when it has ended."""
         roots = [each for each in outputs if isinstance(each, torch.Tensor)]
         if (
             not torch._C._is_multithreading_enabled()

@@ -64,7 +64,7 @@ def _first(given: Any) -> torch.Tensor:
 
 
 def _reduced(parts: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
-    """Several tensors as one, in the order of their ranks."""
+    """Reduce several tensors to one, in the order of their ranks."""
     kind: Any = dist.ReduceOp.RedOpType
     dtype = parts[0].dtype
     narrow = dtype in (torch.float16, torch.bfloat16)

@@ -29,12 +29,12 @@ _HEADER = 512
 
 @dataclass(frozen=True)
 class Asked:
-    """What a rank has asked a communicator for, as it tells the others.
+    """A rank's request to a communicator, as the other ranks receive it.
 
     Attributes:
-        what: the operation with what all ranks must agree on.
-        device: what tells the rank's device from all others.
-        line: which has asked for it.
+        what: the operation with the arguments that all ranks must agree on.
+        device: identity of the rank's device, unique among all hosts.
+        line: the line of code that made the request.
     """
 
     what: str
@@ -42,13 +42,13 @@ class Asked:
     line: str
 
     def packed(self) -> torch.Tensor:
-        """As bytes of a fixed number."""
+        """Return the request as a fixed number of bytes."""
         text = "\n".join((self.what, self.device, self.line)).encode()[:_HEADER]
         return torch.frombuffer(bytearray(text.ljust(_HEADER)), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, header: torch.Tensor) -> Asked:
-        """From these."""
+        """Return the request that ``header`` contains."""
         return cls(*bytes(header.tolist()).decode(errors="replace").rstrip().split("\n"))
 
 
@@ -88,7 +88,7 @@ class Communicator(dist.ProcessGroupGloo):
     devices: Devices
 
     class Options:
-        """What PyTorch and scripts set."""
+        """Options that PyTorch and scripts set."""
 
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream
@@ -116,11 +116,11 @@ class Communicator(dist.ProcessGroupGloo):
         take: Callable[[list[list[torch.Tensor]]], None],
         result: Any,
     ) -> StreamCollective:
-        """A collective: everybody gives ``sent`` to everybody, and takes out of that what it needs.
+        """Start a collective in which all ranks exchange ``sent``, and each rank takes the part that it needs.
 
         Args:
             what: operation and arguments that must be the same on all ranks.
-            take: gets by rank what each has sent, and writes the elements of ``received``.
+            take: receives a list with the tensors that each rank sent, and writes the elements of ``received``.
             result: of the work's future.
         """
         number = self._device_of([*sent, *received])
@@ -137,7 +137,7 @@ class Communicator(dist.ProcessGroupGloo):
         return self._start(what, self._channel(number, ()), (sent, received), job, result)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        """A message to one rank."""
+        """Start sending a message to one rank."""
         number = self._device_of(tensors)
         (give,) = self.elements(tensors)
         asked = Asked(f"send of {_described(tensors)}", self._own(number), site())
@@ -149,7 +149,7 @@ class Communicator(dist.ProcessGroupGloo):
         return self._start(f"send to {peer}", self._channel(number, _pair(self._mine, peer)), (tensors, ()), job, None)
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        """A message from one rank."""
+        """Start receiving a message from one rank."""
         number = self._device_of(tensors)
         (take,) = self.elements(tensors)
         mine = Asked(f"send of {_described(tensors)}", self._own(number), site())
@@ -222,7 +222,7 @@ class Communicator(dist.ProcessGroupGloo):
         return next(number for number in numbers if number is not None)
 
     def elements(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Where tensors of the device have their elements, for the work of the stream."""
+        """Return views of the device memory behind the tensors, for the work of the stream."""
         places = [self.devices.memory.place_of(tensor) for tensor in tensors]
         return [
             view_of(place.block, tensor) if place is not None and place.block is not None else tensor.detach()
@@ -238,10 +238,10 @@ class Communicator(dist.ProcessGroupGloo):
         return parts
 
     def _compare(self, asked: Sequence[Asked]) -> None:
-        """All ranks ask for the same, each on a device of its own.
+        """Check that all ranks made the same request, each on its own device.
 
         Raises:
-            StreamFault: they do not.
+            StreamFault: the requests differ, or two ranks use the same device.
         """
         fault = self._unlike(asked) or self._twice(asked)
         if fault is not None:
@@ -275,7 +275,7 @@ _alive: list[Communicator] = []
 
 
 def forget() -> None:
-    """Let go of all communicators."""
+    """Close and release all communicators."""
     for communicator in _alive:
         communicator.close()
     _alive.clear()
@@ -290,7 +290,7 @@ def _described(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Bytes as tensors of the forms that were sent."""
+    """Return bytes as tensors with the shapes and data types that were sent."""
     parts, start = [], 0
     for tensor in like:
         piece = flat[start : start + tensor.nbytes].clone()

@@ -21,7 +21,7 @@ class Copies:
         self._devices = devices
 
     def run(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        """``copy_`` and ``_to_copy``, of which at least one side is on a device."""
+        """Run ``copy_`` or ``_to_copy`` if at least one of the two tensors is on a device."""
         if func is _aten.copy_.default:
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
             self._copy(args[0], args[1], waits=waits)
@@ -41,7 +41,7 @@ class Copies:
         waits: bool = True,
         memory_format: Any = None,
     ) -> torch.Tensor:
-        """A copy on a device, or in host memory for None."""
+        """Return a copy of ``source`` on device ``number``, or in host memory if ``number`` is None."""
         form = torch.empty_like(
             torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device="meta"),
             dtype=dtype or source.dtype,

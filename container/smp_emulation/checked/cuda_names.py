@@ -21,7 +21,7 @@ _MEMORY = 80 * 2**30
 
 
 def install(devices: Devices, patches: Patches) -> None:
-    """Give the names their meaning."""
+    """Replace the names of ``torch.cuda``, and autocast."""
     EmulatedStream.devices = EmulatedEvent.devices = devices
     names: dict[str, Any] = {
         **_devices_and_waits(devices),
@@ -174,7 +174,10 @@ def _random(devices: Devices) -> dict[str, Any]:
 
 
 def _autocast(own: Any) -> Any:
-    """Autocast of "cuda" is that of the CPU, on whose tensors all work is done, with CUDA's default type."""
+    """Return an autocast class that treats "cuda" as "cpu", with CUDA's default data type.
+
+    All work is done on CPU tensors.
+    """
 
     class Autocast(own):
         def __init__(

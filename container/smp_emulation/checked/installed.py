@@ -23,7 +23,7 @@ from smp_emulation.errors import CudaCallError
 
 
 class Emulation:
-    """What :func:`install` has put in place.
+    """The emulation that :func:`install` has installed.
 
     Attributes:
         devices: the emulated ones.
@@ -44,12 +44,12 @@ class Emulation:
 
     @property
     def waits(self) -> Counter[tuple[str, str]]:
-        """How often the host has waited for a device, by kind and line."""
+        """Return how often the host has waited for a device, by kind and line."""
         return self.devices.waits
 
     @property
     def faults(self) -> list[str]:
-        """What was found, also where the program has caught the errors."""
+        """Return the faults that were found, even if the program caught the errors."""
         return faults.found
 
     def _engine(self) -> None:
@@ -65,7 +65,7 @@ class Emulation:
         )
 
     def _started(self, start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-        """Threads that begin are in the same mode."""
+        """Wrap ``Thread.start``, so that new threads run in the same mode."""
         mode = self._mode
 
         def started(thread: threading.Thread) -> None:
@@ -117,7 +117,7 @@ def install(seed: int | None = None, devices: int | None = None) -> Emulation:
 
 
 def uninstall() -> None:
-    """Take them away again; tensors that are left on them have no elements any more."""
+    """Remove the emulated devices; tensors that are left on them have no elements any more."""
     global _installed
     if _installed is not None:
         installed, _installed = _installed, None
@@ -125,17 +125,17 @@ def uninstall() -> None:
 
 
 def report() -> None:
-    """Say what was found in a process that ends: its program may have caught the errors."""
+    """Print the faults that were found to stderr when the process ends, because its program may have caught the errors."""
     for message in dict.fromkeys(faults.found):
         print(f"[smp] checked streams: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def emulated(seed: int = 0, devices: int = 1) -> Iterator[Emulation]:
-    """Emulated devices inside a block; an error there that the program has caught is raised at its end.
+    """Emulate devices in the block; a fault that the program has caught there is raised at the end.
 
     Raises:
-        StreamFault: at the end, the first one that was found and did not get out.
+        StreamFault: at the end, the first fault that the program has caught.
     """
     installed = install(seed, devices)
     try:

@@ -93,7 +93,7 @@ class Operations(TorchDispatchMode):
             return self._in_host_memory(func, args, kwargs)
 
     def _in_host_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Done at once; memory that is to be pinned is noted as such."""
+        """Run an operation at once, and register its result as pinned if it should be."""
         if not kwargs.get("pin_memory"):
             return func(*args, **kwargs)
         result = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
@@ -103,13 +103,13 @@ class Operations(TorchDispatchMode):
     # -- device ----------------------------------------------------------------------------------------------------
 
     def _make(self, func: Any, args: Any, kwargs: Any, number: int) -> Any:
-        """A factory: its result is new memory of a device; of a tensor among its arguments it takes the form only."""
+        """Queue a factory function: its result is new device memory, and tensor arguments only define its shape."""
         flat, spec = tree_flatten((args, {name: value for name, value in kwargs.items() if name != "pin_memory"}))
         forms = [_emptied(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return self._queue(_DeviceCall(self._devices, func, forms, spec, number))
 
     def _reshape(self, call: _DeviceCall, func: Any, args: Any, kwargs: Any) -> Any:
-        """What changes the form of a tensor is done at once; its storage may grow."""
+        """Run an operation that changes a tensor's shape at once, and grow its storage if needed."""
         result = func(*args, **kwargs)
         place = self._devices.memory.place_of(args[0])
         size = args[0].untyped_storage().nbytes()
@@ -132,7 +132,7 @@ class Operations(TorchDispatchMode):
         return call.results(tree_unflatten(made, spec))
 
     def _forms(self, call: _DeviceCall) -> tuple[list[Any] | None, Any]:
-        """The forms of all new tensors among the results; None where they depend on elements."""
+        """Return the forms of all new tensors among the results, or None if they depend on tensor elements."""
         returns = call.func._schema.returns
         if not any(r.alias_info is None for r in returns):
             return [], tree_flatten(())[1]
@@ -150,7 +150,7 @@ class Operations(TorchDispatchMode):
         return self._shapes[key]
 
     def _at_once(self, call: _DeviceCall) -> Any:
-        """What gives the host a number, or shapes that depend on elements: the host waits."""
+        """Run an operation that the host must wait for: its result is a number, or its shapes depend on tensor elements."""
         call.touch(())
         self._devices.wait_on_host(str(call.func), [call.lane])
         with random_numbers.of(self._devices.generators[call.number]):
@@ -198,10 +198,10 @@ class _DeviceCall:
         return [leaf for leaf in self.flat if isinstance(leaf, torch.Tensor)]
 
     def check_places(self) -> None:
-        """Tensors of one operation lie on one device; a number may come from the host.
+        """Check that all tensors are on one device; a number may come from the host.
 
         Raises:
-            CudaCallError: they do not.
+            CudaCallError: the tensors are on several devices.
         """
         for tensor in self._tensors:
             number = self.devices.device_of(tensor)
@@ -215,7 +215,7 @@ class _DeviceCall:
             )
 
     def touch(self, new: Sequence[torch.Tensor]) -> None:
-        """Tell who is read and written."""
+        """Record the tensors that the operation reads and writes."""
         args, kwargs = tree_unflatten(self.flat, self.spec)
         written = {id(tensor) for tensor in (*_written(self.func, args, kwargs), *new)}
         placed = [(t, p) for t in (*self._tensors, *new) if (p := self.devices.memory.place_of(t)) is not None]
@@ -227,7 +227,7 @@ class _DeviceCall:
         self.devices.touch(self.lane, self.what, reads, [pair for pair in mine if id(pair[0]) in written])
 
     def key(self) -> Any:
-        """What the forms of the results depend on."""
+        """Return the cache key for the forms of the results."""
         parts = [
             (leaf.size(), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
             for leaf in self.flat
@@ -235,7 +235,7 @@ class _DeviceCall:
         return self.func, torch.get_default_dtype(), self.spec, tuple(parts)
 
     def on_meta(self) -> Any:
-        """The operation on tensors without elements."""
+        """Return the result of the operation on meta tensors."""
 
         def meta(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -249,11 +249,14 @@ class _DeviceCall:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether half precision is among the arguments: some kernels of the CPU keep statistics in other types there."""
+        """Return whether an argument is in half precision.
+
+        Some CPU kernels keep statistics in other data types then.
+        """
         return any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in self._tensors)
 
     def on_zeros(self) -> Any:
-        """The operation on host memory full of zeros."""
+        """Return the result of the operation on host tensors of zeros."""
 
         def zeros(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -266,7 +269,7 @@ class _DeviceCall:
             return self.run_on([zeros(leaf) for leaf in self.flat])
 
     def real(self) -> list[Any]:
-        """Arguments with the elements on the device; what comes from the host as it is now."""
+        """Return the arguments with their elements on the device; those from the host are copied as they are now."""
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
@@ -285,7 +288,7 @@ class _DeviceCall:
         return [real(leaf) for leaf in self.flat]
 
     def run_on(self, real: list[Any]) -> Any:
-        """The operation itself."""
+        """Run the operation on the arguments ``real``."""
         args, kwargs = tree_unflatten(real, self.spec)
         return self.func(*args, **kwargs)
 
@@ -315,7 +318,7 @@ class _DeviceCall:
         self.devices.queue(self.lane, run, self.what)
 
     def results(self, new: Any) -> Any:
-        """What the caller gets: arguments that were changed, and new tensors."""
+        """Return the operation's results: arguments that it changed, and new tensors."""
         returns = self.func._schema.returns
         if not returns:
             return None
@@ -337,18 +340,18 @@ _LIKE = {
 
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory of a tensor's form."""
+    """Return empty host memory with a tensor's shape, strides and data type."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
 
 def _only_looks(func: Any) -> bool:
-    """Whether an operation gives a view, or reads and writes no element."""
+    """Return whether an operation returns a view, or reads and writes no element."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _written(func: Any, args: Any, kwargs: Any, *, whole: bool = False) -> list[Any]:
-    """The tensors among the arguments that an operation changes; a list of them as one thing with ``whole``."""
+    """Return the tensor arguments that an operation changes; ``whole`` keeps a list of tensors as one item."""
     found: list[Any] = []
     schema = func._schema
     unsaid = _UNSAID.get(schema.name, ())
@@ -365,7 +368,7 @@ def _written(func: Any, args: Any, kwargs: Any, *, whole: bool = False) -> list[
 
 
 def _depends_on_elements(error: Exception, func: Any) -> bool:
-    """Whether a run without elements failed for want of them."""
+    """Return whether a run without elements failed because the operation needs them."""
     if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
         return True
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()

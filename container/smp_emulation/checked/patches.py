@@ -17,7 +17,7 @@ class Patches:
         self._before: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> Any:
-        """Set an attribute; gives what it was, inherited or not."""
+        """Set an attribute, and return its former value, inherited or not."""
         former = getattr(owner, name, None)
         self._before.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)

@@ -36,11 +36,11 @@ def of(generator: torch.Generator) -> Iterator[None]:
 def later(
     func: Any, run: Callable[[list[Any]], Any], real: list[Any], generator: torch.Generator
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What work is to be run in, so that it draws what it would have drawn now; the generator goes on at once.
+    """Return a context for queued work that draws the random numbers of now, and advance the generator at once.
 
     Args:
         run: the operation ``func`` on flat arguments.
-        real: those of the work; a generator among them is replaced.
+        real: the arguments of the work; a generator among them is replaced.
         generator: of the device.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:

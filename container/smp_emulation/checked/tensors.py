@@ -1,4 +1,4 @@
-"""What ``torch.Tensor`` says of tensors on emulated devices, and how they move between those and the host."""
+"""Attributes of ``torch.Tensor`` for tensors on emulated devices, and moves between these devices and the host."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _groups = torch._C._group_tensors_by_device_and_dtype
 
 
 class TensorNames:
-    """Puts them in place.
+    """The attributes of ``torch.Tensor`` for emulated devices.
 
     Args:
-        devices: which tensors are on.
-        patches: through which all is put back.
+        devices: the devices that tensors are on.
+        patches: restores the original attributes.
     """
 
     def __init__(self, devices: Devices, patches: Patches) -> None:
@@ -40,7 +40,7 @@ class TensorNames:
         self._move = _moving(self)
 
     def install(self) -> None:
-        """Give the names their meaning."""
+        """Replace the attributes and functions of PyTorch."""
         tensor, own = torch.Tensor, {name: getattr(torch.Tensor, name) for name in _READS}
         self._patches.set(tensor, "device", property(self._device))
         self._patches.set(tensor, "is_cuda", property(lambda t: self._device(t).type == "cuda"))
@@ -81,7 +81,10 @@ class TensorNames:
         return device
 
     def _without_elements(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Tensors of a subclass that has elements elsewhere: PyTorch would look for the device's own code."""
+        """Wrap the constructor of tensor subclasses that keep their elements elsewhere.
+
+        PyTorch's own constructor would look for the device's own code.
+        """
 
         def make(kind: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
             if device is None or torch.device(device).type != "cuda":
@@ -123,18 +126,18 @@ class TensorNames:
         return to
 
     def move(self, tensor: torch.Tensor, number: int | None, waits: bool) -> torch.Tensor:
-        """A copy on a device, or in host memory for None."""
+        """Return a copy of the tensor on device ``number``, or in host memory if ``number`` is None."""
         return self._copies.moved(tensor.detach(), number, waits=waits)
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor's device."""
+        """Return the index of the tensor's device, or None for the host."""
         return self._number(tensor)
 
     def _cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
         return tensor.to(torch.device("cuda", self._devices.index(device)), non_blocking=non_blocking)
 
     def _factory(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """``torch.tensor`` and ``as_tensor``, which look for the device's own code before anything is dispatched."""
+        """Wrap ``torch.tensor`` and ``as_tensor``, which look for the device's own code before anything is dispatched."""
 
         def factory(
             data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any
@@ -157,7 +160,7 @@ class TensorNames:
         return factory
 
     def _grouped(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """By device and type, as optimizers and clipping take tensors together."""
+        """Wrap the function that groups tensors by device and data type for optimizers and gradient clipping."""
 
         def grouped(lists: Any, with_indices: bool = False) -> Any:
             found = own(lists, with_indices)
@@ -258,7 +261,7 @@ class TensorNames:
 
 
 def _overridable(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Modes and subclasses are asked first, as with PyTorch's own."""
+    """Return a tensor method that asks modes and subclasses first, as PyTorch's own methods do."""
 
     def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_torch_function_unary(tensor):
@@ -274,7 +277,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _moving(names: TensorNames) -> Any:
-    """A copy to another device as a step of autograd: the gradient goes the other way."""
+    """Return an autograd function that copies a tensor to another device, and its gradient back."""
 
     class Move(torch.autograd.Function):
         @staticmethod

@@ -1,8 +1,10 @@
-"""``torch.device(0)``: a bare number is a CUDA device, as on a GPU machine, where PyTorch asks for the accelerator that it has.
+"""``torch.device(0)`` as a CUDA device, as on a GPU machine.
 
-Transformers and Accelerate write devices so wherever they place a model (``device_map``). ``torch.device`` is a type of C,
-whose attributes cannot be set, and no other may stand in its place: PyTorch compares with it. So the type is told of a
-``__new__`` as Python tells a class of one.
+On such a machine, PyTorch resolves a bare number to the accelerator that it has.
+
+Transformers and Accelerate write devices like this where they place a model (``device_map``). ``torch.device`` is a C type:
+its attributes cannot be set. It cannot be replaced by another type either, because PyTorch compares with it. So this module
+adds a ``__new__`` to the type, as Python does for a class that defines one.
 """
 
 from __future__ import annotations
@@ -80,7 +82,11 @@ def _slot(kind: type) -> ctypes.c_void_p:
 
 
 def _is_known() -> bool:
-    """Whether classes with a ``__new__`` have one address in that place, others that of ``object``, and this type its own."""
+    """Return whether type slots look as expected.
+
+    Classes with a ``__new__`` must share one address in the slot, other classes must have ``object``'s, and ``torch.device``
+    must have its own.
+    """
     ours, plain = _slot(_SampleClass).value, _slot(_Plain).value
     own = _slot(torch.device).value
     return (
@@ -92,5 +98,5 @@ def _is_known() -> bool:
 
 
 def _attributes() -> Any:
-    """The dictionary behind the read-only view of the type's attributes."""
+    """Return the dictionary behind the read-only view of the type's attributes."""
     return gc.get_referents(torch.device.__dict__)[0]

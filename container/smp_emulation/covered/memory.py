@@ -16,7 +16,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def _resident_bytes() -> int:
-    """Main memory that this process uses now."""
+    """Return the bytes of main memory that this process uses now."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * _PAGE
@@ -25,18 +25,18 @@ def _resident_bytes() -> int:
 
 
 def _peak_bytes() -> int:
-    """The most that it has used since the last reset, where the system counts anew; else since its start."""
+    """Return the peak memory of the process in bytes since the last reset, or since its start if the system cannot reset it."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def allocated(device: Any = None) -> int:
-    """Bytes of main memory that this process uses."""
+    """Return the bytes of main memory that this process uses."""
     index_of(device)
     return _resident_bytes()
 
 
 def most_allocated(device: Any = None) -> int:
-    """The most bytes that it has used since the last reset."""
+    """Return the most bytes that the process has used since the last reset."""
     index_of(device)
     return max(_peak_bytes(), _resident_bytes())
 
@@ -52,19 +52,19 @@ def reset_peak(device: Any = None) -> None:
 
 
 def empty_cache() -> None:
-    """Give the system back what the process has freed and its allocator keeps, so that `allocated` is what is in use."""
+    """Return freed memory in the process's allocator to the system, so that `allocated` is the memory in use."""
     with contextlib.suppress(OSError, AttributeError):  # a C library without it keeps what it keeps
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 def free_and_total(device: Any = None) -> tuple[int, int]:
-    """Bytes of the machine's main memory."""
+    """Return the free and total bytes of the machine's main memory."""
     index_of(device)
     return memory_of_the_machine()
 
 
 def statistics(device: Any = None) -> OrderedDict[str, Any]:
-    """The process's memory under the names of CUDA's allocator; what it counts besides is 0."""
+    """Return the process's memory under the names of CUDA's allocator; all other statistics are 0."""
     now, most = allocated(device), most_allocated(device)
     stats: OrderedDict[str, Any] = OrderedDict()
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes"):

@@ -27,33 +27,33 @@ class Event:
 
     @property
     def device(self) -> torch.device | None:
-        """Of the stream on which it was recorded."""
+        """Return the device of the stream on which the event was recorded."""
         return None if self._at is None else torch.device("cuda", current())
 
     @property
     def cuda_event(self) -> int:
-        """A number in the place of CUDA's handle."""
+        """Return a number in place of CUDA's handle."""
         return 0 if self._at is None else id(self)
 
     def record(self, stream: Any = None) -> None:
-        """Now."""
+        """Record the current time."""
         self._at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Return at once: all work is done."""
 
     def query(self) -> bool:
-        """True: all work is done."""
+        """Return True: all work is done."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: all work is done."""
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to another.
+        """Return the milliseconds from this event to another.
 
         Raises:
-            ValueError: one was made without ``enable_timing``, or not recorded; as PyTorch does.
+            ValueError: an event was made without ``enable_timing``, or was not recorded, as in PyTorch.
         """
         if not (self._is_timed and end_event._is_timed):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
@@ -62,12 +62,12 @@ class Event:
         return (end_event._at - self._at) * 1000.0
 
     def ipc_handle(self) -> bytes:
-        """Refused: another process cannot see it."""
+        """Raise NeedsGpuError: another process cannot see the event."""
         refuse("torch.cuda.Event.ipc_handle", "events are shared between processes by the driver")
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: Any) -> Event:
-        """Refused, as :meth:`ipc_handle`."""
+        """Raise NeedsGpuError, as :meth:`ipc_handle`."""
         refuse("torch.cuda.Event.from_ipc_handle", "events are shared between processes by the driver")
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Event:
 
 
 class Stream:
-    """``torch.cuda.Stream``: a name; what is queued on it has run already."""
+    """``torch.cuda.Stream``: only a name, because work that is queued on it has already run."""
 
     # PyTorch's compiler compares objects that it has not finished making.
     device = torch.device("cuda", 0)
@@ -91,35 +91,35 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """A number in the place of CUDA's handle; 0 for the default stream."""
+        """Return a number in place of CUDA's handle, 0 for the default stream."""
         return self.stream_id
 
     def query(self) -> bool:
-        """True: all work is done."""
+        """Return True: all work is done."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: all work is done."""
 
     def is_capturing(self) -> bool:
-        """False: nothing can be captured in a graph."""
+        """Return False: nothing can be captured in a graph."""
         return False
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once: all work is done."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Return at once: all work is done."""
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that is recorded now."""
+        """Record an event now, and return it."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority."""
+        """Return the lowest and highest priority."""
         return 0, -1
 
     def __enter__(self) -> Stream:
@@ -159,7 +159,7 @@ _streams = _CurrentStreams()
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The default stream of a device."""
+    """Return the default stream of a device."""
     return _defaults[index_of(device)]
 
 
@@ -179,7 +179,7 @@ def make_default_streams() -> None:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The calling thread's stream of a device."""
+    """Return the calling thread's current stream on a device."""
     index = index_of(device)
     return _streams.by_device.get(index) or default_stream(index)
 
@@ -191,7 +191,7 @@ def set_stream(stream: Stream | None) -> None:
 
 
 class StreamContext:
-    """``torch.cuda.StreamContext``, what ``torch.cuda.stream()`` gives: a stream is the thread's inside."""
+    """``torch.cuda.StreamContext``, the result of ``torch.cuda.stream()``: a stream is the thread's current one inside."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream

@@ -1,4 +1,4 @@
-"""Between processes: NCCL is gloo, and modules that are told their GPU stay on the CPU."""
+"""Communication between processes: gloo stands in for NCCL, and modules with a GPU argument stay on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _is_first_rank() -> bool:
 
 
 def backend_here(backend: Any) -> Any:
-    """The backend for CPU tensors that stands for one that a GPU script names."""
+    """Return the CPU backend that stands in for the backend that a GPU script names."""
     if not isinstance(backend, str):
         return backend
     parts = [part.rpartition(":") for part in backend.lower().split(",")]
@@ -57,7 +57,7 @@ def _init_process_group(original: Any) -> Any:
 
 
 class _NcclOptions:
-    """What ``ProcessGroupNCCL.Options`` takes; nobody reads it."""
+    """The arguments of ``ProcessGroupNCCL.Options``, which have no effect here."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream

@@ -1,4 +1,4 @@
-"""Marks for profilers, and settings of CUDA's libraries: nobody reads them here."""
+"""Marks for profilers and settings of CUDA's libraries, which have no effect here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smp_emulation.devices import index_of
 
 
 class _Depth(threading.local):
-    """How many ranges of the thread are open."""
+    """The number of open ranges of a thread."""
 
     value = 0
 
@@ -81,13 +81,13 @@ def _remembered_size(name: str) -> Any:
 
 
 class _PlanCache:
-    """Plans of cuFFT, of which there are none; its limit is remembered."""
+    """The cuFFT plan cache, which is always empty; it keeps its size limit."""
 
     size = 0
     max_size = 4096
 
     def clear(self) -> None:
-        """Nothing to clear."""
+        """Do nothing: the cache is always empty."""
 
     def __getitem__(self, device: Any) -> _PlanCache:
         index_of(device)

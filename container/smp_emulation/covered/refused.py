@@ -1,4 +1,4 @@
-"""What only a GPU can do: kernels, graphs of kernels, handles of CUDA's libraries."""
+"""Calls that need a GPU: kernels, graphs of kernels, handles of CUDA's libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HAVE_FALLBACK = (
 
 
 def _no_device_here() -> None:
-    """What PyTorch's own code asks for before it makes something on a CUDA device: nothing here has led it to the CPU."""
+    """Raise NeedsGpuError when PyTorch's own code initializes CUDA for a call that is not emulated."""
     raise NeedsGpuError(
         "this call asks PyTorch's own code for a CUDA device, past everything that is emulated; there is no GPU here, and "
         "torch.cuda is emulated on the CPU (SMP_EMULATE_CUDA=1), which covers functions and methods that Python calls, but neither "

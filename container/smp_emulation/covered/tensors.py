@@ -65,9 +65,10 @@ def _tensor_to(original: Any) -> Any:
 
 
 def _is_copied_back(tensor: torch.Tensor, wanted: Any) -> bool:
-    """Whether a script asks for a tensor in main memory, of which a GPU would give it a copy.
+    """Return whether a script asks for a tensor in main memory that a GPU would return as a copy.
 
-    By the word: a ``torch.device`` that is the CPU is as a rule another tensor's, and means where they all lie.
+    Only the string "cpu" counts. A ``torch.device`` that is the CPU usually comes from another tensor, and means the device
+    where all tensors are.
     """
     return type(wanted) is str and wanted == "cpu" and tensor.device == CPU and not asked_by_pytorch_or_us(depth=3)
 
@@ -95,7 +96,7 @@ def _tensor_cpu(original: Any) -> Any:
 
 
 def type_here(kind: Any) -> Any:
-    """The CPU's type for ``torch.cuda.FloatTensor`` or its name; others as they are."""
+    """Return the CPU type for ``torch.cuda.FloatTensor`` or its name, and other types unchanged."""
     if isinstance(kind, str):
         return "torch." + kind.removeprefix(_TYPE_PREFIX) if kind.startswith(_TYPE_PREFIX) else kind
     return getattr(kind, "on_cpu", kind)
@@ -149,7 +150,7 @@ def _storage_to(original: Any) -> Any:
 
 
 def _taking_device(position: int) -> Callable[[Any], Any]:
-    """Wrap a function or constructor whose argument number ``position``, or ``device``, is a device."""
+    """Return a decorator for a function or constructor with a device as argument ``position`` or ``device``."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
@@ -174,7 +175,7 @@ def _default_tensor_type(original: Any) -> Any:
 
 
 def _make_type(name: str, among: Any = torch) -> type:
-    """``torch.cuda.<name>``: makes CPU tensors, and knows its own by their element type."""
+    """Return ``torch.cuda.<name>``, which creates CPU tensors, and recognizes its instances by their element type."""
     on_cpu = getattr(among, name)
 
     class _Type(type):

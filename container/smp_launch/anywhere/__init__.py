@@ -1,1 +1,1 @@
-"""Jobs where there is no SageMaker: what stands around is recognised, and a script started there by ``smp-launch run``."""
+"""Jobs without SageMaker: ``smp-launch run`` detects the launcher or batch system, and starts a script there."""

@@ -1,7 +1,7 @@
-"""What stands around ``smp-launch run``, a batch system, an operator, another launcher or nothing, and what it starts there.
+"""Detection of the launcher around ``smp-launch run``: a batch system, an operator, another launcher or none.
 
-Everything is read from the environment. Two answers are possible: this process *is* a rank, since its launcher has started one
-for each; or it stands for a host, and starts the ranks of it.
+Everything is read from the environment. Two answers are possible. Either this process *is* a rank, because its launcher
+has started one process for each rank. Or it stands for a host, and starts the ranks of that host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _POD_ADDRESS, _POD_PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
 
 
 class LauncherKind(str, enum.Enum):
-    """What was recognised; the value is its name for people."""
+    """The kind of launcher that was detected; the value is its name for people."""
 
     OPTIONS = "--hosts and --host-rank"
     MPI = "mpirun"
@@ -55,12 +55,12 @@ class LauncherKind(str, enum.Enum):
 
 @dataclass(frozen=True)
 class LauncherSettings:
-    """What the command line says, None where it says nothing.
+    """Options of the command line; None if an option is missing.
 
     Attributes:
-        processes: ranks of this host, None for its GPUs, or 1 without any.
-        hosts: how many there are.
-        host_rank: which one this is, from 0.
+        processes: number of ranks on this host; None for one per GPU, or 1 without a GPU.
+        hosts: number of hosts.
+        host_rank: number of this host, from 0.
         master: ``ADDRESS:PORT`` on the first host, where the ranks meet.
     """
 
@@ -72,17 +72,17 @@ class LauncherSettings:
 
 @dataclass(frozen=True)
 class DetectedLauncher:
-    """Where a job's ranks are to run, seen from one process.
+    """Placement of a job's ranks, seen from one process.
 
     Attributes:
-        host: the name of this host, the same for all of its ranks and for no other host.
-        ranks: of this host, that this process starts, or of which it is one.
-        first_rank: the number of the first of them; where this process is a rank, its own number.
-        size: ranks of the job; 0 where only the steps of an allocation will know.
+        host: name of this host, the same for all of its ranks and for no other host.
+        ranks: number of ranks on this host. This process starts them, or is one of them.
+        first_rank: number of the first rank on this host; if this process is a rank, its own number.
+        size: number of ranks of the job; 0 in an allocation, before its steps set the number.
         is_rank: whether this process is a rank.
-        local_rank: which of its host, where it is a rank.
-        address: where the ranks meet; empty where MPI brings them together.
-        port: there; 0 for any that is free.
+        local_rank: number of this rank on its host, if this process is a rank.
+        address: address where the ranks meet; empty if MPI connects them.
+        port: port at ``address``; 0 for any free port.
     """
 
     kind: LauncherKind
@@ -97,16 +97,19 @@ class DetectedLauncher:
 
     @property
     def uses_mpi(self) -> bool:
-        """Whether MPI brings the ranks together."""
+        """Return whether MPI connects the ranks."""
         return self.kind is LauncherKind.MPI
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks run on this host."""
+        """Return whether all ranks run on this host."""
         return self.ranks == self.size
 
     def describe(self) -> str:
-        """``a step of SLURM (srun): 2 ranks here (2 to 3 of 4), which meet at node1:29400``, for the log."""
+        """Describe the placement for the log.
+
+        For example, ``a step of SLURM (srun): 2 ranks here (2 to 3 of 4), which meet at node1:29400``.
+        """
         if self.kind is LauncherKind.SLURM_ALLOCATION:
             return f"{self.kind.value}, on {self.host}"
         last = self.first_rank + self.ranks - 1
@@ -123,7 +126,7 @@ class DetectedLauncher:
 
 
 def recognise(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
-    """What stands around this process.
+    """Detect the launcher or batch system around this process.
 
     Raises:
         ConfigError: the environment is incomplete or contradicts itself, or the command line contradicts it.
@@ -152,7 +155,10 @@ def recognise(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLa
 
 
 def place_of_step(environ: Mapping[str, str]) -> Started | None:
-    """This process among the tasks of SLURM's step, of which there may be one; None outside a step."""
+    """Return this process's place among the tasks of its SLURM step, or None outside a step.
+
+    A step may have only one task.
+    """
     if not environ.get("SLURM_STEP_ID") or not environ.get("SLURM_STEP_NUM_TASKS"):
         return None
     if environ["SLURM_STEP_NUM_TASKS"] == "1":
@@ -161,13 +167,16 @@ def place_of_step(environ: Mapping[str, str]) -> Started | None:
 
 
 def first_host(hosts: str) -> str:
-    """The first of SLURM's list of hosts: ``node03`` of ``node[03-05,09],gpu1``."""
+    """Return the first host of a SLURM host list: ``node03`` of ``node[03-05,09],gpu1``."""
     first = re.split(r",(?![^\[]*\])", hosts)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
 def derived_port(*names: str) -> int:
-    """A port that all hosts of a job derive alike from what its names are, and that two jobs hardly share."""
+    """Return a port derived from the job's names.
+
+    All hosts of a job derive the same port. Two jobs rarely get the same one.
+    """
     return _FIRST_PORT + zlib.crc32(".".join(names).encode()) % _PORTS
 
 
@@ -204,7 +213,7 @@ def _of_options(environ: Mapping[str, str], given: LauncherSettings) -> Detected
 
 
 def _is_pod(environ: Mapping[str, str]) -> bool:
-    """Whether an operator has told a pod which of several it is, and nobody has started ranks in it yet."""
+    """Return whether an operator has numbered this pod among several and no ranks run in it yet."""
     if ELASTIC_VARIABLE in environ or "LOCAL_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
         return False
     told = _POD_RANK in environ or _RENDEZVOUS in environ or POD_PROCESSES_VARIABLE in environ
@@ -252,10 +261,12 @@ def _of_hosts_of_step(environ: Mapping[str, str], given: LauncherSettings) -> De
 
 
 def _meeting_place_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
-    """On the host of task 0: of the user's choice, or the first of the step and a port derived from the step.
+    """Return the address and port where the ranks of a SLURM step meet, on the host of task 0.
+
+    The user's variables come first. The default is the first host of the step, and a port derived from the step.
 
     Raises:
-        ConfigError: SLURM has not said which hosts a step of several has.
+        ConfigError: SLURM's variables do not name the hosts or the step, and the user has set no port.
     """
     hosts = (
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
@@ -305,7 +316,7 @@ def _of_rank(started: Started, environ: Mapping[str, str]) -> DetectedLauncher:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> str:
-    """Tasks of a step on this host: the entry of ``SLURM_NODEID`` in ``2(x3),1``."""
+    """Return the number of a step's tasks on this host: the entry of ``SLURM_NODEID`` in ``2(x3),1``."""
     counts: list[str] = []
     for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         count, _, times = word.partition("(x")
@@ -342,7 +353,7 @@ def _of_machine(environ: Mapping[str, str], given: LauncherSettings) -> Detected
 def _of_hosts(
     kind: LauncherKind, environ: Mapping[str, str], ranks: int, hosts: int, mine: int, address: str, port: int
 ) -> DetectedLauncher:
-    """One host of several, each of which has as many ranks."""
+    """Return the placement of one of several hosts that all have the same number of ranks."""
     if hosts == 1:
         address, port = "127.0.0.1", 0
     return DetectedLauncher(kind, _host_name(environ), ranks, mine * ranks, hosts * ranks, address=address, port=port)

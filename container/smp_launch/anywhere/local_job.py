@@ -1,4 +1,4 @@
-"""The ranks of one host where there is no SageMaker: started, supervised and ended together, without MPI."""
+"""The ranks of one host without SageMaker: started, supervised and ended together, without MPI."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class LocalJob:
     """All that is known before the first process starts.
 
     Attributes:
-        surroundings: where the ranks stand.
+        surroundings: the placement of the ranks.
         script: a Python or shell script, as it was written.
-        words: of its command line.
-        parameters: of the model parallel library; None where the script has its own, or none.
-        again: what is run for each task of an allocation: this very command.
+        words: its command line.
+        parameters: parameters of the model parallel library; None if the script has its own, or none.
+        again: command for each task of an allocation: this very command.
     """
 
     surroundings: DetectedLauncher
@@ -74,12 +74,12 @@ class LocalJob:
     again: tuple[str, ...]
 
     def check(self) -> None:
-        """Raise ConfigError where the degrees do not fit the number of ranks."""
+        """Raise ConfigError if the degrees do not fit the number of ranks."""
         if self.parameters is not None and self.surroundings.size:
             self.parameters.topology(self.surroundings.size)
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What all ranks of this host inherit."""
+        """Return the variables that all ranks of this host inherit."""
         passed = {name: value for name, value in environ.items() if name != LIFELINE_VARIABLE}
         if self.parameters is not None:
             passed[PARAMETERS_VARIABLE] = json.dumps(self.parameters.to_mp_parameters())
@@ -87,7 +87,10 @@ class LocalJob:
         return passed
 
     def command(self, ready: Standby | None = None, *, is_restart: bool = False) -> list[str]:
-        """What this process runs, or becomes; ``ready`` is what ranks that are started again need not import."""
+        """Return the command line that this process runs, or becomes.
+
+        ``ready`` is the standby with the imports that restarted ranks need not repeat.
+        """
         surroundings = self.surroundings
         if surroundings.kind is LauncherKind.SLURM_ALLOCATION:
             return [*_SRUN, *self.again]
@@ -100,7 +103,7 @@ class LocalJob:
         return program("smp_launch.anywhere.local_ranks", str(surroundings.ranks), "--", *rank)
 
     def describe(self, environ: Mapping[str, str]) -> list[str]:
-        """What was recognised and would be started, line by line."""
+        """Return lines that describe the detected launcher and the command that would start."""
         surroundings = self.surroundings
         lines = [f"surroundings: {surroundings.describe()}"]
         if self.parameters is not None:
@@ -123,7 +126,7 @@ class LocalJob:
         return [*lines, f"command: {shlex.join(masked_words(self.command()))}"]
 
     def become(self, environ: Mapping[str, str]) -> NoReturn:
-        """Let this process be the rank, or srun: what has started it signals it, and sees how it ends.
+        """Replace this process by the rank, or by srun, so that its parent signals it and sees its exit code.
 
         Raises:
             LaunchError: there is no srun.
@@ -174,8 +177,8 @@ class LocalJob:
         """Run the ranks to their end, once.
 
         Args:
-            ready: has the imports of ranks that are started again.
-            keeps: whether ranks keep a record of where they are even where nobody watches them.
+            ready: the standby with the imports of restarted ranks.
+            keeps: whether ranks record their positions even without a watch for hangs.
         """
         with _meeting_place(self.surroundings) as surroundings, private_dir(Path(tempfile.gettempdir())) as reports:
             collector = FailureCollector(lambda rank: surroundings.host, mpirun=False)
@@ -223,7 +226,7 @@ class LocalJob:
 
 
 def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with a secret of this job's, where it has none; whoever starts all ranks gives it to them."""
+    """Return ``environ`` with a secret of this job, if it has none. The process that starts all ranks calls this."""
     return {**environ, SECRET_VARIABLE: environ.get(SECRET_VARIABLE) or secrets.token_hex(32)}
 
 
@@ -235,11 +238,11 @@ def plan(
     again: Sequence[str],
     environ: Mapping[str, str],
 ) -> LocalJob:
-    """The job of a script.
+    """Return the job of a script.
 
     Raises:
-        ConfigError: the script is not there or of no kind that can be started, the degrees do not fit the ranks, or the job's
-            secret can be guessed.
+        ConfigError: the script is missing or is neither .py nor .sh, the degrees do not fit the number of ranks,
+            or the job's secret can be guessed.
     """
     path = Path(script)
     if not path.is_file():
@@ -259,7 +262,7 @@ def plan(
 
 @contextlib.contextmanager
 def _meeting_place(surroundings: DetectedLauncher) -> Iterator[DetectedLauncher]:
-    """The same with a port that nobody else gets, where the ranks of this host are all there are."""
+    """Yield ``surroundings`` with a reserved port, or unchanged if they have a port."""
     if surroundings.port:
         yield surroundings
         return

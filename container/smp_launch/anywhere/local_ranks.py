@@ -1,8 +1,8 @@
-"""Stands where mpirun does, for ranks of one host that need no MPI: ``… smp_launch.anywhere.local_ranks 4 -- program…``.
+"""A replacement of mpirun for ranks of one host that need no MPI: ``… smp_launch.anywhere.local_ranks 4 -- program…``.
 
-Each program is started with the number of its rank on this host as first argument. SIGUSR2 reaches all of them. The first that
-fails ends the others, and its exit code is that of this process; for a signal it is 128 and the signal's number, as a shell has it.
-It imports nothing of weight: it only waits.
+Each program is started with the number of its rank on this host as first argument. SIGUSR2 reaches all of them. The
+first that fails ends the others. Its exit code is that of this process; for a signal it is 128 and the signal's number,
+as a shell has it. The module imports nothing of weight: it only waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the number of ranks, ``--``, the program and its arguments; ``{}`` among them becomes the rank's number.
 
     Returns:
-        0 when all ranks ended with 0, else what the first that failed ended with.
+        0 if all ranks ended with 0, else the exit code of the first that failed.
     """
     number, _, *program = arguments
     pipes = Path(os.environ.get(REPORT_VARIABLE, os.devnull))
@@ -77,7 +77,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """SIGTERM, which the ranks get too, when the launcher is killed: nobody else would end them."""
+    """Let the system send SIGTERM to this process if the launcher is killed.
+
+    SIGTERM reaches the ranks too. Without it they would never end.
+    """
     with contextlib.suppress(OSError, AttributeError):  # not on this system
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 

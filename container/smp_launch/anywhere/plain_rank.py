@@ -1,7 +1,7 @@
-"""Run the script of a rank of ``smp-launch run``: ``… smp_launch.anywhere.plain_rank 0 -- train.py --epochs 3``.
+"""The wrapper of a rank of ``smp-launch run``: ``… smp_launch.anywhere.plain_rank 0 -- train.py --epochs 3``.
 
-It gives the rank its variables, whatever stands around the job, and has the script run to its end. There is no folder tree of a
-platform, and the script stays in the folder in which the job was started.
+It sets the rank's variables, whatever launcher the job has, and has the script run to its end. There is no folder tree
+of a platform, and the script stays in the folder in which the job was started.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: ``[local rank, "--", script, *words]``.
 
     Returns:
-        The exit code; where other ranks are, a failing script ends the process instead.
+        The exit code. If there are other ranks, a failing script ends the process instead.
     """
     place = RankPlace()
     wrapper = Wrapper("smp_launch.anywhere.plain_rank", arguments)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def enter(place: RankPlace, arguments: Sequence[str]) -> Program:
-    """Make this process the rank that its environment says, tell ``place`` which, and give its program."""
+    """Make this process the rank of its environment, fill ``place`` and return the rank's program."""
     local, _, script, *words = arguments
     surroundings = from_text(os.environ.pop(SURROUNDINGS_VARIABLE))
     place.is_supervised = not surroundings.is_rank
@@ -72,15 +72,15 @@ def _reads_null(pid: int) -> bool:
 
 
 def rank_of(surroundings: DetectedLauncher, local: int) -> int:
-    """The number in the job of a rank of this host."""
+    """Return the number in the job of a rank of this host."""
     return surroundings.first_rank if surroundings.is_rank else surroundings.first_rank + local
 
 
 def rank_variables(surroundings: DetectedLauncher, local: int, with_parameters: bool) -> dict[str, str]:
-    """Where this rank stands; for the runtime, for libraries, and for scripts that read the environment.
+    """Return the variables that place this rank, for the runtime, for libraries and for scripts.
 
-    ``LOCAL_RANK`` is left out where the job has parameters of the model parallel library: as in a job of the platform, it would
-    make the Transformers ``Trainer`` start a second, contradicting way of distributing.
+    ``LOCAL_RANK`` is left out if the job has parameters of the model parallel library, as in a job of the platform.
+    It would make the Transformers ``Trainer`` start a second, contradicting way of distributing.
     """
     rank = str(rank_of(surroundings, local))
     values = {
@@ -103,7 +103,7 @@ def rank_variables(surroundings: DetectedLauncher, local: int, with_parameters: 
 
 
 def prepare(surroundings: DetectedLauncher, local: int, environ: MutableMapping[str, str]) -> None:
-    """Make ``environ`` the environment of a rank; what the user has set of threads and interfaces stays."""
+    """Make ``environ`` the environment of a rank. The user's settings of threads and interfaces stay."""
     if not surroundings.uses_mpi:
         for name in [name for name in environ if name.startswith(_OF_OTHERS)]:
             del environ[name]
@@ -121,12 +121,12 @@ def prepare(surroundings: DetectedLauncher, local: int, environ: MutableMapping[
 
 
 def to_text(surroundings: DetectedLauncher) -> str:
-    """As JSON, for an environment variable."""
+    """Return ``surroundings`` as JSON, for an environment variable."""
     return json.dumps(asdict(surroundings))
 
 
 def from_text(text: str) -> DetectedLauncher:
-    """The opposite of :func:`to_text`."""
+    """Parse the text that :func:`to_text` returned."""
     given: Mapping[str, object] = json.loads(text)
     return DetectedLauncher(**{**given, "kind": LauncherKind(given["kind"])})  # type: ignore[arg-type]  # as they were written
 

@@ -55,10 +55,10 @@ def run_script(
 ) -> None:
     """Run SCRIPT, and WORDS as its own command line, on every rank.
 
-    What stands around is recognised: SLURM, torchrun, mpirun, Kubernetes' training operator, a SageMaker job; without any
-    of them the ranks run on this machine.
+    The launcher around this command is detected: SLURM, torchrun, mpirun, Kubernetes' training operator, a SageMaker job.
+    Without any of them the ranks run on this machine.
 
-    The exit code is 0 when all ranks ended well, 2 when the job cannot start, else that of the first rank that failed.
+    The exit code is 0 if all ranks ended well, 2 if the job cannot start, else that of the first rank that failed.
     """
     environ = os.environ
     again = [sys.executable, "-m", "smp_launch", *sys.argv[1:]]
@@ -96,7 +96,7 @@ def _run(job: LocalJob, failure_file: str | None, environ: Mapping[str, str]) ->
 
 
 def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:
-    """Tell why the job failed, if it did; gives the exit code."""
+    """Report why the job failed, if it did, and return the exit code."""
     if cause is not None:
         say(f"failed: {cause.headline}")
         if failure_file:
@@ -108,10 +108,10 @@ def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:
 
 
 def _parameters(given: str | None, kind: LauncherKind, environ: Mapping[str, str]) -> ModelParallelParameters | None:
-    """Those of the command line, else of the environment, else of a SageMaker job.
+    """Return the parameters of the command line, else of the environment, else of a SageMaker job.
 
     Raises:
-        ConfigError: they cannot be read, or cannot work.
+        ConfigError: the parameters cannot be read, or cannot work.
     """
     found: Any = None
     if given is not None:

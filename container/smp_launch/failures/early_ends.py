@@ -1,4 +1,4 @@
-"""Why a script has ended that asked for input, or that has a file with the name of one of Python's own modules."""
+"""Explanations for scripts that ended because they asked for input, or because a file hides one of Python's own modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_of_debugger(error: BaseException) -> bool:
 
 
 def why_no_input(error: BaseException) -> str | None:
-    """Return what to do about a script that died of the end of its input; None where it died of something else."""
+    """Return what to do about a script that died of the end of its input, or None if it died of something else."""
     if is_of_debugger(error):
         return _NO_DEBUGGER
     found: BaseException | None = error
@@ -39,7 +39,7 @@ def why_no_input(error: BaseException) -> str | None:
 
 
 def why_hidden(error: BaseException, folders: Iterable[str]) -> str | None:
-    """Return which file beside the script is in the way of Python's own module, or the other way round; None where none is."""
+    """Return which file beside the script hides Python's own module, or the reverse, or None if none does."""
     found: BaseException | None = error
     while found is not None:
         for name, path in _like_own_modules(folders).items():

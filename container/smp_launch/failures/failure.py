@@ -1,4 +1,4 @@
-"""The first cause of a job's end, out of everything that the ranks and mpirun say."""
+"""The first cause of a job's end, found in the output of the ranks and mpirun."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a job failed: one line for people, and what else is known.
+    """The reason why a job failed: one line for people, and further details.
 
     Attributes:
-        error: the name of the exception, where it was one.
-        rank: that is told to have failed; None where it is not known.
+        error: name of the exception, if the cause is one.
+        rank: the rank that failed; None if it is not known.
     """
 
     headline: str
@@ -81,7 +81,7 @@ class Cause:
     rank: int | None = None
 
     def text(self) -> str:
-        """What the failure file holds."""
+        """Return the content of the failure file."""
         return self.headline + "\n" + (f"\n{self.detail.rstrip()}\n" if self.detail else "")
 
 
@@ -90,12 +90,12 @@ class FailureCollector:
     """Listens to all lines of a job and knows in the end why it failed.
 
     Args:
-        host_of: gives the host's name of a rank.
+        host_of: returns the host's name of a rank.
         mpirun: whether mpirun runs the ranks; without it every line is the script's own.
 
     Attributes:
-        release_at: when :meth:`release` is due, in seconds of ``time.monotonic()``; infinity when nothing is held back.
-        last_seen: where ranks were before they ended, as far as it is known.
+        release_at: when :meth:`release` is due, in seconds of ``time.monotonic()``; infinity if nothing is held back.
+        last_seen: last known positions of ranks before they ended.
         started: ranks that have announced themselves, just before their script begins.
     """
 
@@ -111,15 +111,16 @@ class FailureCollector:
 
     @property
     def failing(self) -> bool:
-        """Whether a rank is known to have failed."""
+        """Return whether a rank is known to have failed."""
         return bool(self.records or self._ended(_BY_SIGNAL) or self._ended(_BY_CODE))
 
     def take(self, line: OutputLine) -> list[str]:
-        """Hear a line.
+        """Process one line of output.
 
         Returns:
-            The lines to show for it: none for failure records and for mpirun's messages that are told better
-            later; several where a block of mpirun's had been held back until its end, for about a second at most.
+            The lines to show for it. The list is empty for failure records and for messages of mpirun that are reported
+            better later. A block of mpirun's messages is held back until its end, for about a second at most, and then
+            returned at once.
         """
         record = parse_failure(line.text)
         if record is not None:
@@ -146,7 +147,7 @@ class FailureCollector:
         return self._end_block([*self._block, line.text])
 
     def release(self) -> list[str]:
-        """The lines held back so far, as no end of their block came; to be called at :attr:`release_at`."""
+        """Return the lines held back so far if the end of their block did not come. Call it at :attr:`release_at`."""
         block, self._block, self.release_at = self._block or [], None, float("inf")
         self._note(block)
         return block
@@ -166,7 +167,7 @@ class FailureCollector:
         self.records = [r for r in self.records if r.rank not in whole] + list(whole.values())
 
     def finish(self) -> list[str]:
-        """The lines that were still held back."""
+        """Return the lines that are still held back."""
         return self._end_block(self._block) if self._block else []
 
     def _end_block(self, block: list[str]) -> list[str]:
@@ -192,12 +193,13 @@ class FailureCollector:
         """Decide why the job failed.
 
         Args:
-            returncode: of the program that ran the ranks; negative for a signal, as ``subprocess`` has it.
-            stopped_by: what asked the job to stop, if anything did.
-            program: what ran the ranks, for the message.
+            returncode: return code of the program that ran the ranks; negative for a signal, as in ``subprocess``.
+            stopped_by: the signal or event that asked the job to stop, if any.
+            program: name of the program that ran the ranks, for the message.
             first_ended: the rank that ended first, if known.
-            ended_unheard: ranks that ended before any had told of a failure; None when unknown.
-            first_failed: the rank that failed first and its exit code, negative for a signal, where what started it told so.
+            ended_unheard: ranks that ended before any rank had reported a failure; None if unknown.
+            first_failed: the rank that failed first and its exit code, negative for a signal, if the process that
+                started it reported them.
         """
         record = self._first_record()
         death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
@@ -254,13 +256,15 @@ class FailureCollector:
         return Cause(_one_line(headline), "\n".join(words), rank=rank)
 
     def _first_early(self) -> int | None:
-        """Return the lowest rank that has output but whose script has not begun."""
+        """Return the lowest rank that has output, but has not begun its script."""
         return min((rank for rank in self._early if rank not in self.started), default=None)
 
     def _first_record(self) -> FailureRecord | None:
-        """What was told first, but for what only blames another rank that has told itself; where all blame others, what most say.
+        """Return the record of the first cause.
 
-        Clocks of hosts differ, so that a consequence may seem to come first.
+        A record that only blames a rank which reported its own failure is a consequence, and does not count.
+        If all records blame other ranks, return the record of the rank that is blamed most.
+        Clocks of hosts differ, so a consequence may seem to come first.
         """
         own = {r.rank for r in self.records if not r.accused}
         if own or not self.records:
@@ -283,11 +287,11 @@ class FailureCollector:
         return first.model_copy(update={"rank": blamed, "host": self.host_of(blamed), "message": words})
 
     def _came_first(self, code: tuple[int, int], is_told: bool, ended_unheard: Collection[int] | None) -> bool:
-        """Whether a rank's end without a word came before the failures that others have told of, which it then caused.
+        """Return whether a rank's silent end came before the failures that others reported, and caused them.
 
         Args:
             code: the rank and its exit code.
-            is_told: whether mpirun said so; otherwise it is a guess.
+            is_told: whether mpirun, or what replaces it, reported the code; otherwise it is a guess.
         """
         rank, number = code
         if any(r.rank == rank for r in self.records) or (ended_unheard is not None and rank not in ended_unheard):
@@ -299,11 +303,11 @@ class FailureCollector:
         return f" {self.last_seen[rank]}" if rank in self.last_seen else ""
 
     def consequences(self) -> str:
-        """What the ranks told, where something else is the cause."""
+        """Return the failures that ranks reported, if something else is the cause."""
         return "\n\n".join(f"then {r.headline()}\n{r.traceback}" for r in self.records)
 
     def _ended(self, pattern: re.Pattern[str]) -> tuple[int, int] | None:
-        """The rank that ended first in the way of ``pattern``, and its signal or exit code."""
+        """Return the rank that ended first with a message like ``pattern``, and its signal or exit code."""
         found = next(filter(None, map(pattern.search, self.messages)), None)
         return (int(found[1]), int(found[2])) if found else None
 
@@ -324,7 +328,10 @@ class FailureCollector:
 
 
 def write_failure(path: Path, cause: Cause) -> bool:
-    """Write the failure file at once and whole, unless there is one (a script may write its own); gives whether it was written."""
+    """Write the failure file at once and whole, unless there is one; return whether it was written.
+
+    A script may write its own.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(cause.text(), encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""How the process of a failed rank ends: its reason is told first, then what it still holds is saved, in bounded time."""
+"""The end of a failed rank's process: it reports the reason first, then saves its remaining output in bounded time."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ _MESSAGE_BYTES = 1600
 
 
 def tell(rank: int, host: str, error: BaseException, name: str | None = None) -> None:
-    """Tell the launcher why the rank fails.
+    """Report to the launcher why the rank fails.
 
     Args:
-        name: what to call an error that is no exception of the script; it has no traceback then.
+        name: name of an error that is no exception of the script; the report then has no traceback.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     _flush_streams()
@@ -103,10 +103,10 @@ def tell(rank: int, host: str, error: BaseException, name: str | None = None) ->
 
 
 def explain(error: BaseException, folders: Iterable[str] = ()) -> None:
-    """Add to the message of an error what a beginner must know, where the script has taken one thing for another.
+    """Add an explanation for beginners to an error's message, if its cause is a known mistake.
 
     Args:
-        folders: of the script, whose files may have names of Python's own modules.
+        folders: folders of the script. Their files may have names of Python's own modules.
     """
     with contextlib.suppress(Exception):  # a class of the script's may do anything when it is asked
         _explain(error, folders)
@@ -132,7 +132,7 @@ def _explain(error: BaseException, folders: Iterable[str]) -> None:
 
 
 def _why_known(error: BaseException, folders: Iterable[str]) -> str | None:
-    """Return what a beginner must know of an error; None where nothing is known."""
+    """Return what a beginner must know of an error, or None if nothing is known."""
     return _why_no_channel(error) or early_ends.why_no_input(error) or early_ends.why_hidden(error, folders)
 
 
@@ -157,7 +157,10 @@ def _add(error: BaseException, words: str) -> None:
 
 
 def _wants_gpu(error: BaseException) -> bool:
-    """Whether an error comes of CUDA code, which no emulation runs: of a package, a library, or PyTorch's own."""
+    """Return whether an error comes from CUDA code, which no emulation runs.
+
+    The code may belong to a package, a library, or PyTorch.
+    """
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _OF_KERNELS:
         return True
     return bool(_FROM_CUDA_CODE.search(str(error)[:_LOOKED_AT]))
@@ -191,7 +194,7 @@ def show(error: BaseException, rank: int = 0) -> None:
 
 
 def _but_told(said: str, text: str, instead: str) -> list[str]:
-    """The lines of ``said`` with ``instead`` in the place of the traceback ``text``, if they begin with it."""
+    """Return the lines of the first argument with ``instead`` in place of the traceback ``text``, if they begin with it."""
     lines, told = said.splitlines(), text.splitlines()
     # PyTorch's hook marks lines with the rank. The last line may hold a suggestion of the interpreter's.
     plain = [_MARK.sub("", line) for line in lines[: len(told) - 1]]
@@ -203,7 +206,7 @@ _told: list[socket.socket] = []
 
 
 def _first_to_tell(record: FailureRecord) -> bool:
-    """Whether no other process of this machine's part of the job has told this before."""
+    """Return whether no other process of this job on this machine has reported this error before."""
     places = [line for line in record.traceback.splitlines() if line.startswith('  File "')]
     words = f"{record.error_type} {record.message} {places[-1:]}"
     mark = hashlib.sha256(words.encode("utf-8", "replace")).hexdigest()
@@ -264,13 +267,13 @@ def _flush_streams() -> None:
 
 
 def _cut(message: str) -> str:
-    """At most ``_MESSAGE_BYTES``, so that the line has room for the traceback too."""
+    """Cut a message to at most ``_MESSAGE_BYTES``, so that the line has room for the traceback too."""
     raw = message.encode("utf-8", "replace")
     return message if len(raw) <= _MESSAGE_BYTES else raw[:_MESSAGE_BYTES].decode("utf-8", "ignore") + "…"
 
 
 def _leave_report(record: FailureRecord) -> None:
-    """Where the launcher runs on this machine, the record also goes into its folder, whole."""
+    """Write the whole record to the launcher's folder too, if the launcher runs on this machine."""
     folder = os.environ.get(REPORT_VARIABLE)
     if not folder:
         return
@@ -283,7 +286,7 @@ def _leave_report(record: FailureRecord) -> None:
 
 
 def _wait_until_read(descriptor: int) -> None:
-    """Open MPI 5 drops what it has not passed on when a rank ends badly; give it the time."""
+    """Wait until Open MPI 5 has passed on the output. It drops the rest if a rank ends badly."""
     unread = bytearray(4)
     deadline = time.monotonic() + _READ_PATIENCE
     while time.monotonic() < deadline:

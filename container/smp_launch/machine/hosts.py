@@ -1,4 +1,4 @@
-"""Which rank runs where: the layout of a job over its hosts, real or simulated on one machine."""
+"""The layout of a job's ranks over its hosts, real or simulated on one machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUT_VARIABLE = "SMP_LAUNCH_LAYOUT"
 
 
 class ScriptKind(str, enum.Enum):
-    """What starts the script, and which library it may import."""
+    """The way in which the script is started, and the library that it may import."""
 
     #: One process per host, started directly.
     SCRIPT = "script"
@@ -102,54 +102,54 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Return the number of ranks of the job."""
         return len(self.hosts) * self.processes_per_host
 
     @property
     def leader(self) -> str:
-        """The host that starts mpirun."""
+        """Return the host that starts mpirun."""
         return self.hosts[0]
 
     @property
     def one_machine(self) -> bool:
-        """Whether all ranks run on this machine."""
+        """Return whether all ranks run on this machine."""
         return self.simulated or len(self.hosts) == 1
 
     def host_of(self, rank: int) -> str:
-        """The host on which a rank runs."""
+        """Return the host on which a rank runs."""
         return self.hosts[rank // self.processes_per_host]
 
     def ranks_of(self) -> dict[str, range]:
-        """By host, the ranks that run there."""
+        """Return the ranks of each host."""
         each = self.processes_per_host
         return {host: range(place * each, (place + 1) * each) for place, host in enumerate(self.hosts)}
 
     def local_rank_of(self, rank: int) -> int:
-        """A rank's number on its host."""
+        """Return a rank's number on its host."""
         return rank % self.processes_per_host
 
     def threads_per_rank(self, cores: int) -> int:
-        """Threads for each rank of a machine with ``cores`` cores, which simulated hosts share."""
+        """Return the threads for each rank of a machine with ``cores`` cores, which simulated hosts share."""
         ranks = self.world_size if self.simulated else self.processes_per_host
         return max(1, cores // ranks)
 
     def over(self, hosts: Sequence[str]) -> Layout:
-        """The same over other hosts."""
+        """Return the same layout over other hosts."""
         return replace(self, hosts=tuple(hosts))
 
     def describe(self) -> str:
-        """``2 hosts (algo-1, algo-2) × 2 processes = 4 ranks``."""
+        """Describe the layout, as in ``2 hosts (algo-1, algo-2) × 2 processes = 4 ranks``."""
         hosts = "1 host" if len(self.hosts) == 1 else f"{len(self.hosts)} hosts"
         processes = "1 process" if self.processes_per_host == 1 else f"{self.processes_per_host} processes"
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"{hosts} ({', '.join(self.hosts)}) × {processes} = {ranks}"
 
     def to_text(self) -> str:
-        """As JSON, for an environment variable."""
+        """Return the layout as JSON, for an environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Layout:
-        """The layout that the leader handed to this rank."""
+        """Return the layout that the leader handed to this rank."""
         given = json.loads(environ[LAYOUT_VARIABLE])
         return cls(**{**given, "hosts": tuple(given["hosts"]), "kind": ScriptKind(given["kind"])})

@@ -1,7 +1,7 @@
-"""Folders with a locked file, by which others see that whoever made them lives: a job's private ones, and the leader's.
+"""Folders with a locked file that proves that their owner lives: a job's private folders, and the leader's.
 
-The system lets go of a lock however its holder ends. So nobody has to ask again and again, nor mistakes a reused process
-id; and hosts see one another that do not see each other's processes.
+The system releases a lock however its holder ends. So no polling is needed, and a reused process id cannot be
+mistaken for the owner. Hosts that do not see each other's processes still see each other's locks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LOCK = "in-use"
 
 @contextmanager
 def private_dir(parent: Path) -> Iterator[Path]:
-    """A new folder below ``parent`` for as long as this lasts.
+    """Make a new folder below ``parent`` for the block, and remove it after.
 
-    One whose launcher was killed is removed by the next launcher that makes one there.
+    If a launcher is killed, its folder stays. The next launcher that makes one in ``parent`` removes it.
     """
     _sweep(parent)
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -45,7 +45,7 @@ def private_dir(parent: Path) -> Iterator[Path]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove our own user's folders that nobody holds."""
+    """Remove this user's folders that no process holds."""
     for path in parent.glob(f"{_PREFIX}*"):
         try:
             if path.stat().st_uid != os.geteuid():
@@ -59,7 +59,7 @@ def _sweep(parent: Path) -> None:
 
 @dataclass(frozen=True)
 class LeaderStatus:
-    """How the leader ended."""
+    """The outcome of the leader."""
 
     exit_code: int
     headline: str = ""
@@ -76,13 +76,13 @@ class StatusDir:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> StatusDir | None:
-        """The folder that the environment names; None where it names none."""
+        """Return the folder that the environment names, or None if it names none."""
         given = environ.get(STATUS_VARIABLE)
         return cls(Path(given)) if given else None
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Be the leader while this lasts."""
+        """Be the leader in the block."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".{_LEADER_LOCK}.{os.getpid()}"
         (self.path / _STATUS).unlink(missing_ok=True)
@@ -94,14 +94,14 @@ class StatusDir:
 
     @contextmanager
     def following(self, host: str) -> Iterator[None]:
-        """Be a host that waits for its leader while this lasts."""
+        """Be a host that waits for its leader in the block."""
         self.path.mkdir(parents=True, exist_ok=True)
         with self._host_lock(host).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def is_followed_by(self, host: str) -> bool:
-        """Whether a host waits for the leader now."""
+        """Return whether a host waits for the leader now."""
         try:
             with self._host_lock(host).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -115,17 +115,17 @@ class StatusDir:
         return self.path / f"host-{host}.lock"
 
     def publish(self, status: LeaderStatus) -> None:
-        """Say how the leader ends; to be called while leading."""
+        """Write how the leader ends into the folder. Call it inside :meth:`leading`."""
         temporary = self.path / f".{_STATUS}.{os.getpid()}"
         temporary.write_text(json.dumps(asdict(status)), encoding="utf-8")
         os.replace(temporary, self.path / _STATUS)
 
     def leader_started(self) -> bool:
-        """Whether a leader is there, or was."""
+        """Return whether a leader is running, or has run."""
         return (self.path / _LEADER_LOCK).exists()
 
     def wait_for_end(self) -> LeaderStatus | None:
-        """Block until the leader has ended; None when it ended without a word."""
+        """Block until the leader has ended, and return how; None if it left no status."""
         with (self.path / _LEADER_LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
         try:

@@ -1,4 +1,4 @@
-"""What a host's network and shared memory mean for the ranks: defaults for NCCL and EFA, a port, and a warning."""
+"""Network and shared memory of a host: defaults for NCCL and EFA, a port, and a warning."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MIB = 2**20
 def network_defaults(
     instance_type: str, interface: str, hosts: int, devices: Path = Path("/sys/class/infiniband")
 ) -> dict[str, str]:
-    """Variables for NCCL and libfabric; the user's own values go before them.
+    """Return default variables for NCCL and libfabric; the user's own values take precedence.
 
     Args:
-        instance_type: such as ``ml.p4d.24xlarge``; unknown types get what works everywhere.
+        instance_type: such as ``ml.p4d.24xlarge``; unknown types get values that work everywhere.
         interface: the network interface between the hosts.
-        hosts: with one, nothing leaves the machine and nothing needs to be said.
-        devices: where the system lists adapters; an instance type that has them does not always pass them on.
+        hosts: number of hosts; with one, nothing leaves the machine and no variable is needed.
+        devices: the system's folder of adapters; an instance type that has them does not always pass them on.
     """
     if hosts < 2:
         return {}
@@ -46,10 +46,10 @@ def network_defaults(
 def usable_interface(
     interface: str, one_machine: bool, known: Path = Path("/sys/class/net"), routes: Path = Path("/proc/net/route")
 ) -> str:
-    """The interface for the ranks' connections: the platform's, where it is there.
+    """Return the interface for the ranks' connections: the platform's, if it exists.
 
-    Where it is missing it is loopback if all ranks run on this machine, and otherwise the one with the default route:
-    the local mode of SDK v3 names one that its containers do not have.
+    If it is missing, return loopback if all ranks run on this machine, and otherwise the interface of the default route.
+    The local mode of SDK v3 names an interface that its containers do not have.
     """
     is_missing = known.is_dir() and not (known / interface).exists()
     if one_machine:
@@ -58,7 +58,7 @@ def usable_interface(
 
 
 def _default_interface(routes: Path) -> str | None:
-    """The interface of the system's default route; None where it has none, or does not tell."""
+    """Return the interface of the system's default route, or None if it has none or does not report it."""
     try:
         rows = [line.split() for line in routes.read_text(encoding="utf-8").splitlines()[1:]]
     except OSError:
@@ -67,7 +67,7 @@ def _default_interface(routes: Path) -> str | None:
 
 
 def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | None:
-    """A warning when this host's shared memory is small for ``ranks`` ranks; None when it suffices."""
+    """Return a warning if this host's shared memory is small for ``ranks`` ranks, or None if it suffices."""
     try:
         space = os.statvfs(folder)
     except OSError:
@@ -85,10 +85,12 @@ def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of this machine that the system gives to nobody else; only who names it can listen there.
+    """Reserve a port of this machine for the block, and yield its number.
 
-    It is bound here without listening, and by others too, if they allow sharing as the stores of PyTorch do. So nothing
-    can take it between now and the moment when the first rank listens, nor between two process groups of one script.
+    The system assigns it to no other process. Only a process that names it can listen on it.
+
+    The port is bound here without listening. Others can bind it too, if they allow sharing as the stores of PyTorch do.
+    So no process can take it before the first rank listens, nor between two process groups of one script.
     """
     with contextlib.ExitStack() as stack:
         try:

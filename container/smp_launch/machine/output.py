@@ -1,6 +1,6 @@
-"""Join the fragments of output that mpirun forwards to whole lines, with their rank.
+"""Assembly of the fragments of output that mpirun forwards into whole lines, with their rank.
 
-With its tagging option mpirun marks what comes from which rank. Version 5 marks whole lines, version 4.1 marks
+With its tagging option mpirun marks which rank an output comes from. Version 5 marks whole lines, version 4.1 marks
 every fragment, so a line of one rank may hold a fragment of another in the middle.
 """
 
@@ -29,7 +29,7 @@ _LONGEST_LINE = (1 << 20) - (1 << 17)
 
 @dataclass(frozen=True)
 class OutputLine:
-    """One line, without its line break. ``rank`` is None for what mpirun itself says."""
+    """One line, without its line break. ``rank`` is None for mpirun's own messages."""
 
     text: str
     rank: int | None = None
@@ -50,7 +50,7 @@ class LineAssembler:
     _cut_of: int | None = None
 
     def feed(self, data: bytes) -> list[OutputLine]:
-        """Add what was read; the lines that it completes."""
+        """Add new data and return the lines that it completes."""
         lines: list[OutputLine] = []
         if self.tags != "fragments":
             self._append(_UNTAGGED, data, lines)
@@ -68,7 +68,7 @@ class LineAssembler:
         return lines
 
     def finish(self) -> list[OutputLine]:
-        """The lines that never got their line break."""
+        """Return the lines that never got their line break."""
         lines: list[OutputLine] = []
         held, self._held = self._held, b""
         self._append(self._rank, held, lines)
@@ -97,7 +97,7 @@ class LineAssembler:
                 rank = self._rank = _UNTAGGED
 
     def _cut(self, rank: int, lines: list[OutputLine]) -> None:
-        """Pass on what there is of a line that is too long to wait for its end."""
+        """Pass on the beginning of a line that is too long to wait for its end."""
         partial = self._partial[rank]
         end = _last_character(partial)
         line = self._line(rank, bytes(partial[:end]))
@@ -123,7 +123,7 @@ class WholeLines:
     _rest: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> bytes:
-        """Add what was read; the lines that it completes, each with its line break."""
+        """Add new data and return the lines that it completes, each with its line break."""
         end = data.rfind(b"\n") + 1
         if end:
             whole = bytes(self._rest) + data[:end]
@@ -138,14 +138,17 @@ class WholeLines:
         return whole
 
     def finish(self) -> bytes:
-        """The line that never got its line break, now with one."""
+        """Return the line that never got its line break, with one added."""
         whole = bytes(self._rest) + b"\n" if self._rest else b""
         self._rest.clear()
         return whole
 
 
 def _last_character(data: bytearray) -> int:
-    """Where to cut a long text so that its last character stays whole: its length, or some bytes less."""
+    """Return at which length to cut a long text so that its last character stays whole.
+
+    It is the text's length, or up to three bytes less.
+    """
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte < 0x80:
@@ -157,5 +160,5 @@ def _last_character(data: bytearray) -> int:
 
 
 def _may_become_tag(tail: bytes) -> bool:
-    """Whether ``tail``, which begins with ``[``, could be the first part of a tag."""
+    """Return whether ``tail``, which begins with ``[``, could be the first part of a tag."""
     return _TAG_START.fullmatch(tail) is not None

@@ -20,7 +20,10 @@ _KILL_PATIENCE = 3.0
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of every descendant whose own parent dies, so that none can escape; False if impossible."""
+    """Become the parent of every descendant that loses its parent, so that none can escape.
+
+    Returns False if the system cannot do this.
+    """
     try:
         return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     except (OSError, AttributeError):
@@ -38,7 +41,7 @@ class Process:
 
 
 def all_processes() -> list[Process]:
-    """Every process of this machine; none where there is no ``/proc``."""
+    """Return every process of this machine, or an empty list without ``/proc``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         if stat := _stat(int(entry.name)):
@@ -48,7 +51,7 @@ def all_processes() -> list[Process]:
 
 
 def below(roots: Collection[int], table: Iterable[Process], apart: Collection[int] = ()) -> set[int]:
-    """Process ids of everything alive below ``roots``; ``apart`` and all below them left out."""
+    """Return the ids of all living processes below ``roots``, without ``apart`` and all below them."""
     children: dict[int, list[int]] = {}
     for process in table:
         if not process.ended:
@@ -63,16 +66,19 @@ def below(roots: Collection[int], table: Iterable[Process], apart: Collection[in
 
 
 def descendants(apart: Collection[int] = ()) -> set[int]:
-    """Process ids of everything alive below this process; ``apart`` and all below them left out."""
+    """Return the ids of all living processes below this one, without ``apart`` and all below them."""
     return below([os.getpid()], all_processes(), apart)
 
 
 def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -> list[int]:
-    """SIGKILL everything below this process until nothing is left; gives what is there after some seconds (normally nothing).
+    """Kill everything below this process with SIGKILL until nothing is left, or some seconds have passed.
 
     Args:
-        spare: processes to let live, though not what is below them.
+        spare: processes to let live, but not their children.
         apart: processes to let live with everything below them.
+
+    Returns:
+        The processes that are left, normally none.
     """
     deadline = time.monotonic() + _KILL_PATIENCE
     while (left := sorted(descendants(apart) - set(spare))) and time.monotonic() < deadline:
@@ -87,7 +93,7 @@ def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -
 
 
 def reap(keep: Collection[int] = ()) -> None:
-    """Collect the exit status of adopted children; ``keep`` are children whose status somebody else collects."""
+    """Collect the exit status of adopted children, except those in ``keep``, which another caller collects."""
     for process in all_processes():
         if process.ended and process.parent == os.getpid() and process.pid not in keep:
             try:
@@ -97,7 +103,11 @@ def reap(keep: Collection[int] = ()) -> None:
 
 
 def watch_end(pid: int) -> int | None:
-    """A descriptor that is readable when the process has ended, None where there is none; ProcessLookupError if it is gone."""
+    """Return a descriptor that becomes readable when the process ends, or None if the system has none.
+
+    Raises:
+        ProcessLookupError: the process is gone.
+    """
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -107,13 +117,16 @@ def watch_end(pid: int) -> int | None:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the process has begun to end: its connections close before its end can be seen."""
+    """Return whether the process has begun to end. Its connections close before its end can be seen."""
     stat = _stat(pid)
     return bool(stat and int(stat[6]) & _EXITING)
 
 
 def _stat(pid: int) -> list[bytes]:
-    """What the system says of a process, behind its name, which may hold blanks and parentheses; empty when it is gone."""
+    """Return the fields of ``/proc/PID/stat`` behind the process name, or an empty list if the process is gone.
+
+    The name may hold blanks and parentheses.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

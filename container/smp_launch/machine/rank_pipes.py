@@ -38,7 +38,7 @@ def end_pipes(folder: Path, ranks: int) -> None:
 
 
 def write_to(folder: Path, rank: int) -> list[int]:
-    """Open a rank's ends; none where there are no pipes, or nobody reads them."""
+    """Open a rank's ends of its pipes; return none without pipes, or if the launcher does not read them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for descriptor in DESCRIPTORS:
@@ -52,7 +52,7 @@ def write_to(folder: Path, rank: int) -> list[int]:
 
 
 def take_pipes(folder: Path, rank: int) -> None:
-    """From now on this process, which is the rank, and all that it starts write there."""
+    """Redirect the output of this process, which is the rank, and of its children into the rank's pipes."""
     for descriptor, opened in zip(DESCRIPTORS, write_to(folder, rank), strict=False):
         os.dup2(opened, descriptor)
         os.close(opened)

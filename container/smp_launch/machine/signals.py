@@ -23,7 +23,7 @@ class StopRequests:
     Args:
         lifeline: whether standard input is a pipe that ends when the parent dies.
         patience: seconds after the first signal until everything below this process is killed and it exits, whatever
-            it is doing; a reader of its output that hangs may block it, and then nobody else would end the job.
+            it is doing. If a reader of its output hangs, it may block this process, and nothing else would end the job.
     """
 
     def __init__(self, lifeline: bool = False, patience: float | None = None) -> None:
@@ -54,11 +54,11 @@ class StopRequests:
         os.close(self._write)
 
     def fileno(self) -> int:
-        """For selectors: readable when a signal came."""
+        """Return a descriptor for selectors. It is readable when a signal came."""
         return self._read
 
     def read(self) -> list[str]:
-        """Names of the stop signals that came since the last call."""
+        """Return the names of the stop signals that came since the last call."""
         try:
             data = os.read(self._read, 4096)
         except BlockingIOError:
@@ -66,12 +66,15 @@ class StopRequests:
         return [signal.Signals(number).name for number in data if number in _STOPPING]
 
     def job_has_ended(self) -> None:
-        """From now on no request changes how this process ends, not even while the interpreter shuts down."""
+        """Ignore all later requests to stop, so that they do not change how this process ends.
+
+        This holds even while the interpreter shuts down.
+        """
         for number in _STOPPING:
             self._before[number] = signal.SIG_IGN
 
     def lifeline_ended(self) -> bool:
-        """Whether the parent is gone; to be asked when the lifeline is readable."""
+        """Return whether the parent is gone. Call it when the lifeline is readable."""
         if self.lifeline is None:
             return False
         try:
@@ -80,7 +83,7 @@ class StopRequests:
             return True
 
     def _noted(self, number: int, frame: object) -> None:
-        """The wake-up pipe carries the signal; here only the timer starts."""
+        """Start the timer at the first signal. The wake-up pipe carries the signal."""
         if number in _STOPPING and self._patience is not None:
             signal.setitimer(signal.ITIMER_REAL, self._patience)
             self._patience = None

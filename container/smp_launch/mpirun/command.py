@@ -1,4 +1,4 @@
-"""The command line of mpirun: what Open MPI 4.1 and 5 name differently stands in one table here."""
+"""The command line of mpirun. One table here has the names that differ between Open MPI 4.1 and 5."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ _GRID_ENGINE = "PE_HOSTFILE"
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one major version of Open MPI calls things.
+    """The names of options in one major version of Open MPI.
 
     Attributes:
         tagging: the option that marks each output with its rank.
-        tags: what it marks, see :class:`smp_launch.machine.output.LineAssembler`.
+        tags: the unit that it marks, see :class:`smp_launch.machine.output.LineAssembler`.
         one_machine: options for ranks on this machine only: shared memory, no network.
         session_dir: the parameter for the folder of sockets and the like.
         memory_dir: the parameter for the folder of shared memory files.
         interface: parameters for the network interface, with several real hosts.
         agent: the parameter for the program that reaches other hosts.
-        daemons: the leader starts the daemons of all hosts itself, so that it alone logs in anywhere; and they keep
-            their connection to it, so that mpirun sees one die that could not start.
+        daemons: options that make the leader start the daemons of all hosts itself, so that it alone logs in anywhere.
+            The daemons keep their connection to it, so that mpirun notices if one dies that could not start.
         translated: options that another version spells differently.
     """
 
@@ -121,10 +121,10 @@ class OpenMpi:
 
     @classmethod
     def find(cls, environ: Mapping[str, str]) -> OpenMpi:
-        """The mpirun next to this Python, else the one on PATH.
+        """Return the mpirun that a variable names, else the one next to this Python, else the one on PATH.
 
         Raises:
-            LaunchError: none, or not Open MPI, or one that does not start.
+            LaunchError: there is no mpirun, or it is not Open MPI, or it does not start.
         """
         beside = Path(sys.prefix) / "bin" / "mpirun"
         named = environ.get(MPIRUN_VARIABLE)
@@ -162,7 +162,7 @@ class OpenMpi:
 
     @property
     def dialect(self) -> Dialect:
-        """The table's entry; versions outside it get the nearest one."""
+        """Return the table's entry for this version, or the nearest entry for a version outside the table."""
         return DIALECTS[min(max(self.major, min(DIALECTS)), max(DIALECTS))]
 
     def __str__(self) -> str:
@@ -223,7 +223,7 @@ def mpi_options(
 def mpirun_command(
     mpi: OpenMpi, layout: Layout, options: MergedOptions, program: Sequence[str], exported: Iterable[str] = ()
 ) -> list[str]:
-    """The whole command line.
+    """Return the whole command line.
 
     Args:
         exported: names of variables that other real hosts must get; their values stay out of the command line.
@@ -263,7 +263,7 @@ def check_size(command: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def as_root(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for mpirun: allowed to run as root where we are root, and free of an outer mpirun's marks."""
+    """Return an environment for mpirun that lets root run it and has no variables of an outer mpirun."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_MPI)}
     if not kept.get("HOME"):  # mpirun does not start without one, as in a service or a container with its own user
         home = os.path.expanduser(f"~{os.geteuid()}" if "HOME" in kept else "~")
@@ -276,7 +276,7 @@ def as_root(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_scheduler(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for mpirun without the marks of a batch system's allocation: the job has hosts of its own.
+    """Return the environment for mpirun without the variables of a batch system: the job has its own hosts.
 
     Folders for temporary files (``SLURM_TMPDIR`` and the like) stay.
     """

@@ -79,18 +79,21 @@ class Job:
         return job
 
     def options(self, dirs: PrivateDirs) -> MergedOptions:
-        """All options of mpirun, merged."""
+        """Return all options of mpirun, merged."""
         if self.mpi is None:
             return MergedOptions(())
         interface = usable_interface(self.training.network_interface, self.layout.one_machine)
         return mpi_options(self.mpi.dialect, self.layout, self.custom, interface, dirs)
 
     def program(self) -> list[str]:
-        """What every rank runs: the wrapper around the user's script."""
+        """Return the command line of every rank: the wrapper around the user's script."""
         return program("smp_launch.ranks.rank", "--", self.entry_point, *self.training.user_arguments())
 
     def environment(self, environ: Mapping[str, str], announced: Mapping[str, str]) -> dict[str, str]:
-        """What mpirun and the ranks inherit: the user's variables, ``announced``, and what the wrapper needs to know."""
+        """Return the environment that mpirun and the ranks inherit.
+
+        It holds the user's variables, ``announced``, and the variables that the wrapper needs.
+        """
         own = (LIFELINE_VARIABLE, GRACE_VARIABLE, STATUS_VARIABLE)
         inherited = {name: value for name, value in as_root(environ).items() if name not in own}
         if self.mpi is not None:
@@ -99,7 +102,10 @@ class Job:
 
     @contextmanager
     def announced(self, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-        """What ranks on other hosts must get from the leader; the rest of their environment is their own host's."""
+        """Yield the variables that ranks on other hosts must get from the leader.
+
+        The rest of their environment comes from their own host. The reserved port is free until the block ends.
+        """
         values = {**self.buffers.to_environment(), LAYOUT_VARIABLE: self.layout.to_text(), "PYTHONUNBUFFERED": "1"}
         values[COUNT_VARIABLE] = environ.get(COUNT_VARIABLE, "0")
         if self.parameters is not None:
@@ -122,10 +128,12 @@ class Job:
             tree.of_host(host, here).failure_file.unlink(missing_ok=True)
 
     def without(self, lost: Collection[str]) -> Job | None:
-        """The job with the hosts that are left: spares in the place of lost ones, or fewer at degrees that fit them.
+        """Return the job without the lost hosts.
+
+        Spares replace lost hosts. Without enough spares, the job has fewer hosts, at degrees that fit them.
 
         Returns:
-            None where it cannot go on.
+            None if the job cannot go on.
         """
         spares = [host for host in self.spares if host not in lost]
         hosts = []
@@ -149,7 +157,7 @@ class Job:
         )
 
     def describe(self) -> str:
-        """One line for the log: hosts, processes, program."""
+        """Return one line for the log: hosts, processes, program."""
         layout = self.layout
         threads = os.environ.get("OMP_NUM_THREADS") or str(layout.threads_per_rank(cpu_count()))
         words = " ".join(masked_words([self.entry_point, *self.training.user_arguments()]))

@@ -1,4 +1,4 @@
-"""What a rank has imported when its training runs: told by the first rank, and imported by whoever makes the others ready."""
+"""Modules that a rank has imported before its training: rank 0 reports them, the standby process imports them."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _REST = 3.0
 def report(
     path: str, arguments: Sequence[str], module: str, environ: Mapping[str, str], folders: Iterable[str]
 ) -> None:
-    """Tell what this rank has imported; where nobody listens, nothing happens.
+    """Report the modules that this rank has imported. If no process listens, do nothing.
 
     Args:
-        path: of the socket.
-        arguments: of the rank's wrapper.
-        module: the wrapper.
-        environ: as it was when the process began.
-        folders: of the user's files, from which nothing is imported ahead.
+        path: path of the socket.
+        arguments: arguments of the rank's wrapper.
+        module: name of the wrapper's module.
+        environ: the environment when the process began.
+        folders: folders of the user's files. Nothing is imported ahead from them.
     """
     content = {
         "module": module,
@@ -70,9 +70,10 @@ def report(
 
 
 def installed(modules: Mapping[str, ModuleType], folders: Sequence[str]) -> list[str]:
-    """Names of modules that come from the standard library, an installed package or this project, in the order of their import.
+    """Return the names of imported modules that are installed, in the order of their import.
 
-    Those of the user's own folders are left out, as are those that join a job when they are imported.
+    They come from the standard library, an installed package or this project. Modules of the user's own folders are left
+    out, and modules that join a job when they are imported.
     """
     roots = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     roots.add(os.path.realpath(_OWN))
@@ -93,10 +94,12 @@ def installed(modules: Mapping[str, ModuleType], folders: Sequence[str]) -> list
 
 
 class _Slowly:
-    """In the way of all imports: rests after each, so that they take a small part of a core as long as nobody waits.
+    """A finder in front of all imports that finds nothing, but rests after each import.
+
+    So the imports take a small part of a core as long as no process waits for them.
 
     Args:
-        rest: sleeps so many seconds at most, and says whether somebody waits.
+        rest: sleeps at most the given number of seconds, and returns whether a process waits.
     """
 
     def __init__(self, rest: Callable[[float], bool]) -> None:
@@ -105,14 +108,14 @@ class _Slowly:
         self._hurries = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """Finds nothing, and takes its time."""
+        """Find nothing, and rest for a time that depends on the last import."""
         if not self._hurries:
             self._hurries = self._rest(_REST * (time.process_time() - self._used))
             self._used = time.process_time()
 
 
 def prepare(names: Iterable[str], rest: Callable[[float], bool]) -> None:
-    """Import what can be imported of ``names``, in their order."""
+    """Import the modules in ``names`` that can be imported, in their order."""
     slowly = _Slowly(rest)
     sys.meta_path.insert(0, slowly)
     try:
@@ -128,11 +131,11 @@ def prepare(names: Iterable[str], rest: Callable[[float], bool]) -> None:
 
 @dataclass(frozen=True)
 class Shared:
-    """What forks of a process share: as it was before its imports.
+    """The state of a process before its imports, which its forks would share.
 
     Attributes:
-        files: that it has open, as the system names them.
-        handlers: of its signals.
+        files: files that it has open, as the system names them.
+        handlers: handlers of its signals.
     """
 
     files: frozenset[str]
@@ -140,12 +143,12 @@ class Shared:
 
     @classmethod
     def now(cls) -> Shared:
-        """Of this process."""
+        """Return the open files and the signal handlers of this process."""
         handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
         return cls(frozenset(_open_files()), handlers)
 
     def unfit(self) -> str | None:
-        """Why this process cannot be forked into ranks after its imports; None where it can."""
+        """Return why this process cannot be forked into ranks after its imports, or None if it can."""
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             return f"what the script imports has started {threads - 1} thread(s)"
@@ -192,12 +195,12 @@ def _open_files() -> Iterator[str]:
 
 
 def forget_draws() -> None:
-    """After a fork, let each process draw numbers of its own, as one that has just begun does."""
+    """Seed NumPy anew after a fork, so that each process draws its own random numbers, as a new process does."""
     drawing = sys.modules.get("numpy.random")
     if drawing is not None:
         drawing.seed()
 
 
 def is_waited_for(listener: socket.socket) -> Callable[[float], bool]:
-    """Says, after at most so many seconds, whether somebody wants to connect."""
+    """Return a function that waits up to a number of seconds and returns whether a process wants to connect."""
     return lambda seconds: bool(select.select([listener], [], [], max(0.0, seconds))[0])

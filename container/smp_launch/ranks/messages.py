@@ -18,13 +18,17 @@ _MOST_DESCRIPTORS = 8
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Whether the system vouches that the other side is a process of this user's."""
+    """Return whether the system vouches that the other side is a process of this user."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(told)[1] == os.geteuid())
 
 
 def connect(path: str, seconds: float) -> socket.socket:
-    """A connection to the process that listens at ``path``; OSError where there is none of this user's."""
+    """Return a connection to the process that listens at ``path``.
+
+    Raises:
+        OSError: no process of this user listens there.
+    """
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(seconds)
@@ -46,11 +50,11 @@ def send(connection: socket.socket, content: Any, descriptors: tuple[int, ...] =
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """The next message and its descriptors.
+    """Return the next message and its descriptors.
 
     Raises:
         EOFError: the other side has ended.
-        ValueError: it is no message of ours.
+        ValueError: it is no message of this protocol.
     """
     head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
     try:

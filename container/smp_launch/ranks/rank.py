@@ -1,6 +1,6 @@
 """The wrapper around the user's script in every rank: ``isolated.py smp_launch.ranks.rank -- train.py --epochs 3``.
 
-It gives the rank its host's environment, and has the script run to its end.
+It sets the environment of the rank's host, and has the script run to its end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def enter(place: RankPlace, arguments: Sequence[str]) -> Program:
-    """Make this process the rank that its environment says, tell ``place`` which, and give its program."""
+    """Make this process the rank of its environment, fill ``place`` and return the rank's program."""
     words = list(arguments)
     if words[:1] == ["--"]:
         words = words[1:]
@@ -59,9 +59,9 @@ def enter(place: RankPlace, arguments: Sequence[str]) -> Program:
 
 
 def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dict[str, str]:
-    """Where this rank stands; for the runtime, for libraries, and for scripts that read the environment.
+    """Return the variables that place this rank, for the runtime, for libraries and for scripts.
 
-    ``LOCAL_RANK`` is only for the data parallel library: with model parallelism it would make the Transformers
+    ``LOCAL_RANK`` is only for the data parallel library. With model parallelism it would make the Transformers
     ``Trainer`` start a second, contradicting way of distributing.
     """
     local = str(layout.local_rank_of(rank))
@@ -95,7 +95,7 @@ _USER_MAY_SET = frozenset({"OMP_NUM_THREADS", "MASTER_ADDR", "GLOO_SOCKET_IFNAME
 
 
 def _prepare(layout: Layout, rank: int, environ: MutableMapping[str, str]) -> Tree:
-    """Make ``environ`` the environment of this rank on its host; gives the host's tree."""
+    """Make ``environ`` the environment of this rank on its host, and return the host's tree."""
     host = layout.host_of(rank)
     here = environ.get(HOST_VARIABLE) or layout.leader
     tree = Tree.from_environment(environ)

@@ -1,7 +1,7 @@
 """The script of a rank, run to its end in this process.
 
-The forwarded signal becomes SIGTERM, and the launcher hears in one line why the script failed before the process ends, which
-makes mpirun, or what stands in its place, end all others.
+The forwarded signal becomes SIGTERM. Before the process ends, the launcher receives in one line why the script failed.
+The end of the process makes mpirun, or its replacement, end all others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from smp_records.records import text_of
 
 @dataclass
 class RankPlace:
-    """Which rank this is, as far as it is known when something fails."""
+    """The identity of this rank, if it is already known when something fails."""
 
     rank: int = 0
     host: str = ""
@@ -53,11 +53,11 @@ class Program:
 
     @property
     def folders(self) -> list[str]:
-        """Where the user's own files are looked for."""
+        """Return the folders in which Python looks for the user's own files."""
         return list(dict.fromkeys([str(self.script.parent), str(self.folder)]))
 
     def lead_imports(self) -> None:
-        """From now on this process imports as ``python script words…`` would."""
+        """Make this process import as ``python script words…`` would."""
         sys.argv = [str(self.script), *self.words]
         sys.path[:0] = self.folders  # nothing stands there for the wrapper: see smp_launch.isolated
 
@@ -74,11 +74,11 @@ def run_to_end(place: RankPlace, enter: Callable[[], Program], wrapper: Wrapper)
     """Run a rank's script.
 
     Args:
-        wrapper: what calls this.
-        enter: makes this process the rank, says in ``place`` which, and gives its program; what it raises is the rank's failure.
+        wrapper: the module that calls this.
+        enter: makes this process the rank, fills ``place`` and returns its program. Its exceptions are the rank's failure.
 
     Returns:
-        The exit code; a rank that is not alone ends the process instead when it fails.
+        The exit code. If a rank that is not alone fails, it ends the process instead.
     """
     program: Program | None = None
     failed: BaseException  # kept to the end: what its frames hold may take its time, or hang, when it is released
@@ -104,7 +104,7 @@ def run_to_end(place: RankPlace, enter: Callable[[], Program], wrapper: Wrapper)
 
 
 def _end_failed(place: RankPlace, error: BaseException, folders: Iterable[str]) -> int:
-    """Tell why the script has ended; returns the exit code, which is 0 where it has ended well."""
+    """Report why the script has ended, and return the exit code, which is 0 if it has ended well."""
     code: object = 1
     if isinstance(error, SystemExit) and not is_of_debugger(error):
         code = error.code
@@ -126,7 +126,7 @@ def _end_failed(place: RankPlace, error: BaseException, folders: Iterable[str]) 
 
 
 def _settle(place: RankPlace) -> None:
-    """Write to the launcher itself, and let signals mean what they mean in a program of its own."""
+    """Write to the launcher directly, and give signals the meaning that they have in a program of its own."""
     if place.pipes is not None:
         take_pipes(place.pipes, place.rank)
     if not place.has_input:
@@ -139,7 +139,7 @@ def _settle(place: RankPlace) -> None:
 
 
 def _begin(place: RankPlace, program: Program) -> None:
-    """From now on this process is watched, can be stopped, and writes as a rank."""
+    """Let the launcher watch and stop this process, and make its output that of a rank."""
     rank_record.begin(os.environ, place.rank)
     if place.is_supervised:
         _translate_stop_signal()
@@ -154,10 +154,10 @@ def _tell(place: RankPlace, error: BaseException, name: str | None = None) -> No
 
 
 def _translate_stop_signal() -> None:
-    """From now on SIGUSR2, which mpirun forwards, is SIGTERM for the main thread.
+    """Turn SIGUSR2, which mpirun forwards, into SIGTERM for the main thread.
 
     A thread waits for it, because a Python handler would not run while the main thread is inside native code (a
-    receive that never ends). To the main thread, because only a signal of its own wakes it from a system call.
+    receive that never ends). SIGTERM goes to the main thread, because only its own signal wakes it from a system call.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     main_thread = threading.main_thread().ident or 0
@@ -171,15 +171,15 @@ def _translate_stop_signal() -> None:
 
 
 def _announce(rank: int) -> None:
-    """Tell the launcher that signals may come, and which process to watch."""
+    """Report to the launcher that this process can take signals, and which process to watch."""
     os.write(2, f"{STARTED_PREFIX}{rank} {os.getpid()}\n".encode())
 
 
 class _Descriptor(io.RawIOBase):
     """Writes to a descriptor, always all of it.
 
-    Not ``io.BufferedWriter``: a signal handler that prints while the script prints would make it raise, and a script
-    that cannot say that it saves may not save.
+    Not ``io.BufferedWriter``: it would raise if a signal handler prints while the script prints. If a script cannot
+    report that it saves, it may not save.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -203,7 +203,7 @@ class _Descriptor(io.RawIOBase):
 
 
 def _report_later(path: str, wrapper: Wrapper, environ: Mapping[str, str], program: Program) -> None:
-    """Tell what this rank has imported once its first steps are over, so that the next start need not import it again."""
+    """Report this rank's imports after its first steps, so that the next start need not import them again."""
     notes, begun = rank_record.here(), itertools.count(1)
 
     def report_once() -> None:
@@ -277,7 +277,7 @@ def _run_shell(place: RankPlace, program: Program) -> None:
 
 
 def _rest() -> Iterator[int]:
-    """The exit codes of all processes that bash left behind, as they end."""
+    """Yield the exit codes of all processes that bash left behind, as they end."""
     while True:
         try:
             yield os.waitstatus_to_exitcode(os.wait()[1])
@@ -298,7 +298,7 @@ class _ShellError(RuntimeError):
 
 
 def _strip_own_frames(error: BaseException) -> None:
-    """Begin the traceback with the script, where there is one."""
+    """Let the traceback begin with the script, if the script has frames."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""The words of a script's command line, where a job differs from what the script was written for."""
+"""The words of a script's command line, if a job differs from what the script was written for."""
 
 from __future__ import annotations
 

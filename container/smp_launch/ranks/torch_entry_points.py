@@ -1,4 +1,4 @@
-"""What PyTorch, once it is imported in a rank, finds of this project: entry points in folders that are put in its way."""
+"""Entry points of this project that PyTorch finds when a rank imports it: folders on its search path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host that runs mpirun for all hosts, or the script alone where there is none."""
+"""The host that runs mpirun for all hosts, or the script alone without mpirun."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ _SAME_MOMENT = 2.0
 
 
 def run_over_hosts(job: Job, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
-    """Wait until every other host lets us in, run the ranks of all, and tell the hosts how it ended.
+    """Wait until every other host accepts the leader, run the ranks of all, and send the hosts the outcome.
 
     Returns:
-        The exit code, and why the job failed when it is not 0.
+        The exit code, and why the job failed if it is not 0.
 
     Raises:
         LaunchError: a host cannot be reached.
@@ -155,7 +155,10 @@ def _start(
 
 
 def _watch(job: Job, records: Path, others: OtherHosts | None, passed: dict[str, str]) -> HangWatch | None:
-    """The watch over all ranks, which are told in ``passed`` where to keep their records; None where it is not wanted."""
+    """Return the watch over all ranks, or None if the job does not want one.
+
+    ``passed`` gets the variable that names the folder for the ranks' records.
+    """
     if job.patience.watches or job.restarts:
         passed[FOLDER_VARIABLE] = str(records)
     if not job.patience.watches:
@@ -167,7 +170,7 @@ def _watch(job: Job, records: Path, others: OtherHosts | None, passed: dict[str,
 def _verdict(
     job: Job, outcome: ProgramOutcome, collector: FailureCollector, others: OtherHosts | None
 ) -> tuple[int, Cause | None]:
-    """The exit code of a start, and why it failed, if it did."""
+    """Return the exit code of a start, and why it failed, if it did."""
     if outcome.hang is not None:
         write_report(job.training.tree.output_data_dir, outcome.hang)
         return 1, cause_of_hang(outcome.hang, job.layout.host_of)
@@ -181,7 +184,10 @@ def _verdict(
 
 
 def _lost_host(lost: list[str], when: float | None, collector: FailureCollector) -> Cause | None:
-    """A host that is gone makes ranks on other hosts fail; it is the cause unless one of them failed well before."""
+    """Return the loss of a host as the cause, unless one of its ranks failed, or another rank failed well before.
+
+    A lost host makes ranks on other hosts fail.
+    """
     if not lost or when is None or any(r.host in lost or 0 < r.when < when - _SAME_MOMENT for r in collector.records):
         return None
     return Cause(
@@ -192,7 +198,7 @@ def _lost_host(lost: list[str], when: float | None, collector: FailureCollector)
 
 
 def cause_of(collector: FailureCollector, outcome: ProgramOutcome, program: str) -> Cause:
-    """Why a run of ``program`` failed, by how it ended and what its ranks have told."""
+    """Return why a run of ``program`` failed, from how it ended and from its ranks' reports."""
     if outcome.overdue and not collector.records and outcome.stopped_by:
         return Cause(
             f"the job was stopped by {outcome.stopped_by}, and its processes {outcome.overdue}, so they were killed; "
@@ -223,7 +229,7 @@ def cause_of(collector: FailureCollector, outcome: ProgramOutcome, program: str)
 
 @contextmanager
 def _private_dirs(job: Job, others: OtherHosts | None) -> Iterator[PrivateDirs]:
-    """Folders for sockets and shared memory that vanish with the job, even when its ranks were killed.
+    """Make folders for sockets and shared memory that vanish with the job, even if its ranks were killed.
 
     With other machines mpirun would look for them there too, so they stay where it puts them itself.
     """

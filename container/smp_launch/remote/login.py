@@ -1,7 +1,7 @@
-"""What every login of the leader to a worker runs: ``python -m smp_launch.remote.login PID HOST STATUS_DIR``.
+"""The program of every login of the leader to a worker: ``python -m smp_launch.remote.login PID HOST STATUS_DIR``.
 
-It gives mpirun's daemon, and so the ranks, the environment of this host's own launcher, read from the running process:
-nothing has to be written to a file or sent over the network for that, credentials least of all.
+It passes on the environment of this host's own launcher, read from the running process, to mpirun's daemon and so to
+the ranks. So nothing has to be written to a file or sent over the network for that, credentials least of all.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def records_of(status_dir: str) -> Path:
-    """Where this host's ranks keep their records, if they are watched."""
+    """Return the folder of this host's rank records, which exists if the ranks are watched."""
     return Path(status_dir).with_name(RECORDS)
 
 
 def memory_of(status_dir: str) -> Path:
-    """A link to the folder in shared memory in which this host's ranks keep their state, if they do."""
+    """Return a link to the folder in shared memory for the state of this host's ranks, if they keep it."""
     return Path(status_dir).with_name("memory")
 
 
 def follow(status_dir: StatusDir) -> int:
     """Be the leader's stand-in on this host for as long as it lives.
 
-    It asks where the ranks of this host are, line by line; its last words are how it ended.
+    The leader asks, line by line, where the ranks of this host are. Its last message reports how it ended.
     """
     words = ""
     with status_dir.leading():
@@ -81,7 +81,7 @@ def follow(status_dir: StatusDir) -> int:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with."""
+    """Return the environment that a process was started with."""
     entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     pairs = (entry.decode("utf-8", "surrogateescape").partition("=") for entry in entries if b"=" in entry)
     return {name: value for name, _, value in pairs}

@@ -22,7 +22,7 @@ class OtherHosts(Protocol):
     """All hosts of a job but the leader.
 
     Attributes:
-        agent: what mpirun starts to reach one; empty where all are this machine.
+        agent: the command with which mpirun reaches a host; empty if all hosts are this machine.
         lost_when: when :meth:`lost` first named a host, in seconds of ``time.time()``.
     """
 
@@ -31,25 +31,25 @@ class OtherHosts(Protocol):
 
     @property
     def pids(self) -> Collection[int]:
-        """Child processes of the launcher that hold connections to them."""
+        """Return the child processes of the launcher that hold connections to the hosts."""
         ...
 
     def lost(self) -> list[str]:
-        """Those that are gone."""
+        """Return the hosts that are gone."""
         ...
 
     def drop(self, hosts: Sequence[str]) -> None:
-        """Go on without these."""
+        """Go on without these hosts."""
         ...
 
     def ranks(self, ranks_of: Mapping[str, Collection[int]]) -> Sequence[OtherHost]:
-        """The ranks of each that the leader does not see by itself, for the watch over them."""
+        """Return, for each host, the ranks that the leader cannot see directly, for the watch over them."""
         ...
 
 
 @dataclass
 class Neighbours:
-    """Hosts that are simulated on this machine: one is gone whose launcher was there and has ended."""
+    """Hosts that are simulated on this machine. A host is gone if its launcher was there and has ended."""
 
     hosts: Sequence[str]
     status: StatusDir
@@ -60,7 +60,7 @@ class Neighbours:
 
     @classmethod
     def of(cls, job: Job, status: StatusDir) -> Neighbours | None:
-        """Those of a job; None where it would not go on without one of them."""
+        """Return the neighbours of a job, or None if the job would not go on without one of them."""
         hosts = [host for host in (*job.layout.hosts, *job.spares) if host != job.layout.leader]
         return cls(hosts, status) if hosts and job.restarts and job.layout.simulated else None
 
@@ -79,7 +79,7 @@ class Neighbours:
         self.lost_when = None
 
     def ranks(self, ranks_of: Mapping[str, Collection[int]]) -> Sequence[OtherHost]:
-        """None: all are children of this launcher."""
+        """Return no ranks: all of them are children of this launcher."""
         return ()
 
 
@@ -96,7 +96,7 @@ class RemainingHosts:
     memory: str | None
 
     def job_now(self) -> Job:
-        """The job for the next start, without the hosts that are gone by now; the log says how it goes on."""
+        """Return the job for the next start, without the hosts that are gone, and log how it goes on."""
         gone = self.others.lost() if self.others is not None else []
         lost = lost_of(self.job, self.others)
         now = self.job.without(gone) if gone else None
@@ -117,12 +117,12 @@ class RemainingHosts:
 
 
 def lost_of(job: Job, others: OtherHosts | None) -> list[str]:
-    """The hosts that are gone of those on which a job has ranks."""
+    """Return the lost hosts on which a job has ranks."""
     return [host for host in others.lost() if host in job.layout.hosts] if others is not None else []
 
 
 def _going_on(former: Job, now: Job) -> str:
-    """How a job goes on after a host was lost."""
+    """Describe how a job goes on after it lost a host."""
     came = [host for host in now.layout.hosts if host not in former.layout.hosts]
     if came:
         instead = f"{', '.join(came)}, which was spare, takes its place"

@@ -1,7 +1,7 @@
-"""The other hosts of a job, seen from the leader: one ssh connection to each, open from before the first rank until the end.
+"""The other hosts of a job, seen from the leader: one ssh connection to each, from before the first rank to the end.
 
-That a host lets us in means that it is ready; that the connection ends means that the host is gone; what we say last
-tells it how the job ended, and that we end without a word tells it that we died.
+A host that accepts the leader is ready. If its connection ends, the host is gone. The leader's last message reports
+how the job ended. If the leader ends without a message, the host knows that it died.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Connection:
     _said: bool = False
 
     def start(self, client: Client) -> IO[bytes]:
-        """Begin an attempt; what is returned becomes readable with its answer."""
+        """Begin an attempt and return its output, which becomes readable with the host's answer."""
         process = subprocess.Popen(
             client.command(self.host, FOLLOW),
             stdin=subprocess.PIPE,
@@ -74,10 +74,10 @@ class _Connection:
         return process.stdout
 
     def hear(self) -> bool:
-        """Take in what the host says, which may begin with words that are not ours, such as a banner; never waits.
+        """Read the host's output without waiting. It may begin with other text, such as a banner.
 
         Returns:
-            Whether there is nothing more to hear: the host is ready, or :meth:`retry` is due.
+            Whether there is nothing more to read: the host is ready, or :meth:`retry` is due.
         """
         process = self.process
         if process is None or process.stdout is None:
@@ -122,7 +122,10 @@ class _Connection:
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes]) -> None:
-        """With helpers of its own, which would keep its output open; it leads their group until it is waited for."""
+        """Kill the process and its helpers, which would keep its output open.
+
+        The process leads their group until it is waited for.
+        """
         if process.returncode is None:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -132,7 +135,7 @@ class _Connection:
 
 
 def _available(pipe: IO[bytes]) -> bytes:
-    """What can be read now."""
+    """Return the bytes that can be read now."""
     os.set_blocking(pipe.fileno(), False)
     try:
         return os.read(pipe.fileno(), _READ_BYTES)
@@ -150,7 +153,7 @@ class RemoteHosts:
     """All other hosts; a context manager that ends the connections.
 
     Attributes:
-        agent: what mpirun starts to reach one.
+        agent: the command with which mpirun reaches a host.
         lost_when: when :meth:`lost` first named a host, in seconds of ``time.time()``.
     """
 
@@ -209,7 +212,7 @@ class RemoteHosts:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Processes that hold the connections."""
+        """Return the processes that hold the connections."""
         return frozenset(c.process.pid for c in self._connections if c.process is not None)
 
     def drop(self, hosts: Sequence[str]) -> None:
@@ -221,7 +224,7 @@ class RemoteHosts:
         self.lost_when = None
 
     def ranks(self, ranks_of: Mapping[str, Collection[int]]) -> list[OtherHost]:
-        """Those of each host, for the watch over them.
+        """Return the ranks of each host, for the watch over them.
 
         Args:
             ranks_of: by host, the numbers of its ranks; spare hosts have none.
@@ -233,14 +236,14 @@ class RemoteHosts:
         return found
 
     def lost(self) -> list[str]:
-        """Hosts whose connection has ended."""
+        """Return the hosts that have lost their connection."""
         hosts = [c.host for c in self._connections if c.process is None or c.process.poll() is not None]
         if hosts and self.lost_when is None:
             self.lost_when = time.time()
         return hosts
 
     def publish(self, status: LeaderStatus) -> None:
-        """Tell all hosts how the job ended, and wait until they have heard it."""
+        """Send all hosts how the job ended, and wait until they have received it."""
         words = (json.dumps(asdict(status)) + "\n").encode()
         open_connections = [c.process for c in self._connections if c.process is not None]
         for process in open_connections:
@@ -259,5 +262,5 @@ class RemoteHosts:
 
 
 def hosts_patience(environ: Mapping[str, str]) -> float:
-    """Seconds that the hosts of a job wait for each other at the start."""
+    """Return how many seconds the hosts of a job wait for each other at the start."""
     return seconds_of(environ, PATIENCE_VARIABLE, DEFAULT_PATIENCE)

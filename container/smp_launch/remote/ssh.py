@@ -1,8 +1,8 @@
 """The way from the leader to the other hosts: keys and settings that are made for one job and vanish with it.
 
-No key is in the image and none is carried between hosts. The leader makes itself a key; a worker lets in whoever
-comes *from the leader's address*, with any key, and gives everybody else no way to log in. So a login is only as
-trustworthy as addresses in the job's network, where nobody else can take the leader's; what is said is encrypted.
+No key is in the image and none is carried between hosts. The leader makes its own key. A worker accepts every login
+*from the leader's address*, with any key, and refuses all others. So a login is only as trustworthy as addresses in
+the job's network, where no other machine can take the leader's. The traffic is encrypted.
 Only the leader logs in (its mpirun starts every daemon itself), so only workers listen.
 """
 
@@ -111,7 +111,10 @@ class Client:
 
     @property
     def agent(self) -> str:
-        """What mpirun starts to reach a host; its daemons look for the first word too, so that must exist everywhere."""
+        """Return the command with which mpirun reaches a host.
+
+        Its daemons look for the first word too, so that program must exist everywhere.
+        """
         return f"{self.program} -F {self.settings}"
 
     def command(self, host: str, *words: str) -> list[str]:
@@ -159,7 +162,7 @@ def serving(folder: Path, trusted: Sequence[str], login: Sequence[str], environ:
 
 
 def port(environ: Mapping[str, str]) -> str:
-    """The port of every host's ssh server."""
+    """Return the port of every host's ssh server."""
     given = environ.get(PORT_VARIABLE, _STANDARD_PORT)
     if not given.isdigit() or not 0 < int(given) < 65536:
         raise LaunchError(
@@ -170,7 +173,7 @@ def port(environ: Mapping[str, str]) -> str:
 
 
 def trusted_addresses(leader: str, stop: StopRequests, environ: Mapping[str, str], patience: float) -> list[str]:
-    """The addresses that may log in: the leader's, as the job's network knows its name.
+    """Return the addresses that may log in: the user's, or the leader's in the job's network.
 
     Args:
         patience: seconds for the name to become known; the leader may start later than this host.
@@ -244,5 +247,5 @@ def _wait_until_listening(process: subprocess.Popen[bytes], number: int) -> None
 
 
 def login_program(pid: int, host: str, status_dir: Path) -> list[str]:
-    """What a login to this host runs, see :mod:`smp_launch.remote.login`."""
+    """Return the program that a login to this host runs, see :mod:`smp_launch.remote.login`."""
     return [sys.executable, "-m", "smp_launch.remote.login", str(pid), host, str(status_dir)]

@@ -141,7 +141,7 @@ def _wait(
 
 
 def _stop_cause(source: FileDescriptorLike, stop: StopRequests, selector: selectors.BaseSelector) -> str:
-    """Who asks to stop, now that ``source`` can be read; empty when it is nobody."""
+    """Return what asks to stop, now that ``source`` can be read; empty if nothing does."""
     if source is stop:
         return next(iter(stop.read()), "")
     if not stop.lifeline_ended():
@@ -151,7 +151,7 @@ def _stop_cause(source: FileDescriptorLike, stop: StopRequests, selector: select
 
 
 def _outcome(status: LeaderStatus | None, host: str, leader: str) -> tuple[int, Cause | None]:
-    """What the leader said of its end, in the words of a host that waited for it."""
+    """Return the exit code and the cause of the leader's end, for a host that waited for it."""
     if status is None:
         return 1, Cause(f"the leader {leader} died without a word while {host} waited for it; it was probably killed")
     if status.exit_code == 0:

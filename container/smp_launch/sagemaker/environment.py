@@ -1,7 +1,7 @@
-"""What a training script finds in its environment: the ``SM_*`` variables and its command line.
+"""The environment of a training script: the ``SM_*`` variables and its command line.
 
-Names and values are those that the SageMaker training toolkit documents, so that scripts and libraries which read
-them (``transformers``, ``accelerate``) cannot tell the difference.
+Names and values are those that the SageMaker training toolkit documents. So scripts and libraries that read
+them (``transformers``, ``accelerate``) see no difference.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _DEFAULT_LOG_LEVEL = 20  # logging.INFO
 
 @dataclass(frozen=True)
 class TrainingEnvironment:
-    """Everything that the files under ``input/config`` say about a job, seen from one host."""
+    """The facts about a job in the files under ``input/config``, seen from one host."""
 
     tree: Tree
     hyperparameters: Mapping[str, Any]
@@ -83,10 +83,10 @@ class TrainingEnvironment:
         """Read a host's tree.
 
         Args:
-            host: the host's name; by default ``CURRENT_HOST``, else what ``resourceconfig.json`` says.
+            host: the host's name; by default ``CURRENT_HOST``, else the name in ``resourceconfig.json``.
 
         Raises:
-            ConfigError: a file that is missing or not what it should be.
+            ConfigError: a file is missing or invalid.
         """
         resources = tree.read_config("resourceconfig")
         check_resources(resources, tree.config_dir / "resourceconfig.json")
@@ -120,11 +120,11 @@ class TrainingEnvironment:
         )
 
     def over(self, hosts: Sequence[str], parameters: Mapping[str, Any] | None = None) -> TrainingEnvironment:
-        """The same for a job that goes on with some of its hosts.
+        """Return the environment of a job that goes on with some of its hosts.
 
         Args:
-            hosts: the leader's first.
-            parameters: ``mp_parameters`` of now; None for those of the job.
+            hosts: the remaining hosts, the leader first.
+            parameters: the new ``mp_parameters``; None keeps those of the job.
         """
         groups = [
             {**group, "hosts": [host for host in group.get("hosts", []) if host in hosts]}
@@ -138,27 +138,27 @@ class TrainingEnvironment:
 
     @property
     def hosts(self) -> list[str]:
-        """Names of all hosts, the leader's first."""
+        """Return the names of all hosts, the leader's first."""
         return list(self.resources["hosts"])
 
     @property
     def network_interface(self) -> str:
-        """The interface through which hosts reach each other."""
+        """Return the interface through which hosts reach each other."""
         return str(self.resources.get("network_interface_name") or "eth0")
 
     @property
     def instance_type(self) -> str:
-        """The type of this host; ``local`` where the platform names none."""
+        """Return the instance type of this host, or ``local`` if the platform names none."""
         return str(self.resources.get("current_instance_type") or "local")
 
     @cached_property
     def user_hyperparameters(self) -> dict[str, Any]:
-        """What the script gets on its command line; ``mp_parameters`` is among it, as with the toolkit."""
+        """Return the hyperparameters on the script's command line. They include ``mp_parameters``, as with the toolkit."""
         return {k: v for k, v in self.hyperparameters.items() if not k.startswith(PLATFORM_PREFIX)}
 
     @cached_property
     def framework_parameters(self) -> dict[str, Any]:
-        """The platform's own hyperparameters (``sagemaker_mpi_enabled`` …)."""
+        """Return the platform's own hyperparameters (``sagemaker_mpi_enabled`` …)."""
         return {
             k: v
             for k, v in self.hyperparameters.items()
@@ -167,10 +167,10 @@ class TrainingEnvironment:
 
     @property
     def entry_point(self) -> str:
-        """The script, relative to the code folder.
+        """Return the script's path, relative to the code folder.
 
         Raises:
-            ConfigError: none is named, it is not there, or it is neither Python nor shell.
+            ConfigError: no script is named, it is missing, or it is neither Python nor shell.
         """
         name = self.hyperparameters.get("sagemaker_program")
         code = self.tree.code_dir
@@ -198,12 +198,12 @@ class TrainingEnvironment:
         return name
 
     def _scripts(self) -> list[str]:
-        """What could be an entry point; a large folder takes a while."""
+        """Return the scripts that could be the entry point. For a large folder this takes a while."""
         code = self.tree.code_dir
         return sorted(p.relative_to(code).as_posix() for p in code.rglob("*") if p.suffix in SCRIPT_SUFFIXES)
 
     def check_channels(self) -> None:
-        """Raise ConfigError, naming the channel and the folder, where a channel's data is missing."""
+        """Raise ConfigError, naming the channel and the folder, if a channel's data is missing."""
         for name, channel in self.channels.items():
             path = self.tree.data_dir / name
             mode = channel.get("TrainingInputMode", "File") if isinstance(channel, Mapping) else "File"
@@ -216,11 +216,11 @@ class TrainingEnvironment:
                 )
 
     def user_arguments(self) -> list[str]:
-        """``--name value`` for every user hyperparameter, sorted by name. Then further words."""
+        """Return ``--name value`` for every user hyperparameter, sorted by name, and then further words."""
         return [*words_of(self.user_hyperparameters, as_json=self.has_json_arguments), *self.more_arguments]
 
     def variables(self) -> dict[str, str]:
-        """All ``SM_*`` variables, as text."""
+        """Return all ``SM_*`` variables, as text."""
         tree = self.tree
         entry = self.hyperparameters.get("sagemaker_program") or ""
         group = self.resources.get("current_group_name", "")
@@ -278,7 +278,7 @@ class TrainingEnvironment:
 
 
 def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
-    """The seconds that a variable sets; nonsense, and longer than a clock can be told, counts as ``default``."""
+    """Return the seconds that a variable sets, or ``default`` if the value is invalid or too large for a clock."""
     try:
         seconds = float(environ.get(name, default))
     except ValueError:
@@ -287,12 +287,12 @@ def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 def cpu_count() -> int:
-    """Cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpu_count(environ: Mapping[str, str]) -> int:
-    """GPUs that the ranks of this host can see, without loading a driver."""
+    """Return how many GPUs the ranks of this host can see, without loading a driver."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     devices = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()]
     if visible is None:
@@ -302,17 +302,17 @@ def gpu_count(environ: Mapping[str, str]) -> int:
 
 
 def emulates_cuda(environ: Mapping[str, str]) -> bool:
-    """Whether the ranks of this host answer calls of ``torch.cuda`` on the CPU: it was asked for, and there is no GPU."""
+    """Return whether this host's ranks emulate ``torch.cuda`` on the CPU: it was asked for, and there is no GPU."""
     return emulation.is_asked_for(environ) and not has_gpu(environ)
 
 
 def has_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether ranks of this host may see a GPU."""
+    """Return whether ranks of this host may see a GPU."""
     return gpu_count(environ) > 0 or has_unusual_gpu()
 
 
 def has_unusual_gpu() -> bool:
-    """Whether there may be GPUs that :func:`gpu_count` does not count."""
+    """Return whether there may be GPUs that :func:`gpu_count` does not count."""
     return any(next(Path("/dev").glob(pattern), None) for pattern in _OTHER_DEVICES)
 
 
@@ -321,7 +321,11 @@ def _held(code: Path, scripts: list[str]) -> str:
 
 
 def _json_of(environ: Mapping[str, str], variable: str, kind: type) -> Any:
-    """What a variable holds as JSON, an empty one where it is not set; raises ConfigError for anything but ``kind``."""
+    """Return a variable's JSON value, or an empty ``kind`` if the variable is not set.
+
+    Raises:
+        ConfigError: the value is not a JSON ``kind`` of usable texts.
+    """
     text = environ.get(variable)
     if not text:
         return kind()
@@ -363,7 +367,10 @@ def words_of(hyperparameters: Mapping[str, Any], *, as_json: bool = False) -> li
 
 
 def _argument(value: Any) -> str:
-    """A dictionary becomes ``a=1,b=2``, as scripts that parse ``--mp_parameters`` expect; the rest is Python's text."""
+    """Return a hyperparameter's value as a word of the command line.
+
+    A dictionary becomes ``a=1,b=2``, as scripts that parse ``--mp_parameters`` expect. Other values become Python's text.
+    """
     if isinstance(value, Mapping):
         return ",".join(f"{key}={value[key]}" for key in sorted(value))
     return "" if value is None else str(value)

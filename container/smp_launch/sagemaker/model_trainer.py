@@ -1,8 +1,8 @@
-"""A job of SDK v3's ``ModelTrainer``: its own scripts have read ``/opt/ml``; what they leave out is added, and the launcher starts.
+"""A job of SDK v3's ``ModelTrainer``: adds what its own scripts leave out, and starts the launcher.
 
-They give the code a channel of its own, hand the configuration over in ``SM_DISTRIBUTED_CONFIG``, and know neither
-``mp_parameters`` nor ``SM_FRAMEWORK_PARAMS``. The launcher reads all that from two variables, as do the ranks on every
-host, whose environment is that of their host's launcher.
+These scripts have read ``/opt/ml``. They give the code its own channel, hand the configuration over in
+``SM_DISTRIBUTED_CONFIG``, and know neither ``mp_parameters`` nor ``SM_FRAMEWORK_PARAMS``. The launcher reads all that
+from two variables. The ranks do too, because on every host they inherit the environment of their launcher.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the launcher must be told of a job of ``ModelTrainer``.
+    """Return the variables that the launcher needs for a job of ``ModelTrainer``.
 
     Raises:
         ConfigError: the configuration is missing or cannot work, or the job's hyperparameters contradict it.

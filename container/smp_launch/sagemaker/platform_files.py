@@ -1,7 +1,7 @@
-"""The files in which the platform describes a job: what stands in them is what the launcher can work with, or is named.
+"""The files in which the platform describes a job, and checks of their values. The errors name what cannot be used.
 
-Whoever writes them may be any platform, or a person with an editor. So every field that becomes a path, a variable or a
-word of a command line is looked at before it does.
+Any platform, or a person with an editor, may write these files. So every field that becomes a path, a variable or a
+word of a command line is checked before it does.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _LONGEST_NAME = 256
 
 
 def text_of(path: Path) -> str:
-    """The text of one of the files.
+    """Return the text of one of the files.
 
     Raises:
         OSError: it cannot be read, or is no file.
-        ConfigError: it is too large to be one.
+        ConfigError: it is too large for a file of the platform.
     """
     # Without waiting for whoever writes into a pipe that stands in its place.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -117,7 +117,11 @@ def _check_groups(groups: Any, path: Path) -> None:
 
 
 def check_channels(found: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError, naming the channel, for an ``inputdataconfig.json`` whose channels can have no folder."""
+    """Check that every channel of an ``inputdataconfig.json`` can have a folder.
+
+    Raises:
+        ConfigError: a channel has an unusable name, or is not described by an object. The error names the channel.
+    """
     for name, channel in found.items():
         if not _CHANNEL.fullmatch(name):
             raise ConfigError(

@@ -34,7 +34,7 @@ _REASON_BYTES = 4000
 
 
 def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[str, str]) -> None:
-    """Put the code folder in order; does nothing where the code is there and needs nothing.
+    """Put the code folder in order. Do nothing if the code is there and nothing has to be installed.
 
     Raises:
         LaunchError: the archive cannot be fetched, or a requirement cannot be installed.
@@ -67,7 +67,7 @@ def prepare_code(training: TrainingEnvironment, stop: StopRequests, environ: Map
 
 
 def _run(words: list[str], stop: StopRequests, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Run the toolkit in a child; gives what failed (empty when nothing did) and why."""
+    """Run the toolkit in a child; return the failed task (empty if none failed) and the reason."""
     read, write = os.pipe()
     command = [sys.executable, "-m", "smp_launch.sagemaker.toolkit", str(write), *words]
     with os.fdopen(read, "rb") as report, selectors.DefaultSelector() as selector:
@@ -97,10 +97,10 @@ def main() -> None:
 
 
 def child(arguments: Sequence[str]) -> int:
-    """``REPORT FOLDER [URI]``: fetch the archive ``URI`` into ``FOLDER``, and install it if it is a package, and what it requires.
+    """Run as ``REPORT FOLDER [URI]``: fetch the archive ``URI`` into ``FOLDER``, and install its requirements.
 
-    Both in one process, because the toolkit takes a second to import. ``REPORT`` is the number of a descriptor that gets
-    the reason of a failure; the exit code is then 1.
+    If it is a package, it is installed too. Both happen in one process, because the toolkit takes a second to import.
+    ``REPORT`` is the number of a descriptor that gets the reason of a failure; the exit code is then 1.
     """
     report, folder, *uri = arguments
     task = _DOWNLOAD if uri else _REQUIREMENTS

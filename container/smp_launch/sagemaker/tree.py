@@ -1,4 +1,4 @@
-"""The folders that the platform gives a host, ``/opt/ml`` or wherever ``SAGEMAKER_BASE_DIR`` says."""
+"""The platform's folders of a host: ``/opt/ml``, or the folder in ``SAGEMAKER_BASE_DIR``."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ CODE_VARIABLE = "SMP_LAUNCH_CODE_DIR"
 
 @dataclass(frozen=True)
 class Tree:
-    """One host's folders; ``base`` is what SageMaker calls ``/opt/ml``, and ``code`` the user's files where they lie elsewhere."""
+    """One host's folders; ``base`` is SageMaker's ``/opt/ml``, and ``code`` the user's files if they lie elsewhere."""
 
     base: Path
     code: Path | None = field(default=None, kw_only=True)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Tree:
-        """The tree of this host."""
+        """Return the tree of this host."""
         code = environ.get(CODE_VARIABLE)
         return cls(Path(environ.get(BASE_VARIABLE) or DEFAULT_BASE).absolute(), code=Path(code) if code else None)
 
     def of_host(self, host: str, current_host: str) -> Tree:
-        """The tree of another simulated host: the same path with its name for ours; raises LaunchError if no folder bears ours."""
+        """Return the tree of another simulated host: the same path with its name instead of this host's name.
+
+        Raises:
+            LaunchError: no folder of the path has this host's name.
+        """
         if host == current_host:
             return self
         parts = list(self.base.parts)
@@ -51,54 +55,54 @@ class Tree:
         )
 
     def place(self, value: str) -> str:
-        """Where a path of the platform, ``/opt/ml`` or below, lies in this tree; any other text as it is."""
+        """Return where a path of the platform, ``/opt/ml`` or below, lies in this tree. Return other text unchanged."""
         if value != DEFAULT_BASE and not value.startswith(f"{DEFAULT_BASE}/"):
             return value
         return f"{self.base}{value.removeprefix(DEFAULT_BASE)}"
 
     @property
     def input_dir(self) -> Path:
-        """``input``."""
+        """Return ``input``."""
         return self.base / "input"
 
     @property
     def config_dir(self) -> Path:
-        """``input/config``: the job's description, one JSON file for each part."""
+        """Return ``input/config``: the job's description, one JSON file for each part."""
         return self.input_dir / "config"
 
     @property
     def data_dir(self) -> Path:
-        """``input/data``: a folder for each channel."""
+        """Return ``input/data``: a folder for each channel."""
         return self.input_dir / "data"
 
     @property
     def code_dir(self) -> Path:
-        """``code``: the user's files."""
+        """Return ``code``: the user's files."""
         return self.code or self.base / "code"
 
     @property
     def model_dir(self) -> Path:
-        """``model``: what becomes ``model.tar.gz``."""
+        """Return ``model``, which becomes ``model.tar.gz``."""
         return self.base / "model"
 
     @property
     def output_dir(self) -> Path:
-        """``output``."""
+        """Return ``output``."""
         return self.base / "output"
 
     @property
     def output_data_dir(self) -> Path:
-        """``output/data``: what becomes ``output.tar.gz``."""
+        """Return ``output/data``, which becomes ``output.tar.gz``."""
         return self.output_dir / "data"
 
     @property
     def intermediate_dir(self) -> Path:
-        """``output/intermediate``."""
+        """Return ``output/intermediate``."""
         return self.output_dir / "intermediate"
 
     @property
     def failure_file(self) -> Path:
-        """``output/failure``: why the job failed."""
+        """Return ``output/failure``: why the job failed."""
         return self.output_dir / "failure"
 
     def read_config(self, name: str) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from smp_launch.supervision.supervise import say
 
 @contextmanager
 def memory_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """What ranks are told of the folder, which lasts as long as this and is this user's alone; nothing where none is wanted.
+    """Make a private folder in shared memory for the block, and yield the ranks' variables for it.
+
+    The variables are empty if no memory checkpoints are wanted, or if shared memory cannot be written to.
 
     Raises:
-        ConfigError: the variables of memory checkpoints are not what they should be.
+        ConfigError: the variables of memory checkpoints are invalid.
     """
     if not wants_memory(environ):
         yield {}

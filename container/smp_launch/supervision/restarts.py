@@ -37,14 +37,14 @@ _TOLD_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class Attempt:
-    """How the ranks ended, once.
+    """The outcome of one start of the ranks.
 
     Attributes:
         code: the exit code.
-        cause: why they failed; None where they did not.
-        step: that the failed rank had begun, or, where that is not known, any; None before the first.
-        is_final: whether they are not started again whatever has failed: the job was stopped, or a host is gone for good.
-        is_host_lost: whether a host is gone without which the job can go on; the same fault cannot come again then.
+        cause: why the ranks failed; None if they did not.
+        step: step that the failed rank had begun, or, if that is not known, any rank; None before the first.
+        is_final: whether the ranks are not started again in any case: the job was stopped, or a host is gone for good.
+        is_host_lost: whether a host is gone that the job can go on without; the same fault cannot come again then.
     """
 
     code: int
@@ -55,7 +55,7 @@ class Attempt:
 
     @property
     def fault(self) -> tuple[str, int | None]:
-        """What is the same when the same fault happens at the same step."""
+        """Return a key that is equal if the same fault happens at the same step."""
         return _NUMBERS.sub("#", self.cause.headline if self.cause else ""), self.step
 
 
@@ -65,8 +65,8 @@ class Restarts:
 
     Args:
         limit: how often they may be started again.
-        stop: where requests to stop come from while nobody runs.
-        clear: removes what a failed start may have left that the next would stumble over.
+        stop: the source of requests to stop while no rank runs.
+        clear: removes what a failed start may have left and the next start would stumble over.
     """
 
     limit: int
@@ -105,7 +105,10 @@ class Restarts:
             self.clear()
 
     def _why_not(self, attempt: Attempt) -> str | None:
-        """Why the ranks are not started again; empty where that needs no word."""
+        """Return why the ranks are not started again, or None if they are.
+
+        The reason is empty if the log needs no word about it.
+        """
         if self.limit == 0 or attempt.cause is None or attempt.is_final:
             return ""
         if not attempt.is_host_lost and attempt.cause.error in _OF_THE_SCRIPT and not attempt.step:
@@ -117,12 +120,12 @@ class Restarts:
         return None
 
     def _is_further(self, attempt: Attempt) -> bool:
-        """Whether the job came further than at its last failure: then the next restart need not wait."""
+        """Return whether the job came further than at its last failures. The next restart then need not wait."""
         former = max((failed.step or 0 for failed in self._failed), default=-1)
         return (attempt.step or 0) > former
 
     def _pause(self, seconds: float) -> str | None:
-        """Wait; who asked meanwhile, or before, to stop, if anybody did."""
+        """Wait, and return who asked to stop meanwhile or before, if anyone did."""
         deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.stop, selectors.EVENT_READ)
@@ -139,7 +142,7 @@ class Restarts:
                     return None
 
     def _all_causes(self, why_not: str) -> Cause:
-        """The first cause, with what came of the restarts."""
+        """Return the first cause, with the outcome of the restarts."""
         first, last = self._failed[0].cause, self._failed[-1].cause
         if first is None or last is None:
             raise AssertionError("a failed start has no cause")

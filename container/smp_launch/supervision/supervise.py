@@ -73,16 +73,17 @@ _MARKS = tuple(mark.encode() for mark in (STARTED_PREFIX, FAILURE_PREFIX))
 
 @dataclass
 class ProgramOutcome:
-    """How the program ended.
+    """The outcome of a program's run.
 
     Attributes:
-        returncode: as ``subprocess`` has it, negative for a signal.
+        returncode: as in ``subprocess``, negative for a signal.
         stopped_by: the first request to stop, such as ``SIGTERM``.
-        overdue: why what was left had to be killed; None when it ended by itself.
-        first_ended: the rank that ended first; None when unknown.
-        ended_unheard: ranks that ended before any had told of a failure; None when unknown.
-        first_failed: the rank that failed first and its exit code, where what started it has told; negative for a signal.
-        hang: why the ranks did not go on, where they were killed for that.
+        overdue: why the remaining processes had to be killed; None if none had to be.
+        first_ended: the rank that ended first; None if unknown.
+        ended_unheard: ranks that ended before any rank had reported a failure; None if unknown.
+        first_failed: the rank that failed first and its exit code, negative for a signal, if the process that
+            started it reported them.
+        hang: why the ranks made no progress, if they were killed for that.
     """
 
     returncode: int
@@ -99,9 +100,9 @@ class Supervisor:
     """One run of a program; use it once.
 
     Args:
-        stop: where requests to stop come from.
-        collector: hears every line, says which to show, and knows whether a rank has failed.
-        failing: tells whether something else failed that must end the job.
+        stop: the source of requests to stop.
+        collector: processes every line, decides which to show, and knows whether a rank has failed.
+        failing: returns whether something else failed that must end the job.
         failure_patience: seconds that the job has to end after a failure.
         ranks: how many ranks announce themselves.
         first_rank: the lowest of their numbers.
@@ -109,9 +110,9 @@ class Supervisor:
         grace: seconds between a request to stop and the end of all patience.
         tags: see :class:`smp_launch.machine.output.LineAssembler`.
         apart: child processes of the launcher that are not part of the run.
-        spare: such of which only what is below them is part of the run.
-        watch: notices that the ranks do not go on; None for no such watch.
-        pipes: a folder of this user's own for pipes of each rank; None where ranks write to the program's output.
+        spare: child processes that are not part of the run either, but their children are.
+        watch: notices that the ranks make no progress; None for no such watch.
+        pipes: a folder of this user's own for pipes of each rank; None if ranks write to the program's output.
     """
 
     stop: StopRequests
@@ -227,7 +228,7 @@ class Supervisor:
                 self._add_pipe(pipe, on_output)
 
     def _listen(self) -> None:
-        """Hear of requests to stop, of the end of the parent process, and of output."""
+        """Register requests to stop, the end of the parent process, and output."""
         self._selector.register(self.stop, selectors.EVENT_READ, self._on_signals)
         if self.stop.lifeline is not None:
             self._selector.register(self.stop.lifeline, selectors.EVENT_READ, self._on_lifeline)
@@ -247,7 +248,7 @@ class Supervisor:
         os.close(pipe)
 
     def _on_output(self, pipe: int, assembler: LineAssembler, descriptor: int) -> None:
-        """Read what the program writes itself, and the ranks where they have no pipes of their own."""
+        """Read the output of the program, and of ranks that have no pipes of their own."""
         data = os.read(pipe, _READ_BYTES)
         lines = assembler.feed(data) if data else assembler.finish()
         show([shown for line in lines for shown in self._take(line)], descriptor)
@@ -266,7 +267,7 @@ class Supervisor:
             self._close_pipe(pipe)
 
     def _take(self, line: OutputLine) -> list[str]:
-        """Hear a line; returns what is shown for it."""
+        """Process a line and return the lines to show for it."""
         if started := _STARTED.search(line.text):
             self._on_rank_start(int(started[1]), int(started[2]))
             return []
@@ -299,12 +300,18 @@ class Supervisor:
             self._selector.register(watched, selectors.EVENT_READ, on_end)
 
     def _on_first_record(self) -> None:
-        """Who is ending now has done so unheard, though its end is not told yet: others lost its connections before."""
+        """Count ranks that are ending now among those that ended unheard.
+
+        Their end is not reported yet, but other ranks lost their connections before.
+        """
         if self._outcome.ended_unheard is not None:
             self._outcome.ended_unheard.update(rank for rank, pid in self._watched.items() if is_ending(pid))
 
     def _on_rank_end(self, rank: int, watched: int | None) -> None:
-        """When the last rank has ended, mpirun must too; it waits for children of ranks that hold their output."""
+        """Record the end of a rank. After the last one, expect mpirun to end too.
+
+        mpirun waits for children of ranks that hold their output.
+        """
         if watched is not None:
             self._selector.unregister(watched)
             os.close(watched)
@@ -337,10 +344,10 @@ class Supervisor:
         self._send_stop()
 
     def _send_stop(self) -> None:
-        """Once every rank can take it: a signal that meets a starting mpirun or Python just kills it.
+        """Send the stop signal once every rank can take it.
 
-        mpirun forwards SIGUSR2 to every rank on every host, where SIGTERM would make it kill them; the wrapper
-        around the script turns it into the rank's own SIGTERM.
+        Earlier, it would just kill a starting mpirun or Python. mpirun forwards SIGUSR2 to every rank on every host, but
+        SIGTERM would make it kill them. The wrapper around the script turns SIGUSR2 into the rank's own SIGTERM.
         """
         if self._stop_sent or self._started < self.ranks or self._process.poll() is not None:
             return
@@ -348,7 +355,7 @@ class Supervisor:
         self._process.send_signal(signal.SIGUSR2)
 
     def _look(self) -> None:
-        """End a job whose ranks hang; what has failed, or was stopped, ends by its own deadline."""
+        """End a job if its ranks hang. A job that failed, or was stopped, ends by its own deadline."""
         if self.watch is None or self._failure_seen or self._outcome.stopped_by or self._outcome.hang:
             return
         try:
@@ -376,13 +383,13 @@ class Supervisor:
         self._quiet, self._quiet_since = _DRAIN_PATIENCE, time.monotonic()
 
     def _expect_quiet(self, seconds: float, why: str) -> None:
-        """Nothing that writes may be left after ``seconds`` without a byte of output."""
+        """Set the deadline for processes that may write: ``seconds`` without a byte of output."""
         self._quiet, self._quiet_since = seconds, time.monotonic()
         self._expect(_LEFTOVER_PATIENCE, why)
         self._why = self._why or why
 
     def _expect(self, seconds: float, why: str) -> None:
-        """Something must happen within ``seconds``; the nearest of several deadlines holds."""
+        """Set a deadline in ``seconds``. If there are several deadlines, the nearest one holds."""
         deadline = time.monotonic() + seconds
         if deadline < self._deadline:
             self._deadline, self._why = deadline, why
@@ -417,23 +424,23 @@ def write(data: bytes, descriptor: int, patience: float = _READER_PATIENCE) -> N
 
 
 def say(text: str) -> None:
-    """A word of the launcher itself in the job's log."""
+    """Write a line of the launcher itself to the job's log."""
     sys.stdout.flush()
     show([f"smp-launch: {text}"], 2)
 
 
 def stop_code(reason: str) -> int:
-    """The exit code of a job that was stopped and did not end well."""
+    """Return the exit code of a job that was stopped and did not end well."""
     return _STOP_CODES.get(reason, 143)
 
 
 def exit_code(outcome: ProgramOutcome) -> int:
-    """The exit code of a run that did not end well, as a shell has them."""
+    """Return the exit code of a run that did not end well, as a shell would."""
     if outcome.stopped_by:
         return stop_code(outcome.stopped_by)
     return outcome.returncode if 0 < outcome.returncode < 256 else 1
 
 
 def grace_seconds(environ: Mapping[str, str]) -> float:
-    """The grace, from the environment or the default."""
+    """Return the grace in seconds, from the environment or the default."""
     return seconds_of(environ, GRACE_VARIABLE, DEFAULT_GRACE)

@@ -1,4 +1,4 @@
-"""What must be alike in two processes for one to do the work of the other, as the system tells of it."""
+"""Conditions that must be equal in two processes if one is to do the work of the other, read from the system."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FREE = frozenset(
 
 
 def conditions() -> dict[str, str]:
-    """Those of this process: limits, rights, signals, cores, namespaces, and the interpreter.
+    """Return the conditions of this process: limits, rights, signals, cores, namespaces, and the interpreter.
 
     Raises:
-        OSError: the system does not tell them.
+        OSError: the system does not report them.
     """
     found = {
         name: value.strip()
@@ -43,11 +43,14 @@ def conditions() -> dict[str, str]:
 
 
 def other_condition(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The name of a condition in which two processes differ; None where they are alike."""
+    """Return the name of a condition in which two processes differ, or None if they are alike."""
     return next((name for name in sorted({*one, *other}) if one.get(name) != other.get(name)), None)
 
 
 def other_variable(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The name of a variable in which two environments differ, and that imports may have read; None where they are alike."""
+    """Return the name of a variable that differs between two environments, or None if there is none.
+
+    Only variables that imports may have read count.
+    """
     names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
     return next((name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)), None)

@@ -1,10 +1,12 @@
 """The process of a host that has made a job's imports, and forks into ranks: ``… smp_launch.warm.fork_server 3 4711``.
 
-It waits for a rank's report of what it has imported, becomes a new program with that rank's environment, and imports the same,
-slowly as long as nobody waits. From then on each wrapper that mpirun starts may hand its place over: its descriptors, folder,
-environment and words go to a fork, which runs the script as the wrapper would; its signals go there, and its end comes back.
-Where the two processes are not alike, or the imports have left something that a fork must not share, the wrapper is told why, and
-runs the script itself.
+It waits for a rank's report of its imports. Then it becomes a new program with that rank's environment, and imports
+the same modules, slowly as long as no process waits. From then on, each wrapper that mpirun starts may hand its place
+over. Its descriptors, folder, environment and arguments go to a fork, which runs the script as the wrapper would.
+The wrapper forwards its signals to the fork, and receives the fork's exit code.
+
+If the two processes are not alike, or the imports have left something that a fork must not share, the server sends
+the wrapper the reason. The wrapper then runs the script itself.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ class Forked:
     """A rank that runs in a fork, seen from here.
 
     Attributes:
-        connection: to its wrapper, without which it is ended.
-        pid: 0 once it was collected, when no signal may be sent to it any more.
-        ended: readable when it has ended.
-        with_group: whether signals are for what it has started, too.
+        connection: the connection to its wrapper; if it ends, the rank is ended.
+        pid: process id; 0 once it was collected, when no signal may be sent to it any more.
+        ended: descriptor that is readable when the process has ended.
+        with_group: whether signals are also for the processes that it has started.
     """
 
     connection: socket.socket
@@ -66,9 +68,9 @@ class ForkServer:
     """Waits for wrappers, and forks.
 
     Args:
-        listener: of the socket that they connect to.
-        environ: of this process when it began, which was that of a rank.
-        why_not: why no wrapper can hand its place over; None where it can.
+        listener: the socket that they connect to.
+        environ: environment of this process when it began, which was that of a rank.
+        why_not: why no wrapper can hand its place over; None if it can.
     """
 
     listener: socket.socket
@@ -78,7 +80,10 @@ class ForkServer:
     _forked: list[Forked] = field(default_factory=list)
 
     def serve(self) -> Callable[[], NoReturn]:
-        """Fork for each wrapper, and let its fork know of its signals; comes back in forks only, with what they are to do."""
+        """Fork for each wrapper, and forward the wrapper's signals to its fork.
+
+        This returns in forks only, with the function that they are to run.
+        """
         while True:
             sources: list[Any] = [self.listener, *self._waiting]
             sources += [source for forked in self._forked for source in (forked.connection, forked.ended)]
@@ -101,7 +106,11 @@ class ForkServer:
             connection.close()
 
     def _take(self, connection: socket.socket) -> Callable[[], NoReturn] | None:
-        """A wrapper says what it is, or hands its place over; in the fork, what that does."""
+        """Answer a wrapper that describes itself, or take over its place.
+
+        Returns:
+            In the fork, the function that runs the rank; otherwise None.
+        """
         descriptors: list[int] = []
         try:
             told, descriptors = messages.receive(connection)
@@ -154,7 +163,7 @@ class ForkServer:
         return lambda: _become_rank(place)
 
     def _attend(self, source: Any) -> None:
-        """A wrapper has a signal for its rank, or has ended, or the rank has."""
+        """Handle a signal from a wrapper for its rank, the end of a wrapper, or the end of a rank."""
         for forked in list(self._forked):
             if source == forked.ended:
                 pid, status = os.waitpid(forked.pid, os.WNOHANG)
@@ -195,7 +204,7 @@ def _become_rank(place: Mapping[str, Any]) -> NoReturn:
 
 
 def _end_with_parent(number: int, parent: int) -> None:
-    """Get a signal when the parent ends."""
+    """Let the system send a signal to this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -204,7 +213,7 @@ def _end_with_parent(number: int, parent: int) -> None:
 def wait_for_report(listener: socket.socket) -> NoReturn:
     """Become a new program with the environment of the first rank that reports.
 
-    Wrappers that come before are refused without a reason, which the job's own words give: it has come to no second step.
+    Wrappers that come before are refused without a reason. The job's own log gives it: no rank has begun a second step.
     """
     while True:
         connection, _ = listener.accept()
@@ -233,7 +242,7 @@ def wait_for_report(listener: socket.socket) -> NoReturn:
 
 
 def make_ready(report: Mapping[str, Any], listener: socket.socket) -> str | None:
-    """Import what the rank has; why no rank can be forked from this process then, None where it can."""
+    """Make the rank's imports; return why no rank can be forked from this process then, or None if one can."""
     from smp_launch.ranks.script import RankPlace, whole_lines  # which has weight, and a job may never come so far
 
     before = Shared.now()
@@ -248,7 +257,7 @@ def make_ready(report: Mapping[str, Any], listener: socket.socket) -> str | None
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Listen at a socket, for a parent; comes back in forks only, which run as ranks.
+    """Listen at a socket, for a parent. Return in forks only, which run as ranks.
 
     Args:
         arguments: the socket's descriptor, the parent's process, and that of the report once there is one.

@@ -1,7 +1,7 @@
-"""Stands where a rank's wrapper does when ranks are started again: ``… smp_launch.warm.handover SOCKET smp_launch.ranks.rank …``.
+"""A stand-in for a rank's wrapper when ranks are restarted: ``… smp_launch.warm.handover SOCKET smp_launch.ranks.rank …``.
 
-It hands its place over to a fork of the host's process that has made the imports, passes signals on, and ends as the fork does.
-Where that cannot be it is the rank itself. It imports nothing of weight.
+It hands its place over to a fork of the host's process that has made the imports, passes signals on, and ends as the
+fork does. If that is not possible, it is the rank itself. It imports nothing of weight.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def main(arguments: Sequence[str]) -> int:
     """Have the rank run in a fork, or run it.
 
     Args:
-        arguments: the socket, ``group`` where signals are for the processes of the rank, too, and ``process`` otherwise, the
-            wrapper's module, and its arguments.
+        arguments: the socket; ``group`` if signals are also for the processes that the rank starts, else ``process``;
+            the wrapper's module; and its arguments.
 
     Returns:
-        The exit code; where a fork has ended by a signal, this process ends by it.
+        The exit code. If a fork has ended by a signal, this process ends by it.
     """
     path, whose, module, *words = arguments
     before = [name for name in os.listdir("/proc/self/fd") if int(name) > 2 and _is_inherited(int(name))]
@@ -117,7 +117,7 @@ def _follow(connection: socket.socket, place: dict[str, object]) -> NoReturn:
 
 
 def _end(code: int) -> NoReturn:
-    """End as a process did whose exit code is this, negative for a signal, without a memory dump of this one."""
+    """End this process with the given exit code, or by that signal if it is negative, without a core dump."""
     if code >= 0:
         os._exit(code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -26,26 +26,27 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True)
 class Standby:
-    """The process that makes the imports of a job's ranks; a stand-in for none where ``path`` is empty.
+    """The process that makes the imports of a job's ranks, or a placeholder for none if ``path`` is empty.
 
     Attributes:
-        path: of the socket.
-        pids: of the process, which outlives a start of the ranks; its forks do not.
+        path: path of the socket.
+        pids: id of the process, which outlives a start of the ranks; its forks do not.
     """
 
     path: str = ""
     pids: tuple[int, ...] = ()
 
     def variables(self) -> dict[str, str]:
-        """What ranks must be told, so that the first reports what it has imported."""
+        """Return the variable that makes the first rank report its imports; empty without a standby process."""
         return {SOCKET_VARIABLE: self.path} if self.path else {}
 
     def program(self, program: Sequence[str], *, is_restart: bool, whose: str) -> list[str]:
-        """What is to be started for each rank.
+        """Return the command line to start for each rank.
 
         Args:
-            program: what :func:`smp_launch.isolated.program` returns for a rank's wrapper.
-            whose: ``group`` where a rank's signals are for what it has started, too, and ``process`` otherwise.
+            program: the command line that :func:`smp_launch.isolated.program` returns for a rank's wrapper.
+            whose: the receivers of a rank's signals: ``group`` if they include the processes that it has started, and
+                ``process`` otherwise.
         """
         if not (self.path and is_restart):
             return list(program)
@@ -53,7 +54,7 @@ class Standby:
         return [python, runs, "smp_launch.warm.handover", self.path, whose, *rest]
 
     def hurry(self) -> None:
-        """The ranks are about to be started again: imports that are still under way need not rest any more."""
+        """Make imports that are still under way stop resting, because the ranks are about to start again."""
         if self.path:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(self.path)
@@ -61,7 +62,7 @@ class Standby:
 
 @contextlib.contextmanager
 def standby(environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str], *, wanted: bool) -> Iterator[Standby]:
-    """Have a process ready as long as this lasts, where it helps and can be.
+    """Have a standby process ready in the block, if it is useful and possible.
 
     Args:
         script: only Python has imports.

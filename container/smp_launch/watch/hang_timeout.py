@@ -1,4 +1,4 @@
-"""How long a job may stand still before it hangs: some of its own steps, or what its user has set."""
+"""The time for which a job may stand still before it hangs: some of its own steps, or the user's value."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _REMEMBERED = 101
 
 
 class HangTimeout:
-    """Learns how long a job's steps take, and says how long nothing may happen.
+    """Learns how long a job's steps take, and sets how long nothing may happen.
 
     Args:
-        given: what the user has set, which holds as it is; None to go by the steps.
-        most: seconds at most: the time-out of every wait.
+        given: the user's number of seconds, which is used unchanged; None to derive it from the steps.
+        most: seconds at most: the timeout of every wait.
     """
 
     def __init__(self, given: float | None = None, most: float = float("inf")) -> None:
@@ -35,16 +35,20 @@ class HangTimeout:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> HangTimeout:
-        """As a job's variables have it; ConfigError for values that are no numbers."""
+        """Return the timeout that a job's variables set.
+
+        Raises:
+            ConfigError: a value is no number.
+        """
         return cls(hang_seconds(environ), timeout_seconds(environ))
 
     @property
     def watches(self) -> bool:
-        """Whether there is anything to watch for."""
+        """Return whether there is anything to watch for."""
         return self._given != 0
 
     def saw(self, step: int, when: float) -> None:
-        r"""The job is in its ``step``\\ -th step at ``when``."""
+        """Record that the job is in step number ``step`` at time ``when``."""
         self._furthest = max(self._furthest, step)
         if self._at is None or step < self._at[0]:
             self._at = step, when
@@ -57,12 +61,12 @@ class HangTimeout:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the job is in its stride: its first steps build and compile."""
+        """Return whether the job is past its first steps, which build and compile."""
         return self._furthest >= _IN_STRIDE
 
     @property
     def seconds(self) -> float:
-        """Without any progress, after which a rank that cannot go on by itself hangs the job."""
+        """Return after how many seconds without progress a rank that is stuck hangs the job."""
         if self._given is not None:
             return self._given
         median = statistics.median(self._steps) if self._steps else 0.0
@@ -70,12 +74,15 @@ class HangTimeout:
 
     @property
     def is_given(self) -> bool:
-        """Whether the user has set it."""
+        """Return whether the user has set the timeout."""
         return self._given is not None
 
     @property
     def longer(self) -> float:
-        """The same where it may only be slow: it computes or moves data, or the job is not in its stride."""
+        """Return the timeout for a rank that may only be slow.
+
+        It computes or moves data, or the job is still in its first steps.
+        """
         if self._given is None:
             return self._most
         return self._given if self.has_stepped else max(self._given, LEAST_HANG_SECONDS)

@@ -1,4 +1,4 @@
-"""The ranks of this machine, as their records and the system tell of them."""
+"""The ranks of this machine, seen through their records and the system."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _SAMPLE_SECONDS = 0.5
 
 
 class WatchedRanks(Protocol):
-    """The ranks of one machine. Times are those of the monotonic clock of whoever asks."""
+    """The ranks of one machine. Times are those of the caller's monotonic clock."""
 
     def glances(self) -> Mapping[int, Glance]:
-        """The newest sign of life of each rank, as far as it is known; never waits."""
+        """Return the newest known sign of life of each rank, without waiting."""
 
     def ask(self) -> None:
         """Have the positions made ready, for a verdict that may end the job."""
 
     def positions(self) -> Mapping[int, RankPosition]:
-        """Where each rank is; none of those that cannot be reached."""
+        """Return the position of each rank that can be reached."""
 
 
 class LocalRanks:
     """See :class:`WatchedRanks`.
 
     Args:
-        folder: where the ranks keep their records.
-        wakes: whether a stopped rank is let go on for a moment, so that it tells its stack.
+        folder: folder of the ranks' records.
+        wakes: whether a stopped rank is resumed for a moment, so that it writes its stack.
     """
 
     def __init__(self, folder: Path, *, wakes: bool = False) -> None:
@@ -63,7 +63,7 @@ class LocalRanks:
         """See :class:`WatchedRanks`; nothing has to be made ready here."""
 
     def positions(self) -> dict[int, RankPosition]:
-        """See :class:`WatchedRanks`; takes half a second, in which it is seen who computes."""
+        """See :class:`WatchedRanks`; takes half a second, to measure which ranks compute."""
         records = rank_record.read_all(self._folder)
         pids = {rank: where.pid for rank, where in records.items()}
         states = states_with_children(pids.values())

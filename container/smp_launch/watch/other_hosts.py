@@ -1,6 +1,6 @@
 """The ranks of other machines: asked over the connection that the leader has to each host, answered there.
 
-Requests and answers are lines. Clocks differ between hosts, so an answer says when it was given, by its host's clock.
+Requests and answers are lines. Clocks differ between hosts, so an answer has its time, by its host's clock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a host says; ``now`` is its clock's."""
+    """A host's answer; ``now`` is by its own clock."""
 
     now: float
     glances: dict[int, Glance]
@@ -48,7 +48,7 @@ _answers = TypeAdapter(_Answer)
 
 
 def answer(request: str, folder: Path) -> str | None:
-    """The line with which a host answers a request of its leader; None for words that are none."""
+    """Return the line with which a host answers a request of its leader, or None if ``request`` is no request."""
     if request not in (GLANCE, WHERE):
         return None
     ranks = LocalRanks(folder, wakes=True)
@@ -60,9 +60,9 @@ class OtherHost:
     """See :class:`~smp_launch.watch.local_ranks.WatchedRanks`: the ranks of a host, over its connection.
 
     Args:
-        requests: what is written to the host.
-        answers: what the host writes; only this object reads from it.
-        ranks: that the host has; of others there may be records of an earlier start, when ranks had other numbers.
+        requests: stream to the host.
+        answers: stream from the host; only this object reads from it.
+        ranks: ranks of the host. Others may have records of an earlier start, when ranks had other numbers.
     """
 
     def __init__(self, requests: IO[bytes], answers: IO[bytes], ranks: Collection[int]) -> None:
@@ -75,7 +75,7 @@ class OtherHost:
         self._is_asked = False
 
     def glances(self) -> dict[int, Glance]:
-        """See :class:`WatchedRanks`: what the host has said last; it is asked anew."""
+        """Return the host's last answer, and ask it again. See :class:`WatchedRanks`."""
         self._hear(0.0)
         if not self._is_asked:
             self._request(GLANCE)
@@ -101,7 +101,7 @@ class OtherHost:
             pass  # the host is gone, which others notice
 
     def _hear(self, seconds: float) -> bool:
-        """Take in what the host says within ``seconds``; whether there may be more."""
+        """Read the host's answers for up to ``seconds``, and return whether more may come."""
         try:
             while select.select([self._answers], [], [], seconds)[0]:
                 data = os.read(self._answers.fileno(), _READ_BYTES)
@@ -135,7 +135,7 @@ class OtherHost:
 
 
 def _shifted(position: RankPosition, later: float) -> RankPosition:
-    """The same by another clock."""
+    """Return the position with its times converted to another clock."""
     where = position.where
     moved = dataclasses.replace(where, when=where.when + later, long_until=where.long_until + later)
     return dataclasses.replace(position, where=moved)

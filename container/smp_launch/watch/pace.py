@@ -1,4 +1,4 @@
-"""What the ranks of this machine spend their time on, out of their records and the system; they are not disturbed."""
+"""The time that the ranks of this machine spend on each activity, read from their records without disturbing them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Seen:
     """A rank at one moment.
 
     Attributes:
-        processor_seconds: of its process.
-        memory_bytes: resident, or on its GPU where it has one.
+        processor_seconds: processor time of its process.
+        memory_bytes: resident memory, or memory on its GPU if it has one.
     """
 
     pid: int
@@ -38,7 +38,7 @@ class Seen:
 
 
 def look(folder: Path) -> dict[int, Seen]:
-    """The ranks that keep records in a folder and are in their job, by rank."""
+    """Return, by rank, the ranks that keep records in a folder and are in their job."""
     found = {}
     for name in os.listdir(folder) if folder.is_dir() else ():
         seen = glance(folder / name) if name.isdecimal() else None
@@ -49,7 +49,7 @@ def look(folder: Path) -> dict[int, Seen]:
 
 
 def between(before: dict[int, Seen], after: dict[int, Seen], host: str = "") -> list[PaceRecord]:
-    """What each rank did between two looks; a rank that was started again meanwhile is left out."""
+    """Return a record of each rank's work between two looks, without ranks that were started again meanwhile."""
     gpus = gpu_shares({seen.pid for seen in after.values() if seen.reading.device_bytes})
     records = []
     for rank, seen in after.items():
@@ -69,7 +69,7 @@ def between(before: dict[int, Seen], after: dict[int, Seen], host: str = "") -> 
 
 
 def gpu_shares(pids: Collection[int]) -> dict[int, float]:
-    """The part of the last moments in which the GPU of each process did something; empty where the driver's program is missing."""
+    """Return how much of the last moments each process's GPU was busy; empty if the driver's program is missing."""
     if not pids:
         return {}
     busy = {uuid: int(share) / 100 for uuid, share in _asked("--query-gpu=uuid,utilization.gpu") if share.isdigit()}

@@ -1,4 +1,4 @@
-"""Where a rank stands that does not go on: stopped, gone, in the script's code, or waiting for others."""
+"""The position of a rank that does not go on: stopped, gone, in the script's code, or waiting for others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN_CHARACTERS = 80
 
 
 class Standing(enum.Enum):
-    """Why a rank does not go on."""
+    """The reason why a rank does not go on."""
 
     STOPPED = "stopped"
     LEFT = "left"
@@ -40,11 +40,11 @@ class RankPosition:
 
     Attributes:
         where: its record.
-        seconds: since its last sign of life.
-        line: of the script, where it stands.
-        doing: in words, what it does there.
-        call: what it waits in for others.
-        wait: the open wait, where the record has one.
+        seconds: seconds since its last sign of life.
+        line: line of the script at which it is.
+        doing: its activity there, in words.
+        call: the call in which it waits for others.
+        wait: the open wait, if the record has one.
         is_active: whether it computes, or moves data.
         is_compiling: whether PyTorch's compiler is at work.
     """
@@ -62,16 +62,16 @@ class RankPosition:
 
     @property
     def rank(self) -> int:
-        """Of the job."""
+        """Return the rank's number in the job."""
         return self.where.rank
 
     @property
     def whom(self) -> tuple[int, ...]:
-        """The ranks that it waits for, as far as it is known; itself left out."""
+        """Return the other ranks that it waits for, if they are known."""
         return tuple(rank for rank in self.wait.whom if rank != self.rank) if self.wait is not None else ()
 
     def at(self) -> str:
-        """The script's line with its source, as in ``train.py:12 (for batch in loader:)``."""
+        """Return the script's line with its source, as in ``train.py:12 (for batch in loader:)``."""
         if not self.line:
             return "outside the script's own lines"
         source = linecache.getline(self.line.file, self.line.number).strip()
@@ -81,7 +81,7 @@ class RankPosition:
 
 
 def moment(where: RankRecord) -> str:
-    """When in its course a rank is, as in ``in backward of step 30``."""
+    """Describe when in its course a rank is, as in ``in backward of step 30``."""
     if where.phase == BETWEEN:
         return f"after step {where.step}"
     return f"in {where.phase} of step {where.step}" if where.step else "before the first step"
@@ -90,10 +90,10 @@ def moment(where: RankRecord) -> str:
 def position_of(
     where: RankRecord, state: State, threads: Sequence[Thread], now: float, *, is_active: bool
 ) -> RankPosition:
-    """Where a rank stands.
+    """Return where a rank stands.
 
     Args:
-        threads: its stacks; none where it could not tell.
+        threads: its stacks; none if it could not write them.
         now: in seconds of the monotonic clock.
     """
     seconds = max(0.0, now - where.when)
@@ -122,7 +122,7 @@ def position_of(
 
 
 def _of_script(threads: Sequence[Thread], main: int) -> Thread | None:
-    """The thread that does the script's work: one of a pipeline's that is in its code, else the main thread."""
+    """Return the thread that runs the script: a pipeline's thread in the script's code, else the main thread."""
     for thread in threads:
         if any(_PIPELINE in frame.file for frame in thread.frames) and _is_in_script(thread):
             return thread
@@ -130,7 +130,7 @@ def _of_script(threads: Sequence[Thread], main: int) -> Thread | None:
 
 
 def _significant(thread: Thread) -> Frame | None:
-    """The innermost frame that is not the interpreter's own."""
+    """Return the innermost frame that is not the interpreter's own."""
     return next((frame for frame in thread.frames if not is_standard(frame.file)), None)
 
 
@@ -170,7 +170,7 @@ def _line(thread: Thread) -> ScriptLine:
 
 
 def _call(thread: Thread) -> str:
-    """The function of PyTorch's or MPI's that the script has called."""
+    """Return the name of the PyTorch or MPI function that the script has called."""
     found = ""
     for frame in thread.frames:
         if is_script_s(frame.file):

@@ -1,4 +1,4 @@
-"""What is known of a hang, for people and for programs: the failure's words, and the report with all stacks."""
+"""Reports of a hang, for people and for programs: the failure's words, and the report with all stacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CALLS = 8
 
 
 def cause_of_hang(hang: Hang, host_of: Callable[[int], str]) -> Cause:
-    """The failure of a job that hangs."""
+    """Return the failure of a job that hangs."""
     rank = hang.verdict.rank
     who = "hang" if rank is None else f"rank {rank} ({host_of(rank)}): hang"
     detail = (
@@ -40,12 +40,12 @@ def cause_of_hang(hang: Hang, host_of: Callable[[int], str]) -> Cause:
 
 
 def summary(positions: Mapping[int, RankPosition]) -> str:
-    """A line for each rank."""
+    """Return a line for each rank."""
     return "\n".join(describe(position) for position in positions.values())
 
 
 def describe(position: RankPosition) -> str:
-    """Where a rank stands, in one line."""
+    """Describe in one line where a rank stands."""
     where = position.where
     step = f"step {where.step}, " if where.step else ""
     doing = f"waits in {position.call}" if position.standing.value == "waiting" else position.doing or "goes on"
@@ -54,7 +54,10 @@ def describe(position: RankPosition) -> str:
 
 
 def last_seen(folder: Path) -> dict[int, str]:
-    """Where ranks were that have ended, as in ``in backward of step 30, last seen at train.py:40 (…)``; none without a note."""
+    """Return where each ended rank was, as in ``in backward of step 30, last seen at train.py:40 (…)``.
+
+    Ranks without a note are left out.
+    """
     found = {}
     for rank, where in rank_record.read_all(folder).items():
         if where.step or where.line:
@@ -65,14 +68,17 @@ def last_seen(folder: Path) -> dict[int, str]:
 
 
 def last_step(folder: Path, rank: int | None) -> int | None:
-    """The step that a rank had begun when it ended, of one without a record here that of the furthest; None before the first."""
+    """Return the step that a rank had begun when it ended, or None before the first step.
+
+    If the rank has no record here, return the step of the rank that came furthest.
+    """
     glances = {int(path.name): rank_record.glance(path) for path in folder.iterdir() if path.name.isdecimal()}
     steps = {number: glance.step for number, glance in glances.items() if glance is not None}
     return (steps[rank] if rank in steps else max(steps.values(), default=0)) or None
 
 
 def write_report(folder: Path, hang: Hang) -> Path | None:
-    """Write the report in both forms; gives the text's path, None where it cannot be written."""
+    """Write the report in both forms; return the text's path, or None if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / JSON_NAME).write_text(json.dumps(_content(hang), indent=1), encoding="utf-8", errors="replace")
@@ -84,7 +90,7 @@ def write_report(folder: Path, hang: Hang) -> Path | None:
 
 
 def text_of(hang: Hang) -> str:
-    """The report for people."""
+    """Return the report for people."""
     rank = hang.verdict.rank
     lines = [f"{'' if rank is None else f'rank {rank} '}{hang.verdict.text}", "", summary(hang.positions)]
     for position in hang.positions.values():
@@ -106,7 +112,7 @@ def text_of(hang: Hang) -> str:
 
 
 def _content(hang: Hang) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the report for programs."""
     return {
         "rank": hang.verdict.rank,
         "text": hang.verdict.text,

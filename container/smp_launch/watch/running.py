@@ -27,8 +27,8 @@ class RunningJob:
     """A job of this user's on this machine.
 
     Attributes:
-        name: empty where none was given.
-        folder: where its ranks keep their records.
+        name: name of the job; empty if it has none.
+        folder: folder of its ranks' records.
     """
 
     name: str
@@ -36,7 +36,7 @@ class RunningJob:
 
 
 def running_jobs() -> list[RunningJob]:
-    """All jobs whose ranks this user may look at, by name."""
+    """Return all jobs with ranks that this user may look at, sorted by name."""
     found: dict[Path, RunningJob] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -51,7 +51,9 @@ def running_jobs() -> list[RunningJob]:
 
 
 def named(name: str) -> RunningJob:
-    """The running job whose name is, or begins with, ``name``; the only one there is, if that is empty.
+    """Return the running job with this name, or with a name that begins with it.
+
+    If ``name`` is empty, there must be only one job.
 
     Raises:
         ConfigError: there is none, or there are several.
@@ -71,7 +73,10 @@ def named(name: str) -> RunningJob:
 
 
 def positions_of(job: RunningJob) -> tuple[dict[int, RankPosition], HangVerdict | None]:
-    """Where each rank is now, and what keeps those that stand still; None where all go on."""
+    """Return where each rank is now, and the verdict on those that stand still.
+
+    The verdict is None if all ranks go on.
+    """
     watch = HangWatch([LocalRanks(job.folder)], HangTimeout(given=_STILL_SECONDS))
     positions = watch.positions()
     still = watch.standing_still(positions)

@@ -101,7 +101,10 @@ def ask(
 
 
 def _is_whole(text: str) -> bool:
-    """Whether the stacks end with the outermost call of the main thread; they are written a line at a time."""
+    """Return whether the stacks end with the outermost call of the main thread.
+
+    They are written a line at a time.
+    """
     line = text[text.rfind("\n", 0, -1) + 1 :]
     frame = _FRAME.match(line.rstrip("\n")) if line.endswith("\n") else None
     return frame is not None and frame[3] in _OUTERMOST
@@ -115,7 +118,10 @@ def _interrupt(pid: int, number: int) -> None:
 
 
 def ask_stopped(folder: Path, pids: dict[int, int], among: Collection[int]) -> dict[int, tuple[Thread, ...]]:
-    """The same of stopped processes: each is let go on for as long as it takes to answer, and stopped again."""
+    """Have stopped processes write their stacks.
+
+    Each one is resumed for as long as it takes to answer, and stopped again.
+    """
     found: dict[int, tuple[Thread, ...]] = {}
     for rank in among:
         try:
@@ -127,7 +133,7 @@ def ask_stopped(folder: Path, pids: dict[int, int], among: Collection[int]) -> d
 
 
 def left_by_crash(folder: Path, rank: int) -> tuple[Thread, ...]:
-    """The stacks that a rank has left that crashed in native code."""
+    """Return the stacks that a rank left when it crashed in native code."""
     try:
         text = (folder / f"{rank}{STACKS_SUFFIX}").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -136,7 +142,7 @@ def left_by_crash(folder: Path, rank: int) -> tuple[Thread, ...]:
 
 
 def _read_on(folder: Path, before: dict[int, int], texts: dict[int, str]) -> bool:
-    """Read what is there; whether any of it was not there a moment ago."""
+    """Read new text, and return whether there was any."""
     grown = False
     for rank, size in before.items():
         try:

@@ -1,4 +1,4 @@
-"""What the system says of a process: whether it runs, is stopped, or has ended, and whether it gets anywhere."""
+"""The system's view of a process: whether it runs, is stopped, or has ended, and whether it makes progress."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class State:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it goes on only when somebody lets it."""
+        """Return whether the process is stopped, so that it goes on only after it is resumed."""
         return self.letter in _STOPPED
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone."""
+        """Return whether the process is gone."""
         return not self.letter or self.letter in _ENDED
 
 
 def state_of(pid: int) -> State:
-    """The state of a process of this machine."""
+    """Return the state of a process of this machine."""
     try:
         words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -63,7 +63,10 @@ def state_of(pid: int) -> State:
 
 
 def _delayed(pid: int) -> float:
-    """Seconds for which a process's threads could have run but waited for a processor; 0 where the system does not count them."""
+    """Return the seconds for which a process's threads could have run but waited for a processor.
+
+    It is 0 if the system does not count them.
+    """
     delayed = 0
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -73,7 +76,7 @@ def _delayed(pid: int) -> float:
 
 
 def name_of(pid: int) -> str:
-    """What a process runs, in a word."""
+    """Return the name of the program that a process runs."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -81,7 +84,7 @@ def name_of(pid: int) -> str:
 
 
 def states_with_children(pids: Collection[int]) -> dict[int, State]:
-    """The state of each process; what processes below it have used and moved counts as its own."""
+    """Return the state of each process. Processor time and data of its child processes count as its own."""
     table = all_processes()
     found = {}
     for pid in pids:
@@ -93,7 +96,11 @@ def states_with_children(pids: Collection[int]) -> dict[int, State]:
 
 
 def is_active(before: State, after: State, seconds: float) -> bool:
-    """Whether a process has computed, moved data, or waited for the disk, in the ``seconds`` between two looks."""
+    """Return whether a process has computed, moved data, or waited for the disk between two looks.
+
+    Args:
+        seconds: time between the two looks.
+    """
     if before.letter == after.letter == _ON_DISK:
         return True
     computed = after.processor_seconds - before.processor_seconds

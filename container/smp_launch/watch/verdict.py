@@ -1,4 +1,4 @@
-"""Why a job hangs: the rank that others wait for, and the line of the script where it is, out of all ranks' positions."""
+"""The reason why a job hangs: the rank that others wait for, and its line of the script, from all ranks' positions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SHOWN_GROUPS = 3
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Why a job hangs.
+    """The reason why a job hangs.
 
     Attributes:
-        rank: whose fault it most probably is; None where it is no rank's.
-        text: in one line: what this rank does, where, and who waits for it.
-        is_certain: whether it cannot go on by itself; otherwise it may only be slow, and computes or moves data.
+        rank: the rank that is most probably at fault; None if no rank is.
+        text: one line: what this rank does, where, and which ranks wait for it.
+        is_certain: whether the rank is stuck for certain; otherwise it may only be slow, and computes or moves data.
     """
 
     rank: int | None
@@ -30,11 +30,11 @@ class HangVerdict:
 
 
 def find(positions: Mapping[int, RankPosition], seconds: float) -> HangVerdict:
-    """The verdict over ranks that do not go on.
+    """Return the verdict over ranks that do not go on.
 
     Args:
-        positions: of all ranks of the job that are known, by rank; those that go on are not among them.
-        seconds: for which nothing has gone on.
+        positions: positions of all known ranks that do not go on, by rank.
+        seconds: seconds without any progress.
     """
     everyone = list(positions.values())
     stopped = [p for p in everyone if p.standing is Standing.STOPPED]
@@ -60,7 +60,10 @@ def _stopped(position: RankPosition) -> str:
 
 
 def _of_script(in_script: Sequence[RankPosition], everyone: Sequence[RankPosition]) -> HangVerdict:
-    """Some ranks are in the script's code: of these, those that others wait for, longest first."""
+    """Return the verdict if some ranks are in the script's code: blame a rank that others wait for.
+
+    A rank that does not compute comes first, then the one that has been there longest.
+    """
     awaited = {rank for p in everyone for rank in p.whom}
     blamed = [p for p in in_script if p.rank in awaited] or list(in_script)
     # On a GPU collectives are queued, and a rank waits for them wherever it reads a value: it is ahead of one that has not come.
@@ -79,7 +82,7 @@ def _of_script(in_script: Sequence[RankPosition], everyone: Sequence[RankPositio
 
 
 def _uneven(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
-    """A rank has ended its script while others wait for it."""
+    """Return the verdict if a rank has ended its script while others wait for it, else None."""
     gone = {p.rank for p in positions.values() if p.standing is Standing.LEFT}
     for waiting in positions.values():
         missed = gone.intersection(waiting.whom)
@@ -96,7 +99,7 @@ def _uneven(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
 
 
 def _mismatch(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
-    """Members of a group have begun the same collective with other tensors, or another one."""
+    """Return the verdict if ranks of a group called different collectives, or one with different tensors, else None."""
     for members, number in _open_collectives(positions):
         calls = {rank: call for rank in members if (call := _collective(positions, rank, members, number)) is not None}
         kinds = Counter(call.content for call in calls.values())
@@ -113,7 +116,7 @@ def _mismatch(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
 
 
 def _missing_collective(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
-    """A member of a group has not begun the collective in which others wait, since it waits elsewhere itself."""
+    """Return the verdict if a rank waits elsewhere and has not begun its group's collective, else None."""
     for members, number in _open_collectives(positions):
         behind = [
             rank
@@ -137,7 +140,7 @@ def _missing_collective(positions: Mapping[int, RankPosition]) -> HangVerdict | 
 
 
 def _other_call(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
-    """Ranks have called different functions of this library, as their script's how-manieth call."""
+    """Return the verdict if ranks called different functions of this library as their n-th call, else None."""
     public = {rank: {c.number: c for c in p.where.calls if c.kind == PUBLIC} for rank, p in positions.items()}
     numbers = sorted(set.union(*(set(calls) for calls in public.values()))) if public else []
     for number in numbers:
@@ -160,7 +163,7 @@ def _other_call(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
 
 
 def _circle(everyone: Sequence[RankPosition], seconds: float) -> HangVerdict:
-    """All wait, and nothing says which of them should not."""
+    """Return the verdict if all ranks wait and no rank is known to be at fault."""
     lines = Counter((p.call, p.line) for p in everyone)
     first = min(everyone, key=lambda p: (lines[p.call, p.line], -p.rank))
     text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, {moment(first.where)}"
@@ -172,7 +175,7 @@ def _circle(everyone: Sequence[RankPosition], seconds: float) -> HangVerdict:
 
 
 def _open_collectives(positions: Mapping[int, RankPosition]) -> list[tuple[tuple[int, ...], int]]:
-    """Group and number of the collectives in which ranks wait, those of the smallest number first."""
+    """Return group and number of the collectives in which ranks wait, those of the smallest number first."""
     found = {(p.wait.whom, p.wait.number) for p in positions.values() if p.wait is not None and p.wait.number}
     return sorted(found, key=lambda pair: (pair[1], pair[0]))
 
@@ -188,18 +191,18 @@ def _collective(
 
 
 def _count(where: RankRecord, members: tuple[int, ...]) -> int:
-    """How many collectives of a group a rank has begun, as far as its record reaches."""
+    """Return how many collectives of a group a rank has begun, according to its record."""
     return max((c.number for c in where.calls if c.kind == COLLECTIVE and c.members == members), default=0)
 
 
 def _is_ahead(position: RankPosition, other: RankPosition) -> bool:
-    """Whether a rank has begun a collective that another of the same group has not."""
+    """Return whether a rank has begun a collective that another rank of the same group has not."""
     groups = {call.members for call in position.where.calls if call.kind == COLLECTIVE and other.rank in call.members}
     return any(_count(position.where, members) > _count(other.where, members) for members in groups)
 
 
 def _deviant(calls: Mapping[int, JoinedCall], key: Callable[[JoinedCall], str]) -> int:
-    """The rank whose call fewest others have made; of as many, the last."""
+    """Return the rank that made the rarest call; of several such ranks, the last."""
     votes = Counter(key(call) for call in calls.values())
     return min(calls, key=lambda rank: (votes[key(calls[rank])], -rank))
 
@@ -209,7 +212,7 @@ def _next_name(calls: Mapping[int, JoinedCall], number: int) -> str:
 
 
 def _waiting(everyone: Iterable[RankPosition], apart: Collection[int]) -> str:
-    """Who waits where, for the end of a sentence."""
+    """Describe which ranks wait where, for the end of a sentence."""
     places: dict[str, list[int]] = defaultdict(list)
     for p in everyone:
         if p.rank not in apart and p.standing is Standing.WAITING:

@@ -30,11 +30,11 @@ _AGAIN = 0.25
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found.
+    """A hang that was found.
 
     Attributes:
-        seconds: for which nothing had gone on.
-        positions: of all ranks, those that went on among them.
+        seconds: seconds without any progress.
+        positions: positions of all ranks, also of those that went on.
     """
 
     verdict: HangVerdict
@@ -46,8 +46,8 @@ class HangWatch:
     """Looks at the ranks of a job now and then; use it from one thread.
 
     Args:
-        machines: the ranks of each.
-        size: how many ranks the job has, where there may be others that nobody here can see; of what they do nothing is said.
+        machines: the ranks of each machine.
+        size: number of ranks of the job. If some of them cannot be seen here, no verdict about them is made.
         patience: how long nothing may happen.
     """
 
@@ -64,7 +64,7 @@ class HangWatch:
         return max(0.05, min(_LOOK_SECONDS, self._patience.seconds / 10))
 
     def look(self) -> Hang | None:
-        """To be called at ``next_look``: whether the job hangs."""
+        """Return the hang if the job hangs, else None. Call it at ``next_look``."""
         now = time.monotonic()
         self.next_look = now + self._pause
         quiet = self._quiet(now)
@@ -83,7 +83,7 @@ class HangWatch:
         return hang
 
     def _quiet(self, now: float) -> dict[int, float]:
-        """Seconds since the last sign of life of the ranks that have not left."""
+        """Return the seconds since the last sign of life of each rank that has not left."""
         self._glances = {rank: glance for ranks in self._machines for rank, glance in ranks.glances().items()}
         if self._glances:
             first = self._glances[min(self._glances)]
@@ -91,13 +91,16 @@ class HangWatch:
         return {rank: now - glance.when for rank, glance in self._glances.items() if not glance.has_left}
 
     def _is_suspect(self, quiet: Mapping[int, float]) -> bool:
-        """Whether it is worth a closer look."""
+        """Return whether the job needs a closer look."""
         longest = max(quiet.values())
         some_left = any(glance.has_left for glance in self._glances.values())
         return longest >= self._patience.seconds or (longest >= _LEFT_SECONDS and some_left)
 
     def _stopped_overseer(self, now: float) -> Hang | None:
-        """A process between this one and the ranks, such as mpirun, is stopped: what ranks print and how they end stays with it."""
+        """Return a hang if a process between this one and the ranks, such as mpirun, is stopped for too long.
+
+        The output and the exit codes of the ranks then stay in that process.
+        """
         ranks = {glance.pid for glance in self._glances.values()}
         overseers = below([os.getpid()], all_processes(), apart=ranks)
         stopped = {pid for pid in overseers if state_of(pid).is_stopped}
@@ -112,7 +115,10 @@ class HangWatch:
         return None
 
     def examine(self) -> Hang | None:
-        """Bring all records together; None where the ranks that stand still wait for one that does not."""
+        """Bring all records together and return the hang, or None if there is none.
+
+        Ranks that stand still because they wait for one that goes on are no hang.
+        """
         positions = self.positions()
         still = self.standing_still(positions)
         if not still or (len(positions) < self._size and all(p.standing is Standing.WAITING for p in still.values())):
@@ -121,13 +127,19 @@ class HangWatch:
         return Hang(find(still, seconds), seconds, positions)
 
     def positions(self) -> dict[int, RankPosition]:
-        """Where each rank is now, with its stacks; takes half a second, and some more where hosts do not answer."""
+        """Return where each rank is now, with its stacks.
+
+        This takes half a second, and longer if hosts do not answer.
+        """
         for ranks in self._machines:
             ranks.ask()
         return dict(sorted((rank, place) for ranks in self._machines for rank, place in ranks.positions().items()))
 
     def standing_still(self, positions: Mapping[int, RankPosition]) -> dict[int, RankPosition]:
-        """Ranks that stand still and wait for none that goes on, and those that have left for which they wait."""
+        """Return the ranks that stand still and wait for none that goes on.
+
+        Ranks that have left are included if those wait for them.
+        """
         patience = min(self._patience.seconds, _LEFT_SECONDS) * 0.8
         gone = {rank for rank, p in positions.items() if p.standing is Standing.LEFT}
         still = {
@@ -156,7 +168,7 @@ class HangWatch:
         return {rank: positions[rank] for rank in sorted(still | (gone & awaited))} if still else {}
 
     def _is_due(self, hang: Hang, now: float) -> bool:
-        """Whether patience is at its end with this."""
+        """Return whether the hang has lasted longer than its timeout."""
         if hang.verdict.rank is None:
             return True
         blamed = hang.positions[hang.verdict.rank]

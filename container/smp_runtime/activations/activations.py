@@ -1,4 +1,4 @@
-"""What a rank knows of its regions: where they wait, and how they lie on the stages of a pipeline."""
+"""A rank's checkpointed regions: where their inputs wait, and how they lie on the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("smp")
 
 
 class StagedRegions(Protocol):
-    """How the regions of a model lie on the stages of a pipeline; the pipeline's side keeps it.
+    """The placement of a model's regions on the stages of a pipeline; the pipeline implements it.
 
     Attributes:
         groups: requests to groups of modules on other stages.
@@ -31,16 +31,19 @@ class StagedRegions(Protocol):
 
     @property
     def stage(self) -> int:
-        """This rank's."""
+        """Return this rank's stage."""
 
     def stage_of(self, module: nn.Module) -> int | None:
-        """The stage of a module with all that is in it, or None if it is on several; this rank's for a foreign one."""
+        """Return the stage of a module and its submodules, or None if they are on several.
+
+        For a module that is not part of the model, return this rank's stage.
+        """
 
     def check(self, model: nn.Module) -> None:
         """Look for checkpointed modules that the partition has split."""
 
     def tell_split(self, module: nn.Module) -> None:
-        """Say once that a module is not checkpointed because it is on several stages."""
+        """Log once that a module is not checkpointed because it is on several stages."""
 
     def call(
         self, members: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
@@ -48,10 +51,10 @@ class StagedRegions(Protocol):
         """Call modules of another stage one after the other, as one region there."""
 
     def remote_calls(self) -> int:
-        """Modules of other stages that the running task has called so far."""
+        """Return how many modules of other stages the running task has called so far."""
 
     def where(self) -> tuple[Any, Any, Any] | None:
-        """Place and action of the running task, and the planned order; None outside tasks."""
+        """Return place and action of the running task, and the planned order; None outside tasks."""
 
 
 class Activations:
@@ -79,7 +82,7 @@ class Activations:
 
     @classmethod
     def here(cls) -> Activations:
-        """Those of the running session; plain ones before ``smp.init``."""
+        """Return the instance of the running session, or a plain one before ``smp.init``."""
         if not sessions.is_initialized():
             return _plain
         ranks = sessions.current().ranks
@@ -87,7 +90,7 @@ class Activations:
 
     @property
     def placement(self) -> StagedRegions | None:
-        """Of the regions on a pipeline's stages; None without pipeline parallelism."""
+        """Return the placement of regions on pipeline stages; None without pipeline parallelism."""
         return None if self._placement is None else self._placement()
 
     @placement.setter
@@ -95,7 +98,10 @@ class Activations:
         self._placement = weakref.ref(value)
 
     def device_of(self, leaves: Iterable[Any]) -> torch.device:
-        """Whose random numbers a region uses: this rank's device, or before ``smp.init`` that of the arguments."""
+        """Return the device that supplies a region's random numbers.
+
+        That is this rank's device, or before ``smp.init`` the device of the arguments.
+        """
         if self._ranks is None:
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
@@ -103,19 +109,23 @@ class Activations:
         return self.device
 
     def remote_calls(self) -> int:
-        """How many modules of other stages the running task has called."""
+        """Return how many modules of other stages the running task has called."""
         placement = self.placement
         return 0 if placement is None else placement.remote_calls()
 
     def _where(self) -> tuple[Any, Any, Any]:
-        """Microbatch and path of the running task, its action, and the planned order."""
+        """Return microbatch and path of the running task, its action, and the planned order."""
         placement = self.placement
         if placement is not None and (place := placement.where()) is not None:
             return place
         return (None if self._ranks is None else self._ranks.step.microbatch, ()), None, None
 
     def step_begins(self, has_marks: bool) -> None:
-        """A step begins; ``has_marks`` says whether any module is checkpointed."""
+        """Prepare for a new step.
+
+        Args:
+            has_marks: whether any module is checkpointed.
+        """
         if self.offloader is not None:
             self._check_requests(self.offloader)
             self.offloader.begin_step()
@@ -129,7 +139,7 @@ class Activations:
         self._steps += 1
 
     def _check_requests(self, offloader: Offloader) -> None:
-        """Say once where the step that has ended kept all regions' inputs on the device in spite of the offloader."""
+        """Warn once if the last step kept all regions' inputs on the device in spite of the offloader."""
         counts = offloader.tape.requests()
         if self._has_told or self._ranks is None or len(counts) < 2 or max(counts) > 1:
             return

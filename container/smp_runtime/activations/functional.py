@@ -64,7 +64,7 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """Call an ``nn.Sequential`` whose children keep only their inputs for backward.
+    """Call an ``nn.Sequential`` with children that keep only their inputs for backward.
 
     Args:
         sequential_module: its children may lie on several pipeline stages, but each on one.
@@ -74,10 +74,10 @@ def checkpoint_sequential(
         pack_args_as_tuple: accepted; a tuple always stays one.
 
     Returns:
-        What the last child returns.
+        The output of the last child.
 
     Raises:
-        SMPUserError: an unknown strategy, or no ``nn.Sequential``.
+        SMPUserError: an unknown strategy, or a module that is not an ``nn.Sequential``.
 
     Example:
         >>> from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint_sequential
@@ -97,10 +97,10 @@ class Strategy:
 
     @classmethod
     def parse(cls, name: object) -> Strategy:
-        """The strategy of a name.
+        """Return the strategy of this name.
 
         Raises:
-            SMPUserError: no such strategy.
+            SMPUserError: If there is no such strategy.
         """
         if name == "each":
             return cls("each", 1)
@@ -123,7 +123,7 @@ class Strategy:
 def grouped(
     children: Sequence[T], stages: Sequence[int | None], strategy: Strategy
 ) -> list[tuple[int | None, list[T]]]:
-    """Neighbours on the same stage, in regions of at most the strategy's size.
+    """Group neighbours on the same stage into regions of at most the strategy's size.
 
     Args:
         children: in the order of their calls.
@@ -142,10 +142,10 @@ def grouped(
 
 
 def check_sequential(module: nn.Module, strategy: Strategy) -> nn.Sequential:
-    """The module, when its children can be put together.
+    """Return the module if its children can be grouped.
 
     Raises:
-        SMPUserError: they cannot.
+        SMPUserError: If they cannot.
     """
     if not isinstance(module, nn.Sequential):
         raise SMPUserError(
@@ -161,7 +161,7 @@ def check_sequential(module: nn.Module, strategy: Strategy) -> nn.Sequential:
 
 
 def run_sequential(module: nn.Sequential, value: Any, strategy: Strategy, preserve_rng_state: bool) -> Any:
-    """What ``module(value)`` gives, each group of children as one region on the stage where it lies.
+    """Return ``module(value)``, with each group of children as one region on the stage where it lies.
 
     Raises:
         SMPUserError: a child is on several stages that were set by hand.

@@ -1,4 +1,4 @@
-"""Which kept activations backward uses next: read off the step before, or the planned order of a pipeline.
+"""The order in which backward uses kept activations, read from the previous step or a pipeline's planned order.
 
 The *tape* of a step is the sequence of forward and backward passes of regions on this rank. A *task* of the horizon is one
 entry of it.
@@ -27,7 +27,7 @@ class TapeEntry(NamedTuple):
 
 
 class Tape:
-    """Follows a step, and says what comes within the horizon, a number of tasks."""
+    """A record of a step's tasks, which predicts the tasks within the horizon (a number of tasks)."""
 
     def __init__(self, horizon: int) -> None:
         self._horizon = horizon
@@ -39,7 +39,7 @@ class Tape:
         self._numbers: dict[Place, int] = {}
 
     def begin_step(self) -> None:
-        """A step begins; what the one before did is what is expected of it."""
+        """Begin a new step, which is expected to follow the order of the previous one."""
         if any(entry.kind == "B" for _, entry in self._record):
             self._last = self._record
         self._record = []
@@ -49,13 +49,16 @@ class Tape:
         self._numbers.clear()
 
     def new_key(self, place: Place) -> RegionKey:
-        """The name of a region's use that begins now."""
+        """Return the key of a region's use that begins now."""
         number = self._numbers.get(place, 0)
         self._numbers[place] = number + 1
         return RegionKey(place, number)
 
     def requests(self) -> list[int]:
-        """Of the microbatch of this step with most of them, how many regions each request of another stage has run."""
+        """Return how many regions each request of another stage has run, for one microbatch of this step.
+
+        It is the microbatch with the most requests.
+        """
         found: dict[int | None, list[int]] = {}
         for (microbatch, path), count in self._numbers.items():
             if path:
@@ -63,7 +66,7 @@ class Tape:
         return max(found.values(), key=len, default=[])
 
     def note(self, entry: TapeEntry, action: Hashable = None, order: Sequence[Hashable] | None = None) -> None:
-        """A task begins.
+        """Record that a task begins.
 
         Args:
             action: of the pipeline that it belongs to.
@@ -81,19 +84,19 @@ class Tape:
 
     @property
     def entries(self) -> list[TapeEntry]:
-        """The step so far."""
+        """Return the tasks of the step so far."""
         return [entry for _, entry in self._record]
 
     @property
     def is_followed(self) -> bool:
-        """Whether the step has done what was expected so far."""
+        """Return whether the step has followed the expected order so far."""
         return self._expected is not None
 
     def coming(self, live: Iterable[RegionKey]) -> list[RegionKey]:
-        """The uses in backward within the horizon.
+        """Return the uses with a backward pass within the horizon.
 
         Args:
-            live: uses whose forward pass has begun and whose backward pass has not, in order.
+            live: uses between their forward and backward passes, in order.
         """
         if self._expected is not None:
             ahead = self._expected[self._position : self._position + self._horizon]

@@ -107,12 +107,12 @@ class _CheckpointedCall:
         module_calls.answer(self.module, self)
 
     def on(self, module: nn.Module) -> _CheckpointedCall:
-        """The same for another module."""
+        """Return a call with the same settings for another module."""
         return _CheckpointedCall(module, self.preserve_rng_state)
 
 
 class _GroupedForward:
-    """Stands in for the forward of an ``nn.Sequential`` whose children are checkpointed in groups."""
+    """A replacement for the forward of an ``nn.Sequential`` with children that are checkpointed in groups."""
 
     def __init__(self, module: nn.Sequential, strategy: Strategy, preserve_rng_state: bool) -> None:
         self.module = module
@@ -129,7 +129,7 @@ class _GroupedForward:
         self.module.__dict__["forward"] = self
 
     def on(self, module: nn.Module) -> _GroupedForward:
-        """The same for another module."""
+        """Return a forward with the same settings for another module."""
         return _GroupedForward(check_sequential(module, self.strategy), self.strategy, self.preserve_rng_state)
 
 
@@ -143,7 +143,7 @@ def _mark(module: nn.Module, marking: _Marking) -> None:
 
 
 def unmark(module: nn.Module) -> None:
-    """Let a module keep what it keeps by itself."""
+    """Stop checkpointing a module."""
     marking = module.__dict__.pop(_MARK, None)
     if isinstance(marking, _CheckpointedCall):
         module_calls.answer_itself(module, marking)
@@ -157,12 +157,15 @@ def mark(module: nn.Module, preserve_rng_state: bool = True) -> None:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether a module is checkpointed."""
+    """Return whether a module is checkpointed."""
     return _MARK in module.__dict__
 
 
 def marked_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """What must lie on one stage: checkpointed modules, and the children of sequences that are checkpointed in groups."""
+    """Yield the modules that must each lie on one stage.
+
+    These are checkpointed modules, and the children of sequences that are checkpointed in groups.
+    """
     for module in model.modules():
         marking = module.__dict__.get(_MARK)
         if isinstance(marking, _GroupedForward):
@@ -172,7 +175,10 @@ def marked_parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def recomputed_parts(model: nn.Module) -> dict[str, bool]:
-    """Paths of the modules that backward computes again, and whether each keeps its inputs; none lies in another one."""
+    """Return the paths of the modules that backward computes again, and whether each keeps its inputs.
+
+    No path lies in another one.
+    """
     found: dict[str, bool] = {}
     inside: set[int] = set()
     for path, module in model.named_modules():
@@ -190,12 +196,12 @@ def recomputed_parts(model: nn.Module) -> dict[str, bool]:
 
 
 def marks(model: nn.Module) -> dict[str, _Marking]:
-    """The settings of a model's checkpointed modules, by path."""
+    """Return the settings of a model's checkpointed modules, by path."""
     return {path: module.__dict__[_MARK] for path, module in model.named_modules() if is_marked(module)}
 
 
 def carry_over(before: dict[str, _Marking], model: nn.Module) -> None:
-    """Modules that have taken the place of checkpointed ones are checkpointed too.
+    """Checkpoint the modules that have replaced checkpointed ones.
 
     Args:
         before: from :func:`marks`, before modules were replaced.
@@ -224,20 +230,23 @@ def carry_over(before: dict[str, _Marking], model: nn.Module) -> None:
 
 
 def checkpoints_itself(module: nn.Module) -> bool:
-    """Whether a module looks at ``gradient_checkpointing`` itself: in its call, or in Transformers 5 around its forward."""
+    """Return whether a module itself acts on ``gradient_checkpointing``.
+
+    It does so in its call or, in Transformers 5, around its forward.
+    """
     kind = type(module)
     return hasattr(kind, FLAG) and (kind.__call__ is not nn.Module.__call__ or hasattr(kind.forward, "__wrapped__"))
 
 
 def let_pass(module: nn.Module) -> None:
-    """A layer that is checkpointed here prepares for it, but does not do it itself."""
+    """Let a layer prepare for checkpointing, but not checkpoint itself, since smp checkpoints it."""
     if checkpoints_itself(module):
         module.__dict__[FLAG] = True
         module.__dict__[FUNCTION] = passes
 
 
 def passes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stands for the layer's checkpointing function: calls what it is given."""
+    """Call the given function, in place of the layer's checkpointing function."""
     # The layer has dropped caches among keyword arguments; a cache would be written a second time in backward.
     return function(*(None if _is_cache(value) else value for value in args), **kwargs)
 
@@ -247,7 +256,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def take_over(model: nn.Module) -> None:
-    """Checkpoint here what checkpoints itself; on every rank, so that callers and owners agree."""
+    """Checkpoint modules here that checkpoint themselves; on every rank, so that callers and owners agree."""
     for module in model.modules():
         if hasattr(type(module), _SWITCH) and _SWITCH not in module.__dict__:
             module.__dict__[_SWITCH] = _Switch(module)
@@ -281,7 +290,7 @@ class _Switch:
 
 
 def preserves_rng_state(function: Any) -> bool:
-    """What a model was told about dropout, by the checkpointing function that it was given."""
+    """Return the ``preserve_rng_state`` of a model's checkpointing function; True if it is not set."""
     if not isinstance(function, functools.partial):
         return True
     if getattr(function.func, "__module__", "").startswith(
@@ -293,7 +302,7 @@ def preserves_rng_state(function: Any) -> bool:
 
 @functools.cache  # once
 def say_offloading_is_ours() -> None:
-    """A script has asked Transformers to keep in the host's memory what is checkpointed here."""
+    """Warn a script that asked Transformers to offload activations that smp checkpoints these layers."""
     logger.warning(
         "activation_checkpointing_enable(offload=True) changes nothing here, since these layers are checkpointed by smp: set "
         '"offload_activations": True in the parameters of the distribution, which moves their inputs while others compute'
@@ -316,10 +325,10 @@ class _Ours:
 
 
 def begin_step(module: nn.Module, placement: StagedRegions | None) -> None:
-    """A step of a model begins; every rank of a pipeline calls it.
+    """Begin a step of a model; every rank of a pipeline calls it.
 
     Args:
-        module: what was wrapped.
+        module: the wrapped module.
         placement: of its regions on the stages of a pipeline; None without one.
 
     Raises:

@@ -38,10 +38,10 @@ class Stored:
         self._version = -1 if tensor.is_inference() else tensor._version
 
     def take(self, label: str) -> torch.Tensor:
-        """The tensor, for the region ``label``.
+        """Return the tensor, for the region ``label``.
 
         Raises:
-            SMPUserError: it was changed in place meanwhile.
+            SMPUserError: If it was changed in place since it was kept.
         """
         if self.tensor is None:
             raise AssertionError("a tensor that is elsewhere was taken")
@@ -49,10 +49,10 @@ class Stored:
         return self.tensor
 
     def check(self, tensor: torch.Tensor, label: str = "", since: int | None = None) -> None:
-        """Make sure that nobody has changed ``tensor`` since it was kept, or since its version was ``since``.
+        """Check that ``tensor`` has not changed since it was kept, or since its version was ``since``.
 
         Raises:
-            SMPUserError: somebody has.
+            SMPUserError: If it has.
         """
         version = self._version if since is None else since
         if version >= 0 and tensor._version != version:
@@ -109,7 +109,7 @@ class Offloader:
         self.in_stream = torch.cuda.Stream(device) if is_gpu else None
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Begin a step: wait for copies to CPU memory, and drop entries of freed tensors and uses."""
         self._check_leaving(wait=True)
         self._live = {key: use for key, use in self._live.items() if use() is not None}
         self._by_tensor = {key: known for key, known in self._by_tensor.items() if known[1]() is not None}
@@ -132,7 +132,7 @@ class Offloader:
     # -- what regions report ---------------------------------------------------------------------------------------
 
     def forward_begins(self, use: RegionUse) -> None:
-        """A region is about to run."""
+        """Record that the forward pass of a region begins."""
         if backward_pass() != -1:
             return  # part of a backward pass, and gone with it
         place, action, order = self._where()
@@ -142,12 +142,12 @@ class Offloader:
         self._settle(use)
 
     def forward_ended(self, use: RegionUse) -> None:
-        """A region has run; its arguments may leave."""
+        """Record that a region has run; its arguments may leave the device."""
         if use.key is not None:
             self._settle(None)
 
     def backward_begins(self, use: RegionUse) -> None:
-        """A region is about to be run again."""
+        """Record that a region is about to run again, and load its arguments."""
         if use.key is not None and self._live.pop(use.key, None) is not None:
             _, action, order = self._where()
             self.tape.note(TapeEntry("B", use.key), action, order)
@@ -158,7 +158,7 @@ class Offloader:
         self._settle(use)
 
     def _settle(self, now: RegionUse | None) -> None:
-        """Let go of what is not used soon, then load what is."""
+        """Move tensors that are not used soon to CPU memory, then load those that are."""
         live = {key: use for key, weak in self._live.items() if (use := weak()) is not None}
         if len(live) < len(self._live):
             self._live = {key: self._live[key] for key in live}
@@ -180,13 +180,13 @@ class Offloader:
     # -- copies ----------------------------------------------------------------------------------------------------
 
     def count(self, change: int) -> None:
-        """Bytes come to the device or leave it."""
+        """Count bytes that come to the device or leave it."""
         with self._lock:
             self.figures.resident += change
             self.figures.peak = max(self.figures.peak, self.figures.resident)
 
     def copied_out(self, stored: _Movable, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy in CPU memory, and the event after which it is complete."""
+        """Copy a tensor to CPU memory; return the copy and the event after which it is complete."""
         self.figures.left += stored.bytes
         if self.out_stream is None:
             with in_host_memory[-1]():
@@ -204,7 +204,7 @@ class Offloader:
         return host, event
 
     def copied_in(self, stored: Stored, host: torch.Tensor, complete: Any) -> tuple[torch.Tensor, Any]:
-        """A copy on the device, and the event after which it is complete."""
+        """Copy a tensor back to the device; return the copy and the event after which it is complete."""
         self.figures.came += stored.bytes
         if self.in_stream is None:
             return torch.empty_like(host).copy_(host), None
@@ -229,7 +229,10 @@ class Offloader:
         self._leaving = remaining
 
     def taken(self, stored: _Movable) -> None:
-        """The computing stream waits for the copy that came back, so what left is read: changes are harmless now."""
+        """Stop watching the source of a copy that came back.
+
+        The compute stream waits for the copy, so the source has been read. Later changes to it are harmless.
+        """
         for leaving in self._leaving:
             if leaving.stored is stored:
                 leaving.check()
@@ -262,11 +265,11 @@ class _Movable(Stored):
         offloader.count(self.bytes)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether this is the tensor as it is now."""
+        """Return whether ``tensor`` is unchanged since it was kept."""
         return self._source_version == tensor._version
 
     def leave(self) -> None:
-        """Give the memory on the device back."""
+        """Free the memory on the device."""
         tensor = self.tensor
         if tensor is None:
             raise AssertionError("a tensor that is elsewhere cannot leave")

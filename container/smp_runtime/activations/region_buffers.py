@@ -1,8 +1,9 @@
-"""Buffers of modules in a region: running it again must find them as the forward pass did, and must not change them.
+"""Buffers of modules in a region, as its second run needs them.
 
-A norm that counts batches would count each twice, and running statistics would take each batch twice. A module whose result
-depends on such a buffer (power iterations, codebooks) would return something else the second time. So a second run works on
-copies: of what the buffer held before the first run, where that is known to change, else of what it holds now.
+A second run must find buffers as the forward pass did, and must not change them. A norm that counts batches would
+count each twice, and running statistics would take each batch twice. If a module's result depends on such a buffer
+(power iterations, codebooks), the second run would return another result. So a second run works on copies. A buffer
+that is known to change is copied before the first run; for any other, the current elements are copied.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class RegionBuffers:
                 self._seen.append(_NewBuffer(module, name, buffer, _version(buffer), copy))
 
     def forward_ended(self) -> None:
-        """The first run has ended: see what it has changed."""
+        """Find the buffers that the first run has changed."""
         for module, name, buffer, version, copy in self._seen:
             known = _changing.setdefault(module, set())
             now = module._buffers.get(name)
@@ -77,7 +78,7 @@ class RegionBuffers:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, modules have copies of the buffers; afterwards the buffers, as they are."""
+        """Run the block with copies in place of the buffers; then put the buffers back, unchanged."""
         held: list[tuple[nn.Module, str, torch.Tensor]] = []
         try:
             for module, name, before in self._apart:
@@ -96,7 +97,7 @@ def _version(buffer: torch.Tensor) -> int | None:
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
-    """The modules in a function, each once."""
+    """Yield the modules in a function that have buffers, each once."""
     waiting, seen = [function], set()
     while waiting:
         item = waiting.pop()

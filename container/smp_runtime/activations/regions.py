@@ -1,8 +1,9 @@
 """A region: a call that keeps only its inputs for backward, and is run again there.
 
-The mechanism is PyTorch's checkpointing without re-entry. What is added: arguments of any structure, of which every
-tensor is kept by name of its use (so that it can wait elsewhere, see :mod:`.offloading`), the random numbers of the task
-that runs, buffers that the second run must leave alone, and a check that no module of another pipeline stage is called inside.
+The mechanism is PyTorch's checkpointing without re-entry. This module adds: arguments of any structure, with every
+tensor kept under the key of its use (so that it can wait elsewhere, see :mod:`.offloading`); the random numbers of the
+running task; buffers that the second run must not change; and a check that no module of another pipeline stage is
+called inside.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _RegionState(threading.local):
-    """Whether the calling thread runs inside a region: the outermost one counts."""
+    """A flag for each thread: whether it runs inside a region; the outermost one counts."""
 
     inside = False
 
@@ -36,7 +37,7 @@ _here = _RegionState()
 
 
 def is_off() -> bool:
-    """Whether a region would change nothing now: no gradients, a tracing step, or inside another region."""
+    """Return whether a region has no effect now: no gradients, a tracing step, or inside another region."""
     return not torch.is_grad_enabled() or _here.inside or sessions.is_tracing()
 
 
@@ -49,14 +50,14 @@ def run_region(
     preserve_rng_state: bool = True,
     label: str = "",
 ) -> Any:
-    """``function(*args, **kwargs)``, of which only the arguments are kept; backward runs it again.
+    """Call ``function(*args, **kwargs)`` and keep only its arguments; backward runs it again.
 
     Args:
         preserve_rng_state: whether the second run draws the random numbers of the first.
         label: for messages.
 
     Raises:
-        SMPUserError: a module of another pipeline stage was called inside.
+        SMPUserError: If a module of another pipeline stage was called inside.
     """
     if is_off():
         return function(*args, **kwargs)
@@ -75,7 +76,7 @@ class _Region:
 
     Attributes:
         stored: its arguments that are tensors.
-        key: which use of which microbatch this is; only counted with an offloader.
+        key: the use and its microbatch; only counted with an offloader.
         has_run: whether its forward pass has ended.
     """
 
@@ -107,7 +108,7 @@ class _Region:
             self._offloader.forward_begins(self)
 
     def run(self) -> Any:
-        """What PyTorch's checkpointing calls: in the forward pass, and again in backward."""
+        """Run the region; PyTorch's checkpointing calls this in the forward pass, and again in backward."""
         if self._given is not None:
             leaves, self._given = self._given, None
             return self._forward(leaves)
@@ -128,7 +129,7 @@ class _Region:
         return result
 
     def forward_ended(self) -> None:
-        """The arguments are not needed before backward."""
+        """Record that the forward pass has ended, so the arguments are not needed before backward."""
         self.has_run = True
         if self._offloader is not None:
             self._offloader.forward_ended(self)

@@ -47,22 +47,22 @@ def save_adapters(
 ) -> None:
     """Write the adapters as PEFT does, for ``PeftModel.from_pretrained``.
 
-    All ranks call it if the model is split over ranks; the first rank of the job writes. Only what PEFT puts into its
-    files is gathered: adapters, ``modules_to_save``, and embeddings where it wants them.
+    All ranks call it if the model is split over ranks; the first rank of the job writes. Only the tensors that
+    PEFT saves are gathered: adapters, ``modules_to_save``, and embeddings if it wants them.
 
     Args:
         save_directory: a folder, made if absent.
         safe_serialization: False writes ``adapter_model.bin``.
         selected_adapters: their names; None means all.
         save_embedding_layers: as in PEFT.
-        is_main_process: False writes nothing on this rank, which still gives its part.
+        is_main_process: False writes nothing on this rank, which still sends its part.
         state_dict: a whole state to write from; then the ranks do not wait for each other.
-        path_initial_model_for_weight_conversion: as in PEFT; only where this rank has the whole model.
+        path_initial_model_for_weight_conversion: as in PEFT; only if this rank has the whole model.
         options: more of PEFT's.
 
     Raises:
-        SMPUserError: before the first step of a pipeline there are no weights, or adapters are to be converted that this rank
-            has only a part of.
+        SMPUserError: before the first step of a pipeline there are no weights; or adapters are to be converted,
+            but this rank has only a part of them.
         CheckpointError: the first rank could not write; raised on all.
     """
     module: Any = model.module
@@ -104,7 +104,9 @@ def adapter_state(
     selected: list[str] | None = None,
     save_embedding_layers: str | bool = "auto",
 ) -> dict[str, Any] | None:
-    """Of a whole state what PEFT puts into its files, on the first rank of the job; None on the others. All ranks call it.
+    """Return the state that PEFT saves: on the first rank of the job; other ranks get None.
+
+    All ranks call it.
 
     Args:
         selected: names of adapters; None means all.
@@ -124,7 +126,7 @@ def adapter_state(
 def _wanted(
     session: Session, model: DistributedModel, selected: list[str] | None, save_embedding_layers: str | bool
 ) -> frozenset[str]:
-    """The tensors that PEFT takes from a state, by their names in the wrapped model; all ranks call it."""
+    """Return the tensors that PEFT saves, by their names in the wrapped model; all ranks call it."""
     described, _ = model.whole_tensors()
     names, failure = None, None
     if described is not None:
@@ -145,7 +147,7 @@ def _wanted(
 def _taken(
     model: DistributedModel, described: list[TensorShape], selected: list[str] | None, save_embedding_layers: str | bool
 ) -> set[str]:
-    """Of tensors without values that remember where they are from, what comes out of PEFT's choice."""
+    """Return the names of the tensors that PEFT selects, by tracing placeholders without values."""
     from peft import get_peft_model_state_dict
 
     module: Any = model.module
@@ -171,12 +173,12 @@ def _taken(
 
 
 def _reading(model: DistributedModel) -> contextlib.AbstractContextManager[None]:
-    """Inside, PEFT may look at names and shapes in a state of the module, whose values are in shards."""
+    """Let PEFT read names and shapes from the module's state inside the block, while the values are sharded."""
     return model.shards.reading_state() if model.shards is not None else contextlib.nullcontext()
 
 
 def _aliases(model: DistributedModel, names: Collection[str]) -> dict[str, str]:
-    """The first name of a tensor by each of its names, in the order of the model."""
+    """Return a tensor's first name by each of its names, in the order of the model's state."""
     first = {alias: record.name for record in model.registry for alias in record.names}
     order = model.module.state_dict(keep_vars=True)
     return {alias: name for alias in order if (name := first.get(alias, alias)) in names}
@@ -186,10 +188,12 @@ def _aliases(model: DistributedModel, names: Collection[str]) -> dict[str, str]:
 
 
 def find_adapters(model: DistributedModel, folder: Path, tag: str | None) -> dict[str, Path]:
-    """Where PEFT has saved adapters of this model, by their names; none where ``tag`` names a file.
+    """Return the folders of the model's adapters that PEFT has saved, by adapter name.
+
+    The result is empty if ``tag`` names a file.
 
     Args:
-        tag: a folder in ``folder``, or what a file of all weights would be called if it was there.
+        tag: a folder in ``folder``, or the name that a file of all weights would have.
     """
     if not has_adapters(model.module) or (tag is not None and (folder / tag).is_file()):
         return {}

@@ -127,7 +127,7 @@ def _before_and_after(model: TrainedModel) -> tuple[nn.Module, ...]:
 
 
 def is_split(model: DistributedModel) -> bool:
-    """Whether other ranks have parts of a model that this one has not."""
+    """Return whether other ranks have parts of the model that this rank does not have."""
     ranks = sessions.current().ranks
     splits_layers = ranks.size(Group.TP) > 1 and any(True for _ in model.distributed_modules())
     return ranks.size(Group.PP) > 1 or splits_layers or ranks.cfg.sharded_data_parallel_degree > 1
@@ -143,7 +143,7 @@ def refuse_unpartitioned(model: DistributedModel) -> None:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT, around a model with adapters."""
+    """Return whether the module is a PEFT wrapper around a model with adapters."""
     return hasattr(module, "peft_config") and hasattr(module, "save_pretrained")
 
 

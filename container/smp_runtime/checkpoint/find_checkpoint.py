@@ -55,10 +55,10 @@ _DIFFERENT = "different"
 
 
 def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs) -> FoundCheckpoint:
-    """The checkpoint that every rank has whole and undamaged; all ranks call it.
+    """Return the checkpoint that every rank has complete and undamaged; all ranks call it.
 
     Args:
-        tag: a tag or a folder name; None means the newest, or the last whole one before it.
+        tag: a tag or a folder name; None means the newest, or the last complete one before it.
 
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it belongs to another model.
@@ -74,7 +74,10 @@ def find_checkpoint(session: Session, path: Path, tag: str | None, needs: Needs)
 
 
 def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _FolderContents) -> FoundCheckpoint | None:
-    """The same, of what was seen; None where that is not what there is any more. Raises as :func:`find_checkpoint`."""
+    """Return the checkpoint to use among those in ``seen``; None if the folder has changed since.
+
+    Raises as :func:`find_checkpoint`.
+    """
     names = [name for name, _ in seen.listed[0] if all(name in dict(view) for view in seen.listed)]
     candidates = _candidates(seen.listed, set(seen.pointed), tag)
     if not candidates:
@@ -99,7 +102,7 @@ def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _Fo
 
 
 def _different(session: Session, name: str, seen: _FolderContents) -> list[str]:
-    """Why hosts have no save of a checkpoint in common; all ranks call it."""
+    """Return the reasons why hosts have no save of a checkpoint in common; all ranks call it."""
     here = [why for c in seen.found.values() if c.name == name and c.manifest is None for why in c.problems]
     found = _merged(session.ranks.control.allgather(here, list(range(session.ranks.control.size))))
     return found or ["hosts have different saves of it"]
@@ -108,7 +111,10 @@ def _different(session: Session, name: str, seen: _FolderContents) -> list[str]:
 def _warn(
     session: Session, wanted: Path, chosen: FoundCheckpoint, refused: Sequence[str], seen: _FolderContents | None
 ) -> None:
-    """Say what else than one might think is resumed; with ``seen``, also that ``newest`` names one that is not."""
+    """Log a warning if the resumed checkpoint is not the expected one.
+
+    With ``seen``, also log if ``newest`` names a checkpoint although others were saved later.
+    """
     if refused and session.ranks.rank == 0:
         logger.warning("%s; resuming from %s instead", "; ".join(refused), chosen.folder)
     elif chosen.is_former and chosen.folder.with_name(chosen.name).exists() and session.ranks.local_rank == 0:
@@ -127,19 +133,22 @@ def _warn(
 
 
 def _has_changed(session: Session, path: Path, seen: _FolderContents) -> bool:
-    """Whether another job has saved meanwhile, so that what looks damaged may be no more than gone; all ranks call it."""
+    """Return whether another job has saved in the meantime; all ranks call it.
+
+    Then a checkpoint that looks damaged may only have been replaced.
+    """
     now = _look(session, path)
     return (now.listed, now.pointed) != (seen.listed, seen.pointed)
 
 
 @dataclass(frozen=True)
 class _FolderContents:
-    """What a rank finds in a folder.
+    """The contents of a folder as the ranks see them.
 
     Attributes:
         found: by name and save.
-        listed: by rank, what there is, the newest first.
-        pointed: by rank, what ``newest`` names there.
+        listed: by rank, its checkpoints, newest first.
+        pointed: by rank, the name in its file ``newest``.
     """
 
     found: dict[_Key, FoundCheckpoint]
@@ -148,7 +157,7 @@ class _FolderContents:
 
 
 def _look(session: Session, path: Path) -> _FolderContents:
-    """What there is now; all ranks call it."""
+    """Return the folder's contents now; all ranks call it."""
     found: dict[_Key, FoundCheckpoint] = {}
     failure = None
     try:
@@ -164,15 +173,15 @@ def _look(session: Session, path: Path) -> _FolderContents:
 
 
 def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag: str | None) -> list[_Key]:
-    """What every host has, by name and save, in the order in which it is tried; the same on every rank.
+    """Return the checkpoints that every host has, in the order to try them; the same on every rank.
 
     Args:
-        listed: by rank, what there is, the newest first.
-        pointed: what ``newest`` names on any host.
+        listed: by rank, its checkpoints, newest first.
+        pointed: the names in ``newest`` on all hosts.
         tag: the wanted one, or None.
 
     Returns:
-        Where hosts have a name in common but no save of it, the save is :data:`_DIFFERENT`.
+        Name and save. If hosts have a name in common but no save of it, the save is :data:`_DIFFERENT`.
     """
     common: list[_Key] = []
     for name, save in listed[0]:
@@ -192,7 +201,7 @@ def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag:
 
 
 def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> list[str]:
-    """What is wrong with a checkpoint on any rank; its host's ranks share the reading of the files out among them."""
+    """Return descriptions of a checkpoint's problems on any rank; the ranks of a host divide the files among them."""
     everyone = list(range(session.ranks.control.size))
     wanted: list[str] | None = None
     opened: CheckpointFiles | None = None
@@ -236,7 +245,7 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
 
 
 def _share(manifest: Manifest, files: Sequence[str], index: int, count: int) -> list[str]:
-    """This rank's files to verify, so that all of a host's ranks read about as much."""
+    """Return the files that this rank verifies, so that all ranks of a host read about the same number of bytes."""
     loads = [0] * count
     mine = []
     for name in sorted(files, key=lambda name: (-manifest.files[name].bytes, name)):

@@ -40,7 +40,7 @@ _held: set[int] = set()
 
 
 def _let_go() -> None:
-    """In a child that was forked, a worker of a data loader for example: the lock ends with the parent, not with it."""
+    """Close inherited locks in a forked child, such as a data loader worker, so that they end with the parent."""
     for descriptor in _held:
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -52,13 +52,13 @@ os.register_at_fork(after_in_child=_let_go)
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who saves into a folder, for the message of the other job.
+    """The job that saves into a folder, for the message of the other job.
 
     Attributes:
-        machine: which kernel and which numbering of processes ``process`` belongs to; empty where nobody can tell.
-        started: when the process began, in the kernel's ticks; 0 where nobody can tell.
-        since: seconds since 1970 at which the folder was locked.
-        beats: counts signs of life, where there are no locks.
+        machine: kernel and process id namespace that ``process`` belongs to; empty if unknown.
+        started: when the process began, in the kernel's ticks; 0 if unknown.
+        since: when the folder was locked, in seconds since 1970.
+        beats: number of heartbeats, on file systems without locks.
     """
 
     host: str
@@ -71,13 +71,13 @@ class LockHolder:
 
     @classmethod
     def of_this_process(cls) -> LockHolder:
-        """As others see this process."""
+        """Return the holder that describes this process."""
         job = os.environ.get("TRAINING_JOB_NAME", "")
         return cls(host_name(), os.getpid(), _machine(), _started(os.getpid()), job, time.time())
 
     @classmethod
     def read(cls, path: Path) -> LockHolder | None:
-        """From a lock's file; None if it does not say."""
+        """Read the holder from a lock's file; None if the file does not describe one."""
         try:
             data = json.loads(read_text(path, most=1 << 16))
             found = cls(**data)
@@ -88,18 +88,18 @@ class LockHolder:
         return found if types == wanted else None
 
     def to_json(self) -> str:
-        """What :meth:`read` reads."""
+        """Return the text that :meth:`read` reads."""
         return json.dumps(asdict(self))
 
     def has_ended(self) -> bool | None:
-        """Whether the process is gone; None if it is one of another machine."""
+        """Return whether the process is gone; None if it belongs to another machine."""
         if not self.machine or self.machine != _machine():
             return None
         return _started(self.process) != self.started
 
     @property
     def is_me(self) -> bool:
-        """Whether it is this process."""
+        """Return whether it is this process."""
         return self.process == os.getpid() and self.has_ended() is False
 
     def __str__(self) -> str:
@@ -108,16 +108,17 @@ class LockHolder:
 
 
 class FolderLock:
-    """Keeps other jobs from saving where this one does, until it is released or its process ends in whatever way.
+    """A lock that keeps other jobs from saving into the same folder until it is released or its process ends.
 
-    The kernel's lock on a file, which file systems share among hosts (NFS 4, Lustre mounted with ``flock``). Where there is
-    none, the file itself is the lock: its holder changes it every few seconds, and one that does so no more has ended.
+    It is the kernel's lock on a file, which some file systems share among hosts (NFS 4, Lustre mounted with
+    ``flock``). If there is none, the file itself is the lock. Its holder changes it every few seconds; a holder
+    that stops doing so has ended.
 
     Args:
         path: of the file; made, and removed when the lock is released.
 
     Raises:
-        CheckpointError: another job has it; says which.
+        CheckpointError: another job has it; the message names the job.
         OSError: the file cannot be written.
     """
 
@@ -136,7 +137,7 @@ class FolderLock:
                 raise
 
     def _lock(self, descriptor: int, deadline: float) -> None:
-        """Have the lock of an opened file, or leave the file closed where it is no more the one at ``path``."""
+        """Take the lock of an opened file; close the file if it is no longer the one at ``path``."""
         has_locks = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,7 +169,7 @@ class FolderLock:
         _held.add(descriptor)
 
     def _take_over(self) -> None:
-        """Without locks: make sure that whoever is named in the file has ended.
+        """Check that the holder in the file has ended, on file systems without locks.
 
         Raises:
             CheckpointError: it has not.
@@ -205,7 +206,7 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lock still counts: somebody may have removed its file, or the folder."""
+        """Return whether the lock is still valid; its file or the folder may have been removed."""
         return self._is_mine and _is_at(self._descriptor, self.path)
 
     @property
@@ -234,7 +235,7 @@ class SavingLocks:
 
     @classmethod
     def of(cls, session: Session) -> SavingLocks:
-        """Those of a session; always the same object."""
+        """Return the locks of a session; always the same object."""
 
         def make() -> SavingLocks:
             made = cls()
@@ -244,7 +245,7 @@ class SavingLocks:
         return session.ranks.keep(cls, make)
 
     def hold(self, folder: Path) -> None:
-        """Have the folder for this job, from now on; raises as :class:`FolderLock`."""
+        """Lock the folder for this job, from now on; raise as :class:`FolderLock`."""
         place = folder.resolve()
         lock = self._locks.pop(place, None)
         if lock is None or not lock.is_held:
@@ -271,7 +272,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _machine() -> str:
-    """Which kernel this is, and which of its numberings of processes; empty where it does not say."""
+    """Return an id of this kernel and process id namespace; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -280,7 +281,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> int:
-    """When a process began, in ticks since the kernel did; 0 if there is none."""
+    """Return when a process began, in ticks since the kernel started; 0 if there is none."""
     try:
         # After the name in brackets, which may hold anything; a zombie has ended.
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -126,7 +126,10 @@ class FolderTransaction:
             shutil.rmtree(self.writing, ignore_errors=True)
 
     def _agreed(self, exchange: Exchange, step: Callable[[], object]) -> CheckpointError | None:
-        """Do something where a folder is kept in order; on every rank the same error if it failed on any."""
+        """Run a step on each rank that keeps a folder in order.
+
+        If it fails on any of them, return the same error on every rank.
+        """
         failures = exchange.gather([host_name(), failure_of(step) if self.keeps_order else None])
         broken = [(rank, host, why) for rank, (host, why) in enumerate(failures or []) if why]
         return heard(exchange.broadcast(told(not_saved(self.final, broken) if broken else None)))
@@ -152,7 +155,7 @@ class FolderTransaction:
         sync_folder(parent)
 
     def _withdraw(self) -> None:
-        """Take back what was published: another host could not publish it."""
+        """Undo publishing, because another host could not publish the checkpoint."""
         for take_back in self._done:
             try:
                 take_back()
@@ -161,7 +164,10 @@ class FolderTransaction:
                 logger.warning("the folder of %s was not restored (%s: %s)", self.final, type(error).__name__, error)
 
     def _tidy(self, keep: int | None) -> None:
-        """Remove what nobody needs now that all hosts have the new checkpoint; it is saved also where that fails."""
+        """Remove checkpoints that are obsolete now that all hosts have the new one.
+
+        If removing fails, the new checkpoint is saved nevertheless.
+        """
         if not self.keeps_order:
             return
         try:
@@ -218,11 +224,11 @@ class SaveVerdict:
 def not_saved(
     final: Path, failures: list[tuple[int, str, str]], former: str = "the former one is still the newest"
 ) -> CheckpointError:
-    """The error of a checkpoint that some ranks could not write; the first of them is its origin.
+    """Return the error for a checkpoint that some ranks could not write; it names the first of them as its origin.
 
     Args:
-        failures: the ranks, their hosts, and why.
-        former: what became of the former one.
+        failures: the ranks, their hosts, and the reasons.
+        former: what happened to the former checkpoint.
     """
     broken = "; ".join(f"rank {rank}: {why}" for rank, _, why in failures)
     text = f"the checkpoint {final} was not saved ({broken}); {former}"
@@ -263,7 +269,7 @@ class SeenFolders:
         self._seen: dict[Path, _FolderSnapshot] = {}
 
     def look(self, folders: Iterable[Path]) -> dict[Path, _FolderSnapshot]:
-        """Return what each folder is, of those that are still there."""
+        """Return a snapshot of each folder that still exists."""
         found = {folder: seen for folder in folders if (seen := self._look(folder)) is not None}
         self._seen = found
         return found
@@ -282,15 +288,16 @@ class SeenFolders:
 
 
 def prune(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None) -> list[str]:
-    """Remove the oldest partial checkpoints until ``keep`` are left; the newest always stays, incomplete ones go first.
+    """Remove the oldest partial checkpoints until ``keep`` are left.
 
-    Folders without a readable manifest are somebody else's, and stay: a checkpoint gets its name with its manifest.
+    The newest always stays, and incomplete ones are removed first. Folders without a readable manifest stay, too.
+    They are not ours, since a checkpoint gets its name together with its manifest.
 
     Args:
-        seen: what is known of folders by earlier calls.
+        seen: folders that earlier calls have inspected.
 
     Returns:
-        What could not be removed, in words.
+        Descriptions of what could not be removed.
     """
     keep = max(1, keep)
     names = folders_in(parent)
@@ -305,16 +312,16 @@ def prune(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None)
 
 
 def remove_leftovers(final: Path, separate: bool) -> list[str]:
-    """Remove what killed jobs have left beside whole checkpoints, and those that new ones have replaced.
+    """Remove unfinished folders of killed jobs, and checkpoints that new ones have replaced.
 
-    A job writes its checkpoints one at a time, so when one has its name it writes nothing else; what another job writes, which
-    the lock should have kept away, stays as long as that job may live.
+    A job writes its checkpoints one at a time, so it writes nothing else while it publishes one. The lock should
+    keep other jobs away. If another job writes here nevertheless, its folders stay as long as it may be running.
 
     Args:
         separate: whether hosts have folders of their own: then each lacks files that others have.
 
     Returns:
-        What could not be removed, in words.
+        Descriptions of what could not be removed.
     """
 
     def is_replaced(name: str) -> bool:
@@ -328,7 +335,7 @@ def remove_leftovers(final: Path, separate: bool) -> list[str]:
 
 
 def _is_left_over(folder: Path) -> bool:
-    """Whether nobody writes a checkpoint there any more."""
+    """Return whether no running job writes a checkpoint into the folder any more."""
     holder = LockHolder.read(folder / _OWNER)
     if holder is None or holder.is_me:
         return True
@@ -340,7 +347,7 @@ def _is_left_over(folder: Path) -> bool:
 
 
 def _remove(folders: Iterable[Path]) -> list[str]:
-    """Remove folders; returns what failed, in words."""
+    """Remove folders and return descriptions of what failed."""
     problems = []
     for folder in folders:
         # Renamed first: a half removed folder must not look like a checkpoint.
@@ -357,13 +364,19 @@ def _remove(folders: Iterable[Path]) -> list[str]:
 
 
 def _free_name_of_former(final: Path) -> Path:
-    """Where a checkpoint makes room; what lies there already may be the only one that all hosts have."""
+    """Return an unused hidden name for a checkpoint that is replaced.
+
+    A folder that already has such a name stays: it may be the only checkpoint that all hosts have.
+    """
     names = (f".{final.name}{number}.old" for number in itertools.chain([""], map(".{}".format, itertools.count(2))))
     return next(path for name in names if not (path := final.with_name(name)).exists())
 
 
 def failure_of(step: Callable[[], object]) -> str | None:
-    """Do it; why it failed, or None. Whatever it is, the other ranks wait to be told."""
+    """Run ``step`` and return a description of its error, or None.
+
+    It catches every exception, because the other ranks wait for the result.
+    """
     try:
         step()
     except Exception as error:
@@ -372,7 +385,7 @@ def failure_of(step: Callable[[], object]) -> str | None:
 
 
 def words_of(error: Exception) -> str:
-    """An error for other ranks; one of ours says everything by itself."""
+    """Return an error's text for other ranks, with its type unless it is a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

@@ -140,7 +140,7 @@ def save(
 def _state_of(
     session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, *, translates: bool
 ) -> dict[str, Any] | None:
-    """The optimizer's whole state, on rank 0; every rank calls it."""
+    """Return the optimizer's full state, on rank 0; every rank calls it."""
     if optimizer is None:
         return None
     state = optimizer.full_state_dict(gather_to_rank0=True)
@@ -214,12 +214,12 @@ def resume(
 
 @dataclass(frozen=True)
 class _Opened:
-    """Files of a full checkpoint that are open, and of one save.
+    """The opened files of a full checkpoint, all of one save.
 
     Attributes:
         optimizer_state: None if there is none.
         save_id: None for files from elsewhere.
-        positions: in data sets; empty where nobody counted.
+        positions: in data sets; empty if they were not counted.
     """
 
     plan: PartialLoad
@@ -271,7 +271,10 @@ def _open(
 
 
 def _identities(file: Path) -> dict[str, tuple[int, ...]]:
-    """Which files there are for :func:`_open`: none that was replaced meanwhile has the same number and time."""
+    """Return device, inode, size and time of each file that :func:`_open` may read.
+
+    A file that is replaced in the meantime changes them.
+    """
     found = weights_of(file)
     names = {*files_of(file), *(files_of(found) if found is not None else ())}
     names |= {file.with_name(f"{file.name}{OPTIMIZER}"), file.with_name(f"{USER_CONTENT}_{file.name}")}
@@ -324,7 +327,7 @@ def plan_weights(
     strict: bool = True,
     states: WithStates | None = None,
 ) -> PartialLoad:
-    """Full weights on their way into a model of any topology: checked; ``load()`` of the result loads them.
+    """Check full weights for a model of any topology, and return a plan with ``load()`` to load them.
 
     Files are mapped and read tensor by tensor; each rank copies its own part.
 
@@ -332,7 +335,7 @@ def plan_weights(
         path: a file of ``torch.save`` or of safetensors, an index of shards, or a folder of Transformers.
         translate: applied to the state first.
         strict: whether the names must agree exactly.
-        states: of the optimizer, which is loaded along.
+        states: of the optimizer, which is loaded as well.
 
     Raises:
         CheckpointError: a file is missing or damaged, or it is of another model.
@@ -350,7 +353,7 @@ def plan_weights(
 
 
 def read_full_state(file: Path) -> dict[str, Any]:
-    """A file of an optimizer's full state, its tensors still on the disk.
+    """Read a file of an optimizer's full state and leave its tensors on the disk.
 
     Raises:
         CheckpointError: it is damaged.

@@ -57,14 +57,14 @@ class FullTransaction:
             raise
 
     def commit(self, replaced: Iterable[str]) -> None:
-        """Publish what was written.
+        """Publish the written files.
 
         Args:
-            replaced: names of files of an earlier checkpoint of this tag, as far as known; those that were not written again
-                are removed.
+            replaced: known names of files of an earlier checkpoint of this tag. Files that were not written again are
+                removed.
 
         Raises:
-            OSError: it cannot be published; what was there before stays.
+            OSError: it cannot be published; the earlier files stay.
             CheckpointError: there is a folder where a file should be.
         """
         names = {file.name for file in self.writing.iterdir()}
@@ -92,7 +92,7 @@ class FullTransaction:
 
 @contextlib.contextmanager
 def full_transaction(folder: Path, tag: str) -> Iterator[FullTransaction]:
-    """A transaction that is closed at the end of the block, whether it was committed or not."""
+    """Yield a transaction and close it at the end of the block, whether it was committed or not."""
     with naming_full_disk(folder / tag, None):
         folder.mkdir(parents=True, exist_ok=True)
         transaction = FullTransaction(folder, tag)
@@ -103,9 +103,9 @@ def full_transaction(folder: Path, tag: str) -> Iterator[FullTransaction]:
 
 
 def finish(folder: Path, tag: str | None) -> None:
-    """Move files of published checkpoints to their names, as far as a killed job has not.
+    """Move files of published checkpoints to their final names, if a killed job has not done so.
 
-    Several processes may do so at once: every step can be made once only, and the folder is of one save alone.
+    Several processes may call it at once. Each step succeeds only once, and the folder belongs to a single save.
 
     Args:
         tag: of the checkpoints; None for all.
@@ -153,7 +153,10 @@ def _if_there(step: Callable[[], object]) -> None:
 
 
 def finish_at(path: Path) -> None:
-    """The same for a file of weights, or for a folder of Transformers, whatever the tags are; raises as :func:`finish`."""
+    """Call :func:`finish` for a file of weights, or for all tags in a folder of Transformers.
+
+    Raises as :func:`finish`.
+    """
     if path.is_dir():
         finish(path, None)
     else:
@@ -161,7 +164,7 @@ def finish_at(path: Path) -> None:
 
 
 def _folders(folder: Path, tag: str | None, ending: str) -> list[Path]:
-    """What saves under a tag, or under any, have left, the oldest first."""
+    """Return the folders that saves under a tag, or under any tag, have left; oldest first."""
     pattern = re.compile(rf"\.{'.+' if tag is None else re.escape(tag)}\.[0-9a-f]{{16}}\.{ending}")
     try:
         found = [

@@ -41,7 +41,7 @@ class Holding:
 
     @property
     def is_split(self) -> bool:
-        """Whether tensor parallel ranks have different parts."""
+        """Return whether tensor parallel ranks have different parts."""
         return self.record is not None and self.record.placement.tensor_axis is not None
 
 
@@ -62,24 +62,24 @@ class Updated:
 
 
 def region_of(record: ParameterRecord, flat: tuple[int, int] | None = None) -> TensorRegion:
-    """A part of this rank's slice of a parameter; all of it by default."""
+    """Return the region of a part of this rank's slice of a parameter; all of the slice by default."""
     return TensorRegion.of(record.shape, record.placement.tensor_axis, record.placement.tensor_slice, flat)
 
 
 def saved_records(model: DistributedModel) -> list[ParameterRecord]:
-    """The records of the parameters that belong to the state; a hook of a module may leave some out of it."""
+    """Return the records of the parameters in the ``state_dict``; a hook of a module may leave some out."""
     saved = model.module.state_dict(keep_vars=True)
     return [record for record in model.registry if any(name in saved for name in record.names)]
 
 
 def local_records(model: DistributedModel) -> Iterator[ParameterRecord]:
-    """Those of this stage's parameters."""
+    """Return the saved records of this stage's parameters."""
     local = {id(parameter) for parameter in model.local_parameters()}
     return (record for record in saved_records(model) if id(record.parameter) in local)
 
 
 def weights(model: DistributedModel) -> Iterator[Holding]:
-    """This rank's parameters as the model keeps them; sharded ones by the part that is here, if any is."""
+    """Yield this rank's parameters as the model keeps them; a sharded one only if part of it is on this rank."""
     model.adopt_writes()
     places = model.shards.places if model.shards is not None else {}
     for record in local_records(model):
@@ -91,7 +91,7 @@ def weights(model: DistributedModel) -> Iterator[Holding]:
 
 
 def masters(model: DistributedModel) -> Iterator[Holding]:
-    """The float32 weights that exist beside the model's own."""
+    """Yield the float32 master weights that exist beside the model's own weights."""
     model.adopt_writes()
     for shard in (model.optimizer_shards or {}).values():
         if shard is not None and shard.optimized.data_ptr() != shard.stored.data_ptr():
@@ -100,7 +100,7 @@ def masters(model: DistributedModel) -> Iterator[Holding]:
 
 
 def buffers(model: DistributedModel) -> Iterator[Holding]:
-    """This stage's buffers that belong to the state, under each of their names."""
+    """Yield this stage's persistent buffers, under each of their names."""
     persistent = set(model.module.state_dict(keep_vars=True))
     for name, buffer in model.local_named_buffers(remove_duplicate=False):
         if name in persistent:
@@ -108,17 +108,17 @@ def buffers(model: DistributedModel) -> Iterator[Holding]:
 
 
 def extras(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
-    """This stage's modules that have a state of their own making, by the name that it has in a ``state_dict``."""
+    """Yield this stage's modules with an extra state, by its name in a ``state_dict``."""
     for path, module in model.local_named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{path}." * bool(path) + "_extra_state", module
 
 
 def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Updated]:
-    """Every parameter of the optimizer in its order, those of other stages and ranks too.
+    """Return every parameter of the optimizer in its order, including those of other stages and ranks.
 
     Raises:
-        SMPUserError: a parameter in the optimizer that the model does not have.
+        SMPUserError: the optimizer has a parameter that the model does not have.
     """
     found = []
     for index, group in enumerate(optimizer.original_groups()):
@@ -141,12 +141,12 @@ def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Up
 
 
 def random_file(rank: int) -> str:
-    """The file of a rank's random state."""
+    """Return the name of the file with a rank's random state."""
     return f"rng_{rank}.pt"
 
 
 def random_state(session: Session) -> dict[str, Any]:
-    """This rank's generators, and what tensor parallel layers derive theirs from."""
+    """Return the states of this rank's generators and of the tensor parallel random tracker."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if session.ranks.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(session.ranks.device)
@@ -158,10 +158,12 @@ def random_state(session: Session) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ScriptPosition:
-    """What a script's calls move on between two steps without touching the model: kept, a later save has it as it was.
+    """The state that a script's calls change between two steps without touching the model.
+
+    A later save can use it to save this state as it was.
 
     Attributes:
-        random: of this rank, as :func:`random_state` gives it.
+        random: of this rank, as :func:`random_state` returns it.
         positions: in the data sets of ``smp.data``, by name.
     """
 
@@ -170,7 +172,7 @@ class ScriptPosition:
 
     @classmethod
     def now(cls, session: Session) -> ScriptPosition:
-        """As it is."""
+        """Return the current position of the script: random state and positions in data sets."""
         return cls(random_state(session), SourcePositions.of(session.ranks).state())
 
 
@@ -191,7 +193,10 @@ def check_random_state(state: Any) -> None:
 
 
 def restore_random_state(session: Session, state: dict[str, Any] | None, same_topology: bool) -> None:
-    """Continue a rank's random numbers; with other degrees every rank keeps its own, since none corresponds."""
+    """Restore a rank's random state.
+
+    With other degrees every rank keeps its own, since no saved rank corresponds to it.
+    """
     if state is None or not same_topology:
         if session.ranks.rank == 0:
             logger.info("random numbers go on from this job's seeds: the checkpoint was saved with other degrees")

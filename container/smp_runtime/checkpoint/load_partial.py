@@ -131,14 +131,14 @@ class PartialLoad:
             )
 
     def _in_no_state(self) -> Container[str]:
-        """Tensors that are read in another way than by the names of a ``state_dict``."""
+        """Return tensors that are read in another way than by the names of a ``state_dict``."""
         return ()
 
     def _check_groups(self, entries: Sequence[Updated], count: int) -> None:
-        """Make sure that the optimizer has the parameter groups that were saved, and keeps the same values.
+        """Check that the optimizer has the parameter groups that were saved, and keeps the same values.
 
         Args:
-            count: of its groups, of which some may be empty.
+            count: of its groups; some may be empty.
 
         Raises:
             CheckpointError: it has not, or none was saved.
@@ -170,7 +170,7 @@ class PartialLoad:
             logger.warning("%s has the state of %s, which is loaded into %s", self._title, saved.type, kind)
 
     def files(self) -> set[str] | None:
-        """The files that this rank reads; None as long as nobody knows."""
+        """Return the files that this rank reads; None as long as they are unknown."""
         tensors = self._files_of_tensors()
         if tensors is None:
             return None
@@ -181,14 +181,14 @@ class PartialLoad:
         return found | self._settings_files() | tensors
 
     def _files_of_tensors(self) -> set[str] | None:
-        """Those of them that it takes tensors from, and states that modules have made of their own."""
+        """Return the files with the tensors and extra module states that this rank reads; None if unknown."""
         if not self._model.partitioned and not self._fits_partition():
             return None
         extra = {file for file, keys in self.manifest.pieces.items() if EXTRA in keys}
         return extra | (self._files_of_parts() if self._model.partitioned else self._files_of_stage())
 
     def _files_of_stage(self) -> set[str]:
-        """Those of this stage in the partition that will be adopted."""
+        """Return the files with tensors of this stage in the partition that will be adopted."""
         stage = self._session.ranks.rank_in(Group.PP)
         tensors = {**self.manifest.parameters, **self.manifest.buffers}
         names = {name for name, record in tensors.items() if record.stage == stage}
@@ -199,7 +199,7 @@ class PartialLoad:
         }
 
     def _files_of_parts(self) -> set[str]:
-        """Those with a part of what this rank holds."""
+        """Return the files with a part of this rank's tensors."""
         found: set[str] = set()
         for holding in (*weights(self._model), *masters(self._model), *buffers(self._model)):
             for source in self._sources(holding.name):
@@ -214,7 +214,7 @@ class PartialLoad:
         return found
 
     def _settings_files(self) -> set[str]:
-        """The files that settings of groups and the loss scale are read from."""
+        """Return the files with the settings of parameter groups and the loss scale."""
         first = sorted(name for name in self.manifest.files if name.startswith("optimizer_"))[:1]
         half = sorted(name for name in self.manifest.files if name.startswith("fp16_states_"))[:1]
         return {*first, *half} if self._optimizer is not None else set()
@@ -229,7 +229,7 @@ class PartialLoad:
 
     @property
     def same_topology(self) -> bool:
-        """Whether ranks correspond to those that saved."""
+        """Return whether ranks correspond to those that saved."""
         saved, session = self.manifest.topology, self._session
         mine = {
             "world_size": session.ranks.control.size,
@@ -261,7 +261,7 @@ class PartialLoad:
         self._model.adopt(assignment)
 
     def _saved_partition(self) -> Assignment:
-        """The partition of the file that was verified, whatever has its name by now."""
+        """Return the partition from the folder that was verified, even if another one has its name now."""
         try:
             return Assignment.from_dict(json.loads(self.reader.files.text(PARTITION)))
         except (OSError, ValueError, RecursionError) as error:
@@ -270,7 +270,7 @@ class PartialLoad:
             ) from None
 
     def check(self) -> None:
-        """Make sure that the files of this rank have what the manifest says; nothing is loaded.
+        """Check that the files of this rank agree with the manifest; load nothing.
 
         Raises:
             CheckpointError: they do not.
@@ -285,10 +285,10 @@ class PartialLoad:
             self._saved_partition()
 
     def positions(self) -> Any:
-        """Where the job that saved was in its data sets; empty where nobody counted.
+        """Return the saved job's positions in its data sets; empty if they were not counted.
 
         Raises:
-            CheckpointError: the file that says so is damaged.
+            CheckpointError: the file of positions is damaged.
         """
         if POSITIONS not in self.manifest.files:
             return {}
@@ -300,7 +300,7 @@ class PartialLoad:
             ) from None
 
     def load(self) -> None:
-        """Load now, or as soon as the parameters have a place; settings of the optimizer are loaded now."""
+        """Load now, or as soon as the parameters have a stage; settings of the optimizer are loaded now."""
         self._load_settings()
         if self._model.partitioned:
             self.load_tensors()
@@ -344,7 +344,7 @@ class PartialLoad:
                     self._load_state(self._optimizer, entry)
 
     def _holdings(self) -> Iterator[tuple[Holding, Callable[[str], str]]]:
-        """This rank's tensors but the optimizer's state, each with the state key that it is read from, by name there."""
+        """Yield this rank's tensors except optimizer state, each with a function from name to state key."""
         for holding in (*weights(self._model), *masters(self._model)):
             yield holding, self.reader.weight_key
         for holding in buffers(self._model):
@@ -379,17 +379,20 @@ class PartialLoad:
             optimizer.optimizer.state.pop(entry.updated, None)
 
     def _state_type(self, saved: torch.dtype, updated: torch.dtype) -> torch.dtype:
-        """In which type a state is kept: as PyTorch loads it, that of what is updated."""
+        """Return the type in which a state is kept: the parameter's for floating point, as PyTorch does when loading."""
         return updated if saved.is_floating_point else saved
 
 
 def always(key: str) -> Callable[[str], str]:
-    """This state key, whatever the name."""
+    """Return a function that returns this state key for every name."""
     return lambda name: key
 
 
 def _own(value: Any, updated: torch.Tensor, on_device: bool) -> Any:
-    """An object of the optimizer's state, apart from the file; counters stay on the CPU unless a kernel reads them."""
+    """Return a copy of an optimizer state object that does not share memory with the file.
+
+    Counters stay on the CPU unless a kernel reads them.
+    """
     if not isinstance(value, torch.Tensor):
         return unshared(value)
     return value.to(updated.device, copy=True) if on_device or value.dim() > 0 else value.clone()

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def partial_suffix(session: Session, *, v3: bool = False) -> str:
-    """What distinguishes this rank's partial file: ``mp_rank``; ``pp_tp`` with tensor parallelism; or ``pp_tp_rdp``."""
+    """Return the suffix of this rank's partial file.
+
+    It is ``mp_rank``; ``pp_tp`` with tensor parallelism; or ``pp_tp_rdp``.
+    """
     pp, tp, rdp = (session.ranks.rank_in(group) for group in (Group.PP, Group.TP, Group.RDP))
     if v3:
         return f"{pp}_{tp}_{rdp}"
@@ -42,13 +45,13 @@ def save(
     pickle_protocol: int = 2,
     v3: bool = False,
 ) -> None:
-    """``torch.save(obj, f)``; with ``partial`` the file name ends in ``_`` and this rank's model parallel rank.
+    """Call ``torch.save(obj, f)``; with ``partial`` the file name ends in ``_`` and :func:`partial_suffix`.
 
     Args:
         obj: tensors and plain containers, numbers and strings, or with ``pickle_module`` anything that it writes.
         f: name of the file; its folder is made if absent.
-        partial: one file for each model parallel rank, instead of one under the very name.
-        pickle_module: what writes objects, as for ``torch.save``.
+        partial: one file for each model parallel rank, instead of one with exactly this name.
+        pickle_module: the module that writes objects, as for ``torch.save``.
         pickle_protocol: likewise.
         v3: the file name ends in pipeline, tensor and reduced data parallel rank instead.
 
@@ -120,7 +123,7 @@ def load(
 
 
 def here(device: torch.device) -> Callable[[Any, str], Any]:
-    """The ``map_location`` of ``torch.load`` that brings what was on a GPU to ``device``."""
+    """Return a ``map_location`` for ``torch.load`` that moves tensors from any GPU to ``device``."""
 
     def locate(storage: Any, location: str) -> Any:
         # None leaves it to PyTorch, and so to the place where it was.

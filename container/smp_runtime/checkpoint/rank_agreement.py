@@ -17,7 +17,7 @@ from smp_runtime.tensors.torch_private import default_store
 
 
 def met_by(text: str, rank: int, host: str) -> CheckpointError:
-    """An error that all ranks raise, since one has met it: its rank is the one that the job's failure names."""
+    """Return an error that all ranks raise because one rank has hit it; the job's failure names that rank."""
     error = CheckpointError(text)
     error.failure = FailureRecord(
         rank=rank,
@@ -31,14 +31,14 @@ def met_by(text: str, rank: int, host: str) -> CheckpointError:
 
 
 def told(error: CheckpointError | None) -> list[Any] | None:
-    """An error of :func:`met_by` as JSON has it, for the other ranks."""
+    """Convert an error of :func:`met_by` to JSON values, for the other ranks."""
     if error is None or error.failure is None:
         return None
     return [str(error), error.failure.rank, error.failure.host]
 
 
 def heard(words: list[Any] | None) -> CheckpointError | None:
-    """From :func:`told`."""
+    """Convert the JSON values of :func:`told` back to an error."""
     return None if words is None else met_by(*words)
 
 
@@ -46,15 +46,15 @@ class Exchange(Protocol):
     """Brings values that JSON has to the first rank and back; every rank makes the same calls in the same order."""
 
     def gather(self, payload: Any) -> list[Any] | None:
-        """Every rank's value, in the order of ranks, on rank 0; None elsewhere."""
+        """Return every rank's value in the order of ranks, on rank 0; None elsewhere."""
         ...
 
     def broadcast(self, payload: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         ...
 
     def finish(self) -> None:
-        """No more calls: returns when no other rank needs this one."""
+        """Finish the exchange: block until no other rank needs this one. No calls may follow."""
         ...
 
 
@@ -78,7 +78,7 @@ class ControlExchange:
         return payload
 
     def finish(self) -> None:
-        """Nothing is left to wait for: every call returns when it was answered."""
+        """Do nothing: every call has already waited for its answer."""
 
 
 class StoreExchange:
@@ -161,9 +161,10 @@ class SecondConnection:
 
 
 def second_connection(control: ControlPlane, prefix: str, purpose: str) -> SecondConnection | None:
-    """One more connection to the store; None where this version of PyTorch makes none.
+    """Return another connection to the store; None if this version of PyTorch cannot make one.
 
-    Every rank calls it. Where the job has no secret, what seals its values was told by the control plane, for others to read.
+    Every rank calls it. If the job has no secret, the connection's secret is sent over the control plane, where
+    other processes can read it.
 
     Args:
         prefix: of the keys.
@@ -185,9 +186,9 @@ def second_connection(control: ControlPlane, prefix: str, purpose: str) -> Secon
 
 
 def background_exchange(control: ControlPlane, title: str) -> Exchange | None:
-    """An exchange for another thread; None where this version of PyTorch has no second connection to its store.
+    """Return an exchange for another thread.
 
-    Every rank calls it.
+    None if this version of PyTorch cannot make a second connection to its store. Every rank calls it.
     """
     if control.size == 1:
         return ControlExchange(control)

@@ -196,10 +196,13 @@ def memory_checkpoint(
 
 
 def newest_memory_checkpoint(session: Session) -> int | None:
-    """How many updates of the optimizer the newest state in memory has that all ranks can go on from; every rank calls it.
+    """Return the optimizer steps of the newest state in memory from which all ranks can resume.
+
+    Every rank calls it.
 
     Returns:
-        None unless the job's ranks were started again in place and have left one, and after ``resume_from_checkpoint``.
+        None unless the job's ranks were restarted in place and have left such a state. Also None after
+        ``resume_from_checkpoint``.
 
     Example:
         >>> if smp.newest_memory_checkpoint() is not None:
@@ -337,7 +340,7 @@ class _Wants:
     def plan(
         self, session: Session, checkpoint: FoundCheckpoint, reader: CheckpointReader | None = None
     ) -> PartialLoad:
-        """How it would be loaded; raises CheckpointError where it does not fit."""
+        """Return the plan for loading the checkpoint; raise CheckpointError if it does not fit."""
         sharded = session.ranks.cfg.sharded_data_parallel_degree > 1
         if checkpoint.manifest is not None:
             sharded = sharded or checkpoint.manifest.topology.get("sharded", 1) > 1
@@ -348,7 +351,10 @@ class _Wants:
 
 
 def _load(session: Session, plan: PartialLoad, wants: _Wants) -> Any:
-    """Load what was found; gives the script's content. Nothing is loaded where this raises CheckpointError before it begins."""
+    """Load the planned checkpoint and return the script's content.
+
+    All files are checked before anything is loaded. If a check raises CheckpointError, nothing has changed.
+    """
     if (
         wants.load_optimizer
         and wants.optimizer is None
@@ -384,7 +390,7 @@ def _load(session: Session, plan: PartialLoad, wants: _Wants) -> Any:
 
 
 def _has_newer(session: Session, folder: Path, tag: str | None, state: MemoryState) -> bool:
-    """Whether the files that are asked for have a state that this training came to later; rank 0 looks."""
+    """Return whether the requested files have a state that this training reached later; rank 0 checks."""
     newer = False
     if session.ranks.rank == 0:
         names = None if tag is None else (str(tag), f"{tag}{PARTIAL}")
@@ -398,7 +404,7 @@ def _has_newer(session: Session, folder: Path, tag: str | None, state: MemorySta
 
 @contextlib.contextmanager
 def _raised_on_all(session: Session) -> Iterator[None]:
-    """What any rank meets inside is raised on every rank at the end; every rank enters."""
+    """Raise an error that any rank raises inside the block on every rank at its end; every rank enters."""
     failure: str | None = None
     other: Exception | None = None
     try:
@@ -418,13 +424,13 @@ def _raised_on_all(session: Session) -> Iterator[None]:
 
 
 def check_tag(tag: str, *, partial: bool = True) -> None:
-    """Make sure that a tag can be a file name, and is not the name of a file that means something else.
+    """Check that a tag can be a file name, and is not reserved for another file.
 
     Args:
-        partial: whether of a partial checkpoint, whose tag does not become a file's name as it is.
+        partial: whether the tag is of a partial checkpoint; then it is only part of file names.
 
     Raises:
-        SMPUserError: it cannot, or it is.
+        SMPUserError: it cannot, or it is reserved.
     """
     if not tag.isprintable() or not is_plain_name(tag) or tag.startswith("."):
         raise SMPUserError(f"the tag is {tag!r}, but it becomes a file name: use letters, digits, '-' and '_'")

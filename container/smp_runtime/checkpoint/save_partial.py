@@ -65,12 +65,12 @@ class Report:
     host: str = ""  # its rank's, where it was told to rank 0
 
     def to_json(self) -> list[Any]:
-        """As a manifest has it, for rank 0."""
+        """Return the report for rank 0, in the format of a manifest."""
         return [self.failure, host_name(), Manifest("", files=self.files, **self._tensors()).to_json()]
 
     @classmethod
     def from_json(cls, found: list[Any]) -> Report:
-        """From :meth:`to_json`."""
+        """Return a report from the result of :meth:`to_json`."""
         failure, host, text = found
         told = Manifest.from_json(text)
         return cls(failure, told.files, told.pieces, told.parameters, told.buffers, host)
@@ -113,11 +113,11 @@ class Saver:
 
     @classmethod
     def of(cls, session: Session) -> Saver:
-        """The saver of a session; always the same object."""
+        """Return the saver of a session; always the same object."""
         return session.ranks.keep(cls, lambda: cls(session))
 
     def wait(self) -> None:
-        """Return when the checkpoint that is being written is complete, and named in ``newest``.
+        """Block until the checkpoint that is being written is complete, and named in ``newest``.
 
         Raises:
             CheckpointError: it could not be written.
@@ -204,7 +204,7 @@ class Saver:
         self._thread.start()
 
     def _background_exchange(self, title: str) -> Exchange | None:
-        """What the ranks agree through while training goes on; None, on all of them, where one has none."""
+        """Return the exchange that the ranks use while training continues; None on all ranks if one has none."""
         control = self._session.ranks.control
         exchange = background_exchange(control, title)
         if all(control.allgather(exchange is not None, list(range(control.size)))):
@@ -230,7 +230,7 @@ class Saver:
         *,
         snapshot: bool,
     ) -> dict[str, Callable[[], Any]]:
-        """What makes the content of every file; with ``snapshot`` everything is copied now."""
+        """Return functions that build the content of each file; with ``snapshot`` everything is copied now."""
         session = self._session
         jobs: dict[str, Callable[[], Any]] = {}
         for name, build in made.files.items():
@@ -246,7 +246,10 @@ class Saver:
         return jobs
 
     def _sharding_group(self, model: DistributedModel) -> dist.ProcessGroup | None:
-        """This rank's sharding group once more, for the thread that writes; every rank makes all of them."""
+        """Return a second process group of this rank's sharding group, for the writing thread.
+
+        Every rank makes all of these groups.
+        """
         session = self._session
         if model.shards is not None and self._group is None:
             for ranks in session.ranks.topology.groups(Group.SHARD):
@@ -256,7 +259,7 @@ class Saver:
         return self._group
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in memory that is used again at the next save."""
+        """Copy a tensor to a CPU buffer that the next save reuses."""
         buffer = self._pool.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             on_gpu = tensor.device.type == "cuda"
@@ -266,11 +269,11 @@ class Saver:
 
 
 def files_of_job(model: DistributedModel, content: bytes, moment: ScriptPosition) -> dict[str, bytes]:
-    """What a checkpoint has once, whatever the number of ranks, beside its manifest.
+    """Return the files that a checkpoint has once, for any number of ranks, without its manifest.
 
     Args:
-        content: the script's own, as ``user_content_bytes`` gives it.
-        moment: to which the checkpoint belongs.
+        content: the script's own content, as ``user_content_bytes`` returns it.
+        moment: the position of the checkpoint.
     """
     files = {USER_CONTENT: content}
     if moment.positions:
@@ -288,7 +291,7 @@ def _given(value: Any) -> Callable[[], Any]:
 
 
 def _live(_: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, on the CPU and without what else lies in its storage."""
+    """Return the tensor on the CPU, without other data in its storage."""
     tensor = tensor.detach().cpu()
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if alone else tensor.clone()
@@ -326,7 +329,7 @@ def _complete(
 
 
 def _verdict(transaction: FolderTransaction, described: Described | None, reports: list[Any]) -> SaveVerdict:
-    """The manifest's text, or why there is none; never raises, since the other ranks wait for it."""
+    """Return the manifest's text, or an error; never raise, since the other ranks wait for it."""
     try:
         found = [Report.from_json(report) for report in reports]
         broken = [(rank, report.host, report.failure) for rank, report in enumerate(found) if report.failure]
@@ -345,7 +348,7 @@ def describe(
     *,
     has_content: bool = True,
 ) -> Described:
-    """What the manifest says besides what ranks have written."""
+    """Return the values of the manifest that do not depend on the files that ranks have written."""
     topology = {
         "world_size": session.ranks.control.size,
         "pipeline": session.ranks.size(Group.PP),
@@ -369,10 +372,10 @@ def describe(
 
 
 def merge(described: Described, reports: list[Report], save: str) -> Manifest:
-    """One manifest from what all ranks have written; the first of several copies of a file counts.
+    """Merge the reports of all ranks into one manifest; the first of several copies of a file counts.
 
     Args:
-        save: the same on every host, and other for every save.
+        save: an id, the same on every host and different for every save.
     """
     manifest = Manifest(
         described.tag,

@@ -64,7 +64,7 @@ class SavePlan:
     elsewhere: set[str] = field(default_factory=set)
 
     def note(self, file: str, key: str, name: str, piece: Piece) -> None:
-        """A file has a piece."""
+        """Record that a file has a piece."""
         self.pieces.setdefault(file, {}).setdefault(key, {})[name] = piece
 
 
@@ -85,11 +85,15 @@ class WriteShare:
 
     @property
     def has_copies(self) -> bool:
-        """Whether several ranks write the same."""
+        """Return whether several ranks write the same elements."""
         return self._hosts is not None
 
     def writes(self, parts: int) -> bool:
-        """Whether this rank writes, when ``parts`` neighbours along the reduced data parallel axis differ."""
+        """Return whether this rank writes its elements.
+
+        Args:
+            parts: number of neighbors along the reduced data parallel axis that have different elements.
+        """
         if self.rdp < parts:
             return True
         if self._hosts is None:
@@ -104,7 +108,7 @@ class WriteShare:
         return True
 
     def is_elsewhere(self, parts: int) -> bool:
-        """Whether a rank of another host writes the same, too; as for :meth:`writes`."""
+        """Return whether a rank of another host also writes the same; ``parts`` as for :meth:`writes`."""
         if self._hosts is None:
             return False
         session = self._session
@@ -120,7 +124,7 @@ class WriteShare:
         return False
 
     def suffix(self, parts: int) -> str:
-        """What distinguishes the file names."""
+        """Return the suffix that distinguishes this rank's file names."""
         session = self._session
         if parts == 1:
             return partial_suffix(session)
@@ -129,13 +133,13 @@ class WriteShare:
         return self.coordinates(parts)
 
     def coordinates(self, parts: int) -> str:
-        """This rank's place on the three axes."""
+        """Return this rank's place on the three axes."""
         session = self._session
         return f"{session.ranks.rank_in(Group.PP)}_{session.ranks.rank_in(Group.TP)}_{self.rdp % parts}"
 
 
 def state_parts(session: Session, model: DistributedModel | None) -> int:
-    """Among how many neighbours along the reduced data parallel axis optimizer state is shared out."""
+    """Return the number of neighbors along the reduced data parallel axis that divide the optimizer state."""
     state = model.sharded_state if model is not None else None
     return 1 if state is None else session.ranks.size(state.sharing)
 
@@ -149,12 +153,14 @@ def contents_of(
     *,
     as_held: bool = False,
 ) -> SavePlan:
-    """What this rank writes; with sharded data parallelism parts change hands first, unit by unit.
+    """Return the plan of what this rank writes.
+
+    With sharded data parallelism, ranks first exchange parts, unit by unit.
 
     Args:
         apart: given when another thread will write.
-        as_held: write parts of sharded parameters as this rank has them, so that none change hands: this library loads them as
-            well, other tools do not.
+        as_held: write parts of sharded parameters as this rank has them, without an exchange. This library can
+            load them, other tools cannot.
     """
     made = SavePlan()
     entries = updated(model, optimizer) if optimizer is not None else []
@@ -179,7 +185,7 @@ def contents_of(
 
 
 def optimizer_record(optimizer: DistributedOptimizer, entries: Sequence[Updated]) -> OptimizerRecord:
-    """The optimizer's groups for the manifest."""
+    """Return the optimizer's groups for the manifest."""
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         plain = {key: value for key, value in group.items() if key != "params" and _is_json(value)}
@@ -221,7 +227,7 @@ def _piece(region: TensorRegion) -> Piece:
 
 
 def _module_file(made: SavePlan, model: DistributedModel, share: WriteShare) -> None:
-    """``model_*.pt``: everything that replicas have alike, under all of its names, in the order of the model."""
+    """Add ``model_*.pt``: everything that is the same on replicas, under all of its names, in the order of the model."""
     if not share.writes(1):
         return
     file = f"model_{share.suffix(1)}.pt"
@@ -257,7 +263,7 @@ def _module_file(made: SavePlan, model: DistributedModel, share: WriteShare) -> 
 
 
 def _shard_file(made: SavePlan, model: DistributedModel, share: WriteShare, parts: int, flat: FlatGroups) -> None:
-    """``model_<pp>_<tp>_<shard>.pt``: parts of sharded parameters that no optimizer has."""
+    """Add ``model_<pp>_<tp>_<shard>.pt``: parts of sharded parameters that no optimizer has."""
     if model.shards is None:
         return
     held = [
@@ -289,7 +295,7 @@ def _master_file(
     parts: int,
     flat: FlatGroups,
 ) -> None:
-    """``fp16_states_*.pt``: float32 weights and the loss scale, in half precision training."""
+    """Add ``fp16_states_*.pt``: float32 weights and the loss scale, in half precision training."""
     if not model.precision.is_half:
         return
     sharded = model.shards.parameters if model.shards is not None else None
@@ -324,7 +330,7 @@ def _optimizer_file(
     parts: int,
     flat: FlatGroups,
 ) -> None:
-    """``optimizer_*.pt``: the state of what this rank updates, by global name, and the settings of the groups."""
+    """Add ``optimizer_*.pt``: the state of this rank's updated parameters by global name, and the groups' settings."""
     file = f"optimizer_{share.suffix(parts)}.pt"
     sharded = model.shards.parameters if model.shards is not None else None
     local, shared_out = _local(model), model.optimizer_shards or {}
@@ -373,7 +379,7 @@ def _optimizer_file(
 
 
 def _kept(keep: Keep, name: str, value: Any) -> Any:
-    """A tensor, or an object with tensors inside, as it is now; of other things inside, copies."""
+    """Return a tensor or an object as it is now: tensors by ``keep``, everything else copied."""
     if isinstance(value, torch.Tensor):
         return keep(name, value)
     leaves, structure = tree_flatten(value)

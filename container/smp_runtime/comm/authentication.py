@@ -1,4 +1,4 @@
-"""What the ranks of a job know and strangers do not: one secret, what is sealed with it, and how ranks come to share it."""
+"""The secret that only the ranks of a job know, the seals that it makes, and how ranks come to share it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Seal:
         self._secret = secret
 
     def close(self, place: str, body: bytes) -> bytes:
-        """``body`` with the seal before it."""
+        """Return ``body`` with its seal in front."""
         return self._tag(place, body) + body
 
     def open(self, place: str, sealed: bytes) -> bytes:
-        """The body.
+        """Return the body of a sealed message.
 
         Raises:
             ForgedError: it was not sealed for this place, with this secret.
@@ -60,7 +60,7 @@ class Seal:
         return body
 
     def derived(self, purpose: str, nonce: bytes) -> bytes:
-        """A secret for one purpose, of which ``nonce`` may be known to all."""
+        """Return a secret for one purpose, derived from a ``nonce`` that may be public."""
         return self._tag(f"secret for {purpose}", nonce)
 
     def _tag(self, place: str, body: bytes) -> bytes:
@@ -68,7 +68,7 @@ class Seal:
 
 
 def secret_of(environ: Mapping[str, str]) -> bytes | None:
-    """The secret that a launcher or the user has given to the ranks of a job; None where there is none.
+    """Return the secret that a launcher or the user has set for the ranks of a job, or None.
 
     Raises:
         ConfigError: it is short enough to be guessed.
@@ -78,21 +78,28 @@ def secret_of(environ: Mapping[str, str]) -> bytes | None:
 
 
 def on_one_machine(environ: Mapping[str, str], size: int) -> bool:
-    """Whether the environment says that all ranks of a job are processes of this machine."""
+    """Return whether, by the environment, all ranks of a job are processes of this machine."""
     if local := environ.get(LOCAL_SIZE_VARIABLE):
         return local == str(size)
     return is_loopback(environ.get(ADDRESS_VARIABLE, ""))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or a name that needs no look-up, is this machine's way to itself."""
+    """Return whether an address is a loopback address of this machine.
+
+    ``localhost`` is the only name that counts, since it needs no look-up.
+    """
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return address == "localhost"
 
 
 def machine() -> str:
-    """The same for processes that reach each other by loopback: a machine, or a container with its own network; else empty."""
+    """Return an identifier of this machine, or an empty string if there is none.
+
+    It is the same for processes that reach each other by loopback. A container with its own network counts as
+    a machine.
+    """
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -104,12 +111,12 @@ def machine() -> str:
 
 
 def has_credentials() -> bool:
-    """Whether this system tells which user is behind a socket without a file."""
+    """Return whether the system reports the user at the other end of a Unix socket without a file."""
     return sys.platform == "linux" and hasattr(socket, "SO_PEERCRED")
 
 
 class SecretKeeper:
-    """On rank 0: gives the job's secret to the other ranks of this machine, and to no other user's processes."""
+    """The server, on rank 0, of the job's secret for this machine's other ranks, and no other user's processes."""
 
     def __init__(self, others: int) -> None:
         self._others = others
@@ -149,10 +156,12 @@ class SecretKeeper:
 
 
 def secret_from_keeper(name: str, rank: int, seconds: float) -> bytes:
-    """The secret that rank 0 keeps under ``name``, which a stranger may have told.
+    """Fetch the secret that rank 0 serves under ``name``.
+
+    The name is not trusted: another process may have written it. So the user at the other end is checked.
 
     Raises:
-        SMPRuntimeError: nobody is there, or another user's process.
+        SMPRuntimeError: no process answers, or it is another user's.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
@@ -175,7 +184,7 @@ def secret_from_keeper(name: str, rank: int, seconds: float) -> bytes:
 
 
 def _user_behind(connection: socket.socket) -> int:
-    """The user whose process is at the other end, as the system knows it."""
+    """Return the user ID of the process at the other end, as reported by the system."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(told)[1])
 

@@ -1,4 +1,4 @@
-"""Gradient buckets: flat buffers that several gradients travel in together, and the seam between reduction and what moves them."""
+"""Gradient buckets: flat buffers that several gradients travel in, and the interface between reduction and transport."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Bucket:
-    """Some parameters' gradients in one flat buffer.
+    """A group of parameters that share one flat buffer for their gradients.
 
     Attributes:
-        indices: which parameters, by their index in the reducer's list.
-        offsets: where each gradient begins, in elements.
-        elements: of all gradients together; the buffer may be longer by a tail.
-        dtype: in which the gradients are reduced.
+        indices: indices of the parameters in the reducer's list.
+        offsets: start of each gradient, in elements.
+        elements: number of elements of all gradients together; the buffer may be longer by a tail.
+        dtype: type in which the gradients are reduced.
         tail: elements behind the gradients.
         persistent: keep one buffer for all windows; otherwise each window has its own, which its gradients keep alive.
-        pending: parameters whose gradient is not final yet in this window.
+        pending: number of parameters that have no final gradient yet in this window.
     """
 
     indices: list[int]
@@ -38,18 +38,18 @@ class Bucket:
     _buffer: torch.Tensor | None = field(default=None, repr=False)
 
     def fresh_buffer(self, collectives: Collectives, group: dist.ProcessGroup) -> torch.Tensor:
-        """The buffer of the next reduction over a group, ``[elements + tail]``, with anything in it."""
+        """Return an uninitialized buffer for the next reduction over a group, ``[elements + tail]``."""
         if self._buffer is None or not self.persistent:
             self._buffer = collectives.empty(self.elements + self.tail, self.dtype, self.device, group)
         return self._buffer
 
     def release(self) -> None:
-        """Let go of the buffer, unless it is kept for all windows."""
+        """Release the buffer, unless it is kept for all windows."""
         if not self.persistent:
             self._buffer = None
 
     def views(self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The part of a buffer of each parameter, shaped like it."""
+        """Return each parameter's part of a buffer as a view with the parameter's shape."""
         return [
             buffer[offset : offset + parameters[index].numel()].view(parameters[index].shape)
             for index, offset in zip(self.indices, self.offsets, strict=True)
@@ -90,7 +90,7 @@ class Travel(Protocol):
     """A bucket under way."""
 
     def finish(self) -> torch.Tensor:
-        """Wait; returns the flat result."""
+        """Wait for the bucket, and return the flat result."""
         ...
 
 
@@ -102,7 +102,7 @@ class Reducing:
         self._result = result
 
     def finish(self) -> torch.Tensor:
-        """Wait; returns the flat result."""
+        """Wait for the collective, and return the flat result."""
         self._work.wait()
         return self._result
 
@@ -125,5 +125,5 @@ class BucketTransport(Protocol):
         ...
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
-        """Take a result that is not whole gradients; ``used`` tells which parameters any rank used."""
+        """Accept a result that is not whole gradients; ``used`` marks the parameters that any rank used."""
         ...

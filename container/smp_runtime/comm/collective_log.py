@@ -1,4 +1,4 @@
-"""Collectives that leave a note of themselves: which, in which group, the how-manieth there, whether this rank waits for them."""
+"""Logging of collectives: name, group, sequence number in the group, and whether this rank waits for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _NAMES = ("all_reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all
 
 @dataclass
 class _Group:
-    """A process group, held so that its identifier stays its own; its ranks as noted, and how many collectives have begun in it."""
+    """A process group with its ranks as logged, and the number of collectives that have begun in it.
+
+    It is held so that its identifier stays its own.
+    """
 
     group: dist.ProcessGroup
     size: int
@@ -96,5 +99,5 @@ class _LoggedWork:
             self._notes.end_wait(self._position)
 
     def __getattr__(self, name: str) -> Any:
-        """What kinds of work have beside ``wait``."""
+        """Return an attribute of the underlying work, other than ``wait``."""
         return getattr(self._work, name)

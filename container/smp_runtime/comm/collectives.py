@@ -1,6 +1,6 @@
-"""The collectives seam: what the strategies call, and the plain implementation over ``torch.distributed``.
+"""The collectives interface of the strategies, and its plain implementation over ``torch.distributed``.
 
-Another implementation (the hierarchical all-gather, a counter of bytes) stands in by having these methods.
+Another implementation (the hierarchical all-gather, a counter of bytes) replaces it by having the same methods.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Collectives(Protocol):
     """Asynchronous collectives over a process group; tensors are contiguous and used in place."""
 
     def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
-        """A vector with anything in it, which reductions over the group need not copy.
+        """Return an uninitialized vector that reductions over the group can use without a copy.
 
-        Once a reduce-scatter of it has begun, it is not written to any more: other ranks may read it after this one has waited.
+        Do not write to it once a reduce-scatter of it has begun. Other ranks may read it even after this rank has
+        waited.
         """
         ...
 
@@ -74,7 +75,7 @@ class Collectives(Protocol):
 
 
 def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """What travels of a tensor: both parts of complex numbers, which NCCL does not know."""
+    """Return a tensor as it is sent: complex numbers as pairs of real ones, since NCCL has no complex types."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -196,7 +197,11 @@ def broadcast_tensors(
 def _differing(
     tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup, collectives: Collectives
 ) -> list[torch.Tensor]:
-    """Those that are small, on an accelerator, or not on all ranks as on ``source``."""
+    """Return the tensors that must be broadcast.
+
+    These are the small ones, those on an accelerator, and those that are not equal to the ones of ``source`` on
+    all ranks.
+    """
     compared = [t for t in tensors if t.device.type == "cpu" and t.nbytes >= compared_bytes]  # the same on every rank
     if not compared:
         return tensors
@@ -210,7 +215,7 @@ def _differing(
 
 
 def _digest(tensor: torch.Tensor) -> list[float]:
-    """Numbers that floats hold exactly."""
+    """Return the SHA-256 of a tensor as eight numbers that floats represent exactly."""
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return [float(number) for (number,) in struct.iter_unpack("<I", hashlib.sha256(content.data).digest())]
 

@@ -1,4 +1,4 @@
-"""The control plane: who is there, and small Python objects between ranks.
+"""The control plane: the ranks of the job, and small Python objects that they exchange.
 
 One protocol, three carriers (:mod:`smp_runtime.comm.control_transports`), chosen in :func:`connect`.
 """
@@ -49,12 +49,18 @@ _TIMED_OUT = re.compile(r"(?i)timed out|timeout")
 
 
 def host_name() -> str:
-    """This rank's host, as the launcher announced it: several may be simulated on one machine."""
+    """Return the name of this rank's host as the launcher announced it, else the machine's host name.
+
+    Several hosts may be simulated on one machine.
+    """
     return os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
 
 
 class Arrival(NamedTuple):
-    """What a rank tells the others when it joins the job; a plain tuple, which travels without a secret too."""
+    """Data that a rank sends to all others when it joins the job.
+
+    It is a plain tuple, so that it can be sent in a job without a secret too.
+    """
 
     host: str  # as the launcher announced it
     settings: str  # all that it was configured with
@@ -82,10 +88,12 @@ class ControlPlane:
 
     @contextlib.contextmanager
     def doing(self, call: str) -> Iterator[None]:
-        """The script is in this public call, which messages name; inside another one it does not matter.
+        """Run the block as part of the public call ``call``, which error messages name.
+
+        Inside another public call it changes nothing.
 
         Raises:
-            RankLeftError: instead of an error about a lost connection, where other ranks have left the job.
+            RankLeftError: in place of an error about a lost connection, if other ranks have left the job.
         """
         if self._carrier.call:
             yield
@@ -109,7 +117,10 @@ class ControlPlane:
             self._carrier.call = ""
 
     def explained(self, error: BaseException) -> SMPRuntimeError | None:
-        """What an error of PyTorch's collectives means: who has left, whose connection is lost; None for any other error."""
+        """Return a clearer error for an error of PyTorch's collectives, or None for any other error.
+
+        The new error names the ranks that have left, or those to which the connection is lost.
+        """
         if not isinstance(error, RuntimeError) or isinstance(error, SMPError) or not _LOST.search(str(error)):
             return None
         if left := self._who_left():
@@ -136,7 +147,10 @@ class ControlPlane:
         return cut_off
 
     def _who_left(self) -> dict[int, str]:
-        """Ranks that have left the job, and how: asked for a moment, as the connection that was lost may have been theirs."""
+        """Return ranks that have left the job, and how they left.
+
+        It asks briefly, since the lost connection may have been theirs.
+        """
         others = self._others()
         began, asks = time.monotonic(), True
         while time.monotonic() - began < _ANSWER_SECONDS:
@@ -148,11 +162,11 @@ class ControlPlane:
         return {}
 
     def _others(self) -> list[int]:
-        """Ranks of other processes."""
+        """Return the ranks of other processes."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def arrivals(self, mine: Arrival) -> list[Arrival]:
-        """What every rank says of itself when it joins, by rank; all ranks call it."""
+        """Exchange arrival data between all ranks, and return it by rank; all ranks must call it."""
         everyone = self.allgather(tuple(mine), list(range(self.size)))
         return [Arrival(*one) for one in everyone]
 
@@ -168,7 +182,7 @@ class ControlPlane:
     _MOST_THROUGH_LEADER = 32
 
     def allgather(self, payload: Any, ranks: Sequence[int], channel: int = RUNTIME_CHANNEL) -> list[Any]:
-        """Every member's object, in the order of ``ranks``; all members call it."""
+        """Return every member's object, in the order of ``ranks``; all members must call it."""
         leader = ranks[0]
         if len(ranks) > self._MOST_THROUGH_LEADER:
             return self._allgather_by_tree(payload, ranks, channel)
@@ -182,7 +196,10 @@ class ControlPlane:
         return gathered
 
     def _allgather_by_tree(self, payload: Any, ranks: Sequence[int], channel: int) -> list[Any]:
-        """The same in a number of rounds that grows with the logarithm of theirs; no rank sends more often than that."""
+        """Run :meth:`allgather` in a number of rounds that is logarithmic in the number of ranks.
+
+        No rank sends more often than that.
+        """
         me, size = ranks.index(self.rank), len(ranks)
         found, step = {me: payload}, 1
         while step < size and not me & step:
@@ -198,7 +215,7 @@ class ControlPlane:
         return [found[position] for position in range(size)]
 
     def gather(self, payload: Any, ranks: Sequence[int]) -> list[Any] | None:
-        """Every member's object on the first member, None on the others; all members call it."""
+        """Return every member's object on the first member, and None on the others; all members must call it."""
         leader = ranks[0]
         if self.rank != leader:
             self.send(payload, leader, RUNTIME_CHANNEL)
@@ -206,7 +223,7 @@ class ControlPlane:
         return [payload if rank == leader else self.receive(rank, RUNTIME_CHANNEL) for rank in ranks]
 
     def broadcast(self, payload: Any, ranks: Sequence[int]) -> Any:
-        """The first member's object on every member; all members call it."""
+        """Return the first member's object on every member; all members must call it."""
         return self.allgather(payload, ranks)[0]
 
     def barrier(self, ranks: Sequence[int], channel: int = RUNTIME_CHANNEL) -> None:
@@ -215,17 +232,17 @@ class ControlPlane:
 
     @property
     def has_secret(self) -> bool:
-        """Whether ranks know each other's messages from those of a stranger."""
+        """Return whether a rank can distinguish messages of this job's ranks from those of other processes."""
         return self._carrier.seal is not None
 
     def secret_for(self, purpose: str, nonce: bytes) -> bytes:
-        """What the ranks of this job know and a stranger does not, for one purpose.
+        """Return a secret for one purpose that only the ranks of this job know.
 
-        Where the job has no secret (:class:`~smp_runtime.comm.control_transports.StoreTransport`) it is the nonce, and known to
-        whoever reads what ranks exchange.
+        If the job has no secret (:class:`~smp_runtime.comm.control_transports.StoreTransport`), this returns the
+        nonce. Then any process that reads the ranks' messages knows it.
 
         Args:
-            nonce: of one rank, which the others were told.
+            nonce: a nonce of one rank, which the other ranks have received.
         """
         return nonce if self._carrier.seal is None else self._carrier.seal.derived(purpose, nonce)
 
@@ -246,7 +263,7 @@ class ControlPlane:
 
 
 def _comes_from_us(trace: types.TracebackType | None) -> bool:
-    """Whether no code of the script's is on the way to an error."""
+    """Return whether a traceback contains no code of the script."""
     while trace is not None:
         name = str(trace.tb_frame.f_globals.get("__name__"))
         if name != "contextlib" and not is_runtime_module(name):
@@ -256,14 +273,14 @@ def _comes_from_us(trace: types.TracebackType | None) -> bool:
 
 
 def connect(environ: Mapping[str, str] | None = None) -> ControlPlane:
-    """Join the job that started this process: MPI's, else one whose ranks meet at a store, else a job of one process.
+    """Join the job that started this process, or start a job of one process.
 
-    Where the script, or what calls it, has started ``torch.distributed``, its ranks are those of the job: Ray Train and the like
-    need not say anything in the environment.
+    Ranks started by MPI use MPI, and other ranks meet at a store. If the script or its caller has initialized
+    ``torch.distributed``, as Ray Train does, its ranks are those of the job. The environment need not name them.
 
     Raises:
         ConfigError: variables of launchers are incomplete, or contradict one another.
-        SMPRuntimeError: there is no way to the other ranks.
+        SMPRuntimeError: the other ranks cannot be reached.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -283,7 +300,11 @@ def connect(environ: Mapping[str, str] | None = None) -> ControlPlane:
 
 
 def _mpi(started: Started) -> MpiTransport:
-    """The way to ranks that MPI has started; the MPI of mpi4py may be another than the launcher's, and know of none."""
+    """Return the transport to ranks that MPI has started.
+
+    mpi4py may use another MPI library than the launcher's, which then does not know the other ranks. That is an
+    error.
+    """
     try:
         carrier = MpiTransport()
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What carries small objects between ranks: MPI under ``mpirun``, a ``TCPStore`` under ``torchrun``, nothing for one process."""
+"""Transports of small objects between ranks: MPI under ``mpirun``, a store under ``torchrun``, none for one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _STORE_PAUSE_SECONDS = 5e-3
 
 
 class SoloTransport:
-    """One process alone: there is nobody to talk to."""
+    """The transport of a job of one process, which has no other rank to communicate with."""
 
     rank = 0
     size = 1
@@ -70,17 +70,17 @@ class SoloTransport:
         return None
 
     def went_on(self) -> None:
-        """Nobody was asked."""
+        """Do nothing: there is no other rank to ask."""
 
     def close(self, left: str) -> None:
-        """There is no connection."""
+        """Do nothing: there is no connection."""
 
 
 class MpiTransport:
-    """Messages over MPI; synchronous sends, polled so that every wait has a deadline.
+    """Messages over MPI, with synchronous sends that are polled so that every wait has a deadline.
 
-    A rank that leaves tells it to the others at once, since ``MPI_Finalize`` then keeps it until all have left, without a word.
-    One that fails ends without ``MPI_Finalize``, so that mpirun ends the others.
+    A rank that leaves reports it to the others at once, since ``MPI_Finalize`` then blocks silently until all have
+    left. A rank that fails ends without ``MPI_Finalize``, so that mpirun ends the others.
     """
 
     def __init__(self) -> None:
@@ -124,14 +124,14 @@ class MpiTransport:
         return self._places.get(other)
 
     def went_on(self) -> None:
-        """Who has heard where this rank was asks again."""
+        """Do nothing: a rank that has received this rank's place asks again."""
 
     def _tell(self, other: int, place: WaitingPlace, *, asks: bool) -> None:
         self._told = [request for request in self._told if not request.test()[0]]
         self._told.append(self._comm.isend((asks, place), dest=other, tag=_PLACES_CHANNEL))
 
     def _hear(self) -> None:
-        """Take what others have told of their places, and answer those that asked."""
+        """Receive the places that other ranks have reported, and answer the ranks that asked."""
         status = self._mpi.Status()
         while (
             found := self._comm.improbe(source=self._mpi.ANY_SOURCE, tag=_PLACES_CHANNEL, status=status)
@@ -154,7 +154,7 @@ class MpiTransport:
             self._tell(other, WaitingPlace(left=left), asks=False)
 
     def _at_exit(self) -> None:
-        """Where an exception ends the process, see to its end before ``MPI_Finalize``, which would wait for the others."""
+        """Make the process exit before ``MPI_Finalize``, which would wait for the others, if an exception ends it."""
         if getattr(sys, "last_value", None) is not None:
             # The interpreter lets go of this last, when files are written and exit handlers have run.
             sys.__dict__["smp_ends_without_mpi"] = _EndsProcess()
@@ -168,19 +168,21 @@ class _EndsProcess:
 
 
 class StoreTransport:
-    """Messages over a store of PyTorch: for ``torchrun`` and all others whose ranks meet without MPI.
+    """Messages over a PyTorch store: for ``torchrun``, and all other jobs that start their ranks without MPI.
 
-    Whoever reaches the store's port can read and write all that it has. So each message is sealed for its place with a secret of
-    the job's, and one that is not is neither believed nor unpickled. The secret is that of the environment; where all ranks are on
-    one machine rank 0 makes one, and gives it to those that the system says are the same user's. Where there is none, only data
+    Any process that reaches the store's port can read and write all its contents. So each message is sealed for its
+    place with a secret of the job. A message without a valid seal is neither trusted nor unpickled.
+
+    The secret comes from the environment. If it has none and all ranks are on one machine, rank 0 creates one. It
+    shares it with processes that run as the same user, as reported by the system. Without a secret, only plain data
     is read (:mod:`smp_runtime.comm.plain_data`).
 
     Args:
-        store: reaches all ranks.
-        environ: of this process.
+        store: a store that all ranks reach.
+        environ: the environment of this process.
 
     Raises:
-        SMPRuntimeError: another process has this rank, or ranks know different numbers of ranks.
+        SMPRuntimeError: another process has this rank, or ranks disagree on the number of ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, environ: Mapping[str, str]) -> None:
@@ -203,10 +205,10 @@ class StoreTransport:
 
     @classmethod
     def at_meeting_place(cls, rank: int, size: int, environ: Mapping[str, str]) -> StoreTransport:
-        """Meet the others at ``MASTER_ADDR`` and ``MASTER_PORT``, where rank 0 or torchrun's agent keeps a store.
+        """Join the other ranks at ``MASTER_ADDR`` and ``MASTER_PORT``, where rank 0 or torchrun's agent serves a store.
 
         Raises:
-            SMPRuntimeError: nobody was there in time, or the port is taken.
+            SMPRuntimeError: the others were not there in time, or the port is taken.
         """
         place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
         patience = timeout_seconds()
@@ -235,7 +237,7 @@ class StoreTransport:
 
     @classmethod
     def of_process_group(cls, environ: Mapping[str, str]) -> StoreTransport:
-        """The ranks of ``torch.distributed``, which the script has started, through the store at which they have met."""
+        """Return a transport over the store of ``torch.distributed``, which the script has initialized."""
         return cls(default_store(), dist.get_rank(), dist.get_world_size(), environ)
 
     def _require_same_job(self, environ: Mapping[str, str]) -> None:
@@ -267,7 +269,7 @@ class StoreTransport:
         return self._seal
 
     def _secret(self) -> bytes | None:
-        """What only the ranks of this job know; None where there is no way that strangers cannot read."""
+        """Return the secret that only the ranks of this job know, or None if no safe way to share one exists."""
         if (given := secret_of(self._environ)) is not None:
             return given
         if self.size == 1 or not (has_credentials() and on_one_machine(self._environ, self.size)):
@@ -329,7 +331,7 @@ class StoreTransport:
         return f"what the job's store has in the place of a message from rank {source} to rank {self.rank} ({len(message):,} bytes)"
 
     def _place_of_message(self, key: str, dest: int) -> str:
-        """What a message is sealed for."""
+        """Return the place for which a message is sealed: its key and the receiver's nonce."""
         if dest not in self._nonces:
             self._await(self._nonce(dest), dest)
             self._nonces[dest] = self._store.get(self._nonce(dest)).decode(errors="replace")
@@ -366,7 +368,10 @@ class StoreTransport:
             return None
 
     def went_on(self) -> None:
-        """This rank waits no more. The key stays: another rank may be about to read it, and would wait for it."""
+        """Report that this rank no longer waits.
+
+        The key stays in the store: another rank may be about to read it, and would wait for it.
+        """
         self._tell(WaitingPlace())
 
     def close(self, left: str) -> None:
@@ -384,12 +389,15 @@ class StoreTransport:
 
 
 def process_group_size() -> int:
-    """Ranks of ``torch.distributed``, where the script has started it; else 0."""
+    """Return the world size of ``torch.distributed`` if the script has initialized it, else 0."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _start_of_process() -> str:
-    """When this process began, in ticks of the system: numbers of processes repeat, and containers have the same."""
+    """Return the start time of this process in system ticks, or an empty string.
+
+    Process numbers repeat, and containers use the same ones.
+    """
     try:
         return Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     except OSError:

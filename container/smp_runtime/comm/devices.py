@@ -1,7 +1,7 @@
-"""Which device a rank computes on, and which backend its collectives use.
+"""Choice of a rank's device, and of the backend for its collectives.
 
-Ranks tell each other which GPUs they see, so that those of one machine take different ones, however many hosts the
-machine stands for.
+Ranks exchange the GPUs that they see, so that ranks of one machine use different ones. This also holds if one
+machine simulates several hosts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def has_gpu() -> bool:
-    """Whether this process computes on CUDA devices: on real ones, whatever PyTorch says to a script."""
+    """Return whether this process computes on real CUDA devices.
+
+    Emulated ones do not count, whatever PyTorch reports to the script.
+    """
     return torch.cuda.is_available() and not smp_emulation.is_active()
 
 
 def visible_gpus() -> list[str]:
-    """What each CUDA device that this process sees is called everywhere, by its number here; empty without CUDA."""
+    """Return the name of each CUDA device that this process sees, by local number; empty without CUDA.
+
+    All processes have the same name for a device.
+    """
     if not has_gpu():
         return []
     listed = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -47,7 +53,7 @@ def visible_gpus() -> list[str]:
 
 
 def _machine() -> str:
-    """The machine that this process runs on, for GPUs without an identity of their own."""
+    """Return an identifier of this machine, for GPUs without a UUID."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -55,13 +61,13 @@ def _machine() -> str:
 
 
 def assign_gpus(visible: Sequence[Sequence[str]]) -> list[int | None]:
-    """Which of the CUDA devices that it sees each rank computes on: the one with the fewest ranks so far.
+    """Assign each rank one of the CUDA devices that it sees: the one with the fewest ranks so far.
 
     Args:
-        visible: by rank, what :func:`visible_gpus` gave there.
+        visible: by rank, the result of :func:`visible_gpus` there.
 
     Returns:
-        By rank, a number among its own devices; None where it sees none.
+        By rank, a local device number; None if the rank sees no device.
     """
     taken: dict[str, int] = {}
     chosen: list[int | None] = [None] * len(visible)
@@ -75,7 +81,7 @@ def assign_gpus(visible: Sequence[Sequence[str]]) -> list[int | None]:
 
 
 def sharing_ranks(visible: Sequence[Sequence[str]]) -> list[list[int]]:
-    """The ranks of each GPU that :func:`assign_gpus` gives to several, in order."""
+    """Return the ranks of each GPU that :func:`assign_gpus` assigns to several ranks, in order."""
     ranks_of: dict[str, list[int]] = {}
     for rank, number in enumerate(assign_gpus(visible)):
         if number is not None:
@@ -84,7 +90,7 @@ def sharing_ranks(visible: Sequence[Sequence[str]]) -> list[list[int]]:
 
 
 def use_device(number: int | None) -> torch.device:
-    """The CUDA device of that number, which becomes the current one; the CPU for None."""
+    """Make the CUDA device of that number the current one, and return it; return the CPU for None."""
     if number is None:
         return torch.device("cpu")
     device = torch.device("cuda", number)
@@ -99,17 +105,17 @@ def choose_backend(
     instance_type: str | None,
     visible: Sequence[Sequence[str]] = (),
 ) -> str:
-    """The backend string of ``init_process_group`` for ``ddp_dist_backend``.
+    """Return the backend string for ``init_process_group``, as requested by ``ddp_dist_backend``.
 
-    CPU tensors always go over gloo, so that object collectives work beside NCCL. NCCL refuses two ranks on one GPU: where
-    ranks share one, all tensors go over gloo.
+    CPU tensors always use gloo, so that object collectives work beside NCCL. NCCL does not allow two ranks on one
+    GPU. If ranks share a GPU, all tensors use gloo.
 
     Args:
-        instance_type: of all hosts; None where they differ or nobody knows. All ranks must give the same.
-        visible: by rank, what :func:`visible_gpus` gave there.
+        instance_type: of all hosts; None if they differ or it is unknown. It must be the same on all ranks.
+        visible: by rank, the result of :func:`visible_gpus` there.
 
     Raises:
-        SMPUserError: NCCL was asked for on a machine without CUDA, or where ranks share a GPU.
+        SMPUserError: NCCL was requested without CUDA, or although ranks share a GPU.
     """
     requested = parameters.ddp_dist_backend
     if requested == "nccl" and device.type != "cuda":
@@ -131,14 +137,14 @@ def choose_backend(
 def choose_host_collectives(
     parameters: ModelParallelParameters, device: torch.device, backend: str, *, process_mode: bool
 ) -> bool:
-    """Whether ranks of one host are to reduce and gather through memory that they share, for ``host_collectives``.
+    """Return whether ranks of one host reduce and gather through shared memory, by ``host_collectives``.
 
     Args:
-        backend: of :func:`choose_backend`.
-        process_mode: of all ranks, which must get the same answer.
+        backend: the result of :func:`choose_backend`.
+        process_mode: the value of all ranks, since the result must be the same on all of them.
 
     Raises:
-        SMPUserError: it was asked for on a GPU.
+        SMPUserError: it was requested on a GPU.
     """
     on_cpus = device.type == "cpu" and backend == "gloo"
     if parameters.host_collectives is None:
@@ -154,7 +160,7 @@ def choose_host_collectives(
 def sharing_warning(
     parameters: ModelParallelParameters, device: torch.device, visible: Sequence[Sequence[str]]
 ) -> str | None:
-    """What to say where NCCL would have been used if ranks did not share GPUs; None where it is not so."""
+    """Return a warning if NCCL is not used only because ranks share GPUs, otherwise None."""
     if device.type != "cuda" or parameters.ddp_dist_backend != "auto" or not (sharing := sharing_ranks(visible)):
         return None
     return (
@@ -172,25 +178,26 @@ def _crowd(visible: Sequence[Sequence[str]], sharing: Sequence[Sequence[int]]) -
 
 
 def plain_backend(device: torch.device) -> str:
-    """The backend string of a group without collectives of this library's own."""
+    """Return the backend string of a group that does not use this library's own collectives."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def channel_backend(device: torch.device, backend: str) -> str | None:
-    """What takes tensors of ``device`` from stage to stage; None if they go through host memory.
+    """Return the backend that sends tensors of ``device`` between stages, or None to use host memory.
 
     Args:
-        backend: of the job's groups. gloo sends no tensors of a GPU from rank to rank.
+        backend: the backend of the job's groups. gloo cannot send GPU tensors between ranks.
     """
     return "nccl" if device.type == "cuda" and backend != "gloo" else None
 
 
 @contextlib.contextmanager
 def in_order_with_script(device: torch.device) -> Iterator[None]:
-    """Put work that is queued on the default stream of ``device`` in its place among the script's own.
+    """Run the block on the default stream of ``device``, in order with the script's stream.
 
-    It comes behind what the script has queued on its stream, and before what it queues there afterwards. Other threads
-    compute on the default stream anyway; inside, this one does so too, since it sends what they have computed.
+    Work in the block runs after the work that the script has queued on its stream, and before the work that it queues there
+    afterwards. Other threads compute on the default stream anyway. Inside, this thread does too, since it sends their
+    results.
     """
     if device.type != "cuda":
         yield
@@ -206,7 +213,7 @@ def in_order_with_script(device: torch.device) -> Iterator[None]:
 
 
 def keep_for_script(results: Any, device: torch.device) -> None:
-    """Let nobody have the memory of tensors of other streams while the script's stream may still read them."""
+    """Keep tensors of other streams from being freed while the script's stream may still read them."""
     if device.type != "cuda":
         return
     script = torch.cuda.current_stream(device)
@@ -224,7 +231,7 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory used so far: allocated device memory on GPU, resident memory of the process on CPU."""
+    """Return the peak memory so far: allocated device memory on GPU, resident memory of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -1,7 +1,8 @@
-"""Flags that ranks tell one another at the end of a window: by their hosts, so that none of them waits for its GPU.
+"""All-reduce of flags at the end of a window, between hosts, so that no host waits for its GPU.
 
-What a GPU sums up its host knows only when all work before that is done, and meanwhile queues nothing. Hosts reach one
-another beside it, over gloo. That goes round all ranks one after the other, so among many the GPU's way is the shorter one.
+A host sees the result of a GPU's all-reduce only after all earlier GPU work, and queues nothing meanwhile. Hosts can
+exchange flags over gloo at the same time. gloo passes them through all ranks one after the other, so the GPU's
+all-reduce is faster with many ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ MOST_HOSTS = 32
 
 
 def travel_by_host(device: torch.device, ranks: int) -> bool:
-    """Whether the flags of ranks that compute on such devices go from host to host, though their tensors do not."""
+    """Return whether ranks on such devices exchange flags between hosts, though not their tensors."""
     return device.type != "cpu" and ranks <= MOST_HOSTS
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host's on a device; the host does not wait until it is there."""
+    """Copy a host tensor to a device without blocking the host, and return the copy."""
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
@@ -33,7 +34,7 @@ class FlagAllReduce:
 
     Args:
         values: of this rank, in the host's memory.
-        device: where it computes.
+        device: the device that this rank computes on.
         ranks: of the group.
     """
 
@@ -44,6 +45,6 @@ class FlagAllReduce:
         self._work: Work = collectives.all_reduce(self._values, group)
 
     def finish(self) -> torch.Tensor:
-        """Wait; returns the sums, in the host's memory."""
+        """Wait for the sums, and return them in the host's memory."""
         self._work.wait()
         return self._values.cpu()

@@ -102,7 +102,7 @@ class ProcessGroups:
         control.lost_ranks = self._peers.lost
 
     def _make_groups(self, topology: Topology) -> None:
-        """Those of a topology that are not there yet, in the same order on all ranks."""
+        """Create the process groups of a topology that do not exist yet, in the same order on all ranks."""
         timeout = timedelta(seconds=timeout_seconds())
         for ranks in groups_to_name(topology, self._rank):
             if ranks not in self._by_ranks:
@@ -113,10 +113,9 @@ class ProcessGroups:
                 self._by_ranks[ranks] = made  # non-members hold a placeholder they never use
 
     def slice_by(self, topology: Topology) -> None:
-        """Go over to the groups of another topology of the same ranks; every rank calls it.
+        """Switch to the groups of another topology of the same ranks; every rank calls it.
 
-        Groups of former ones stay for a way back, but those of NCCL, which hold memory of the GPU: they end once the new ones
-        are there.
+        Former groups are kept for a way back. NCCL groups hold GPU memory, so they end once the new ones exist.
         """
         before = _open_sockets()
         self._make_groups(topology)
@@ -128,7 +127,7 @@ class ProcessGroups:
                 dist.destroy_process_group(self._by_ranks.pop(ranks))
 
     def group(self, kind: Group) -> dist.ProcessGroup:
-        """This rank's process group of that kind."""
+        """Return this rank's process group of that kind."""
         return self._by_ranks[tuple(self._topology.group_of(kind, self._rank))]
 
     def cut_off(self) -> None:
@@ -137,18 +136,19 @@ class ProcessGroups:
         self._peers.cut()
 
     def let_end(self, is_under_way: Callable[[], bool]) -> None:
-        """For a collective that nobody waits for: :meth:`close` gives it a moment as long as ``is_under_way()``.
+        """Register a collective that no call waits for.
 
-        A group of gloo that is let go of with a send in its queue, on a connection that is closed, waits until its deadline.
+        :meth:`close` waits briefly for it while ``is_under_way()`` returns True. A gloo group that is freed with a
+        queued send, on a closed connection, would block until its deadline.
         """
         self._under_way.append(is_under_way)
 
     def at_end(self, tell: Callable[[], None]) -> None:
-        """Have other ways between the same ranks know when these end."""
+        """Register a function that is called when these groups end, for other connections between the same ranks."""
         self._at_end.append(tell)
 
     def close(self, patience: float = _UNDER_WAY_SECONDS) -> None:
-        """Shut down what was started here, within ``patience`` seconds for what is still under way."""
+        """Shut down the groups that were started here, and wait up to ``patience`` seconds for pending work."""
         self._tell_end()
         if self._owns_default and dist.is_initialized():
             deadline = time.monotonic() + patience
@@ -165,7 +165,7 @@ class ProcessGroups:
     def _hang_up(self) -> None:
         """End the connections of gloo, which has no such call: a model that the script still holds would keep them.
 
-        Whoever waits for this rank in a collective gets an error then, though the process lives on in ``MPI_Finalize``.
+        A rank that waits for this one in a collective gets an error then, though the process lives on in ``MPI_Finalize``.
         """
         for descriptor, number in self._sockets:
             try:
@@ -181,8 +181,8 @@ class ProcessGroups:
     def abandon(self) -> None:
         """Leave after a failure, while others may still wait for this rank, or it for them.
 
-        Where calls of a GPU are still under way, taking a group down in good order would wait for them until NCCL's own
-        deadline. They are aborted; if that has not ended within ``ABORT_SECONDS``, the system ends the process soon.
+        If calls of a GPU are still under way, an orderly shutdown of a group would wait for them until NCCL's own deadline.
+        So they are aborted. If that has not ended within ``ABORT_SECONDS``, the system ends the process soon.
         """
         if not self._owns_default or not dist.is_initialized() or not self._is_nccl:
             self.close(_UNDER_WAY_SECONDS_FAILED)
@@ -191,12 +191,12 @@ class ProcessGroups:
 
     @property
     def _is_nccl(self) -> bool:
-        """Whether tensors of this rank's GPU go over NCCL in the default group, with or without SMDDP's phases."""
+        """Return whether the default group uses NCCL for this rank's GPU, with or without SMDDP's phases."""
         return _uses_nccl(self._device.type)
 
     @staticmethod
     def _start(control: ControlPlane, backend: str, port: int | None) -> int:
-        """Start ``torch.distributed``; gives the port of its store."""
+        """Start ``torch.distributed``, and return the port of its store."""
         everyone = list(range(control.size))
         timeout = timedelta(seconds=timeout_seconds())
         store: dist.Store
@@ -222,7 +222,11 @@ class ProcessGroups:
 
 
 def _own_store(called: Sequence[str], port: int, timeout: timedelta, size: int) -> dist.TCPStore:
-    """The store that this rank keeps: at the one address at which it is called, or at all where there are several."""
+    """Start the store that this rank serves.
+
+    It listens only at the address by which other ranks call it, or at all addresses if there are several or it is
+    uncertain.
+    """
     listens = listening_address(called[0], os.environ, size) if len(called) == 1 else ""
     if listens:
         return kept_store(listens, port, timeout, calls=called[0], wait_for_workers=False)
@@ -230,32 +234,32 @@ def _own_store(called: Sequence[str], port: int, timeout: timedelta, size: int) 
 
 
 def groups_to_name(topology: Topology, rank: int) -> list[tuple[int, ...]]:
-    """The groups that a rank tells PyTorch of: its own, and others of several ranks, since PyTorch numbers them.
+    """Return the groups that a rank creates in PyTorch: its own, and all groups of several ranks.
 
-    Those of several ranks come in the same order on all ranks.
+    PyTorch numbers groups of several ranks, so they come in the same order on all ranks.
     """
     every = (tuple(members) for kind in Group for members in topology.groups(kind))
     return list(dict.fromkeys(members for members in every if len(members) > 1 or members == (rank,)))
 
 
 def serves(backends: str, devices: set[str]) -> bool:
-    """Whether a process group has a backend for each of the kinds of devices.
+    """Return whether a process group has a backend for each of the kinds of devices.
 
     Args:
-        backends: as ``torch.distributed.get_backend_config`` says it, for example ``"cpu:gloo,cuda:nccl"``.
+        backends: as returned by ``torch.distributed.get_backend_config``, for example ``"cpu:gloo,cuda:nccl"``.
         devices: kinds, for example ``{"cpu", "cuda"}``.
     """
     return devices <= backends_by_device(backends).keys()
 
 
 def backends_by_device(backends: str) -> dict[str, str]:
-    """The backend for each kind of device, from a string such as ``"cpu:gloo,cuda:nccl"``."""
+    """Return the backend for each kind of device, from a string such as ``"cpu:gloo,cuda:nccl"``."""
     pairs = (pair.partition(":") for pair in backends.split(","))
     return {device: backend for device, _, backend in pairs}
 
 
 def _open_sockets() -> set[tuple[int, int]]:
-    """Descriptor and number of every socket of this process; none where the system does not list them."""
+    """Return descriptor and number of every socket of this process; none if the system does not list them."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -288,7 +292,7 @@ def ended_on_error() -> Iterator[None]:
 
 
 def _abort_in_time() -> None:
-    """Abort the calls of a GPU; have the system end the process where that takes too long."""
+    """Abort the calls of a GPU; make the system end the process if that takes too long."""
     # A daemon: the interpreter must not wait for it.
     aborting = threading.Thread(target=_abort, name="smp-abort", daemon=True)
     aborting.start()

@@ -59,7 +59,7 @@ class Messages:
             self._control.send(obj, dest)
 
     def recv_from(self, src_rank: int, rank_type: RankType) -> Any:
-        """The next object that ``src_rank`` sends or broadcasts to this rank."""
+        """Return the next object that ``src_rank`` sends or broadcasts to this rank."""
         source = self._global_rank(src_rank, rank_type)
         with self._control.doing("smp.recv_from"):
             return self._control.receive(source)
@@ -73,7 +73,7 @@ class Messages:
                     self._control.send(obj, rank)
 
     def allgather(self, obj: Any, group: CommGroup) -> list[Any]:
-        """Every member's object in group-rank order; all members call it."""
+        """Return every member's object in group-rank order; all members must call it."""
         members = self._members(group)
         with self._control.doing("smp.allgather"):
             return self._control.allgather(obj, members, USER_COLLECTIVE_CHANNEL)

@@ -1,4 +1,4 @@
-"""Who is at the other end of the connections that a rank's process groups have made, and which of them have ended."""
+"""The ranks at the other ends of the connections of a rank's process groups, and which connections have ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class PeerConnections:
-    """The connections of this rank to others; collective over all ranks, none of which returns before all have come.
+    """The connections of this rank to other ranks.
+
+    Creating an instance is collective over all ranks: it returns when all ranks have come.
 
     Args:
         sockets: descriptor and number of each socket of the process groups.
@@ -42,7 +44,7 @@ class PeerConnections:
                 self._rank_of[place] = rank
 
     def lost(self) -> list[int]:
-        """The ranks to which a connection has ended."""
+        """Return the ranks to which a connection has ended."""
         return sorted({rank for place, rank in self._rank_of.items() if _has_ended(*place)})
 
     def cut(self) -> None:
@@ -57,7 +59,7 @@ class PeerConnections:
 def _connected(
     sockets: Iterable[tuple[int, int]],
 ) -> Iterator[tuple[tuple[int, int], tuple[str, int], tuple[str, int]]]:
-    """Of sockets with another end: where they are in this process, their own address, and the other end's."""
+    """Yield descriptor and number, own address, and peer address of each connected socket."""
     for descriptor, number in sockets:
         with contextlib.suppress(OSError, IndexError):
             if os.fstat(descriptor).st_ino != number:
@@ -69,7 +71,7 @@ def _connected(
 
 
 def _has_ended(descriptor: int, number: int) -> bool:
-    """Whether a socket is closed, here or at the other end."""
+    """Return whether a socket is closed, here or at the other end."""
     try:
         if os.fstat(descriptor).st_ino != number:
             return True

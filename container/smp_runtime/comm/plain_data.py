@@ -1,4 +1,4 @@
-"""Objects that are data, as bytes whose reading runs no code of whoever has written them: for messages that bear no seal."""
+"""Serialization of plain data, for messages without a seal: reading it never runs code of its writer."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _OURS = ("smp_config.", "smp_integrations.", "smp_records.", "smp_runtime.", "sm
 
 
 def to_bytes(value: Any) -> bytes:
-    """A value as bytes.
+    """Serialize a value that is plain data.
 
-    Numbers, texts, containers, tensors, arrays of NumPy, dates and paths are data, and so are this library's own records.
+    Plain data are numbers, texts, containers, tensors, NumPy arrays, dates, paths, and this library's own records.
 
     Raises:
-        SMPUserError: something in it is an object of another class.
+        SMPUserError: it contains an object of another class.
     """
     buffer = io.BytesIO()
     _Writer(buffer, protocol=5).dump(value)
@@ -46,10 +46,10 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """The value of :func:`to_bytes`.
+    """Return the value that :func:`to_bytes` serialized.
 
     Raises:
-        ValueError: bytes that it has not written, or that name a class that is no data.
+        ValueError: the bytes are not from :func:`to_bytes`, or name a class that is not plain data.
     """
     try:
         return _Reader(io.BytesIO(data)).load()
@@ -61,7 +61,7 @@ class _Writer(pickle.Pickler):
     """Refuses what :class:`_Reader` would not read."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is rebuilt, where its own way is not known to be harmless."""
+        """Return a harmless way to rebuild an object, or ``NotImplemented`` if its default one is harmless."""
         if isinstance(obj, torch.Tensor):
             file = io.BytesIO()
             torch.save(obj, file)
@@ -88,10 +88,10 @@ class _Writer(pickle.Pickler):
 
 
 class _Reader(pickle.Unpickler):
-    """Takes nothing by name but what is data."""
+    """An unpickler that loads by name only plain data."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for."""
+        """Return the function, type or class that a name stands for, if it is allowed in plain data."""
         if module == __name__ and name in _FUNCTIONS:
             return _FUNCTIONS[name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -102,7 +102,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _fields_of(obj: Any) -> Any:
-    """What makes up a record of this library; None for other objects."""
+    """Return the contents of a record of this library, or None for other objects."""
     kind = type(obj)
     if not kind.__module__.startswith(_OURS) or "." in kind.__qualname__:
         return None
@@ -128,7 +128,7 @@ def _is_named_tuple(kind: type) -> bool:
 
 
 def _record(module: str, name: str, fields: Any) -> Any:
-    """A record of this library, filled with values; none of its code runs but the checks of its fields."""
+    """Build a record of this library from its fields; only the checks of its fields are run as code."""
     if not (isinstance(module, str) and module.startswith(_OURS)):
         raise ValueError(f"{module} is no module of this library")
     found: Any = vars(sys.modules[module])[name]

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: a store that listens where its ranks call it, and on no other way into this machine."""
+"""The store at which the ranks of a job meet: it listens only at the address by which its ranks call it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _stores: dict[tuple[str, int, int, int, bool], dist.Store] = {}
 
 
 def store_at_meeting_place(rank: int, size: int, environ: Mapping[str, str], seconds: float) -> dist.Store:
-    """The store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 keeps, or torchrun's agent.
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 or torchrun's agent serves.
 
-    A process that joins again gets the store that it has: rank 0 could not listen twice, and others must not meet where it has
-    just ended.
+    A process that joins again gets its former store. Rank 0 cannot listen twice, and the others must not meet at a
+    store that has just ended.
 
     Raises:
-        RuntimeError: of PyTorch, when nobody is there in time, or the port is taken.
+        RuntimeError: PyTorch's error if the others are not there in time, or the port is taken.
     """
     timeout = timedelta(seconds=seconds)
     address, port = environ[ADDRESS_VARIABLE], int(environ[PORT_VARIABLE])
@@ -69,12 +69,13 @@ def _answers(store: dist.Store) -> bool:
 
 
 def listening_address(called: str, environ: Mapping[str, str], size: int) -> str:
-    """The one address of this machine at which a store is called by ``called``; empty where that is not certain.
+    """Return the one address of this machine at which other ranks reach a store as ``called``.
 
-    A name may mean another address to other hosts, unless it means that of the interface between them.
+    Return an empty string if it is uncertain. On other hosts a name may mean another address, unless it means that of
+    the interface between the hosts.
 
     Args:
-        size: ranks of the job.
+        size: number of ranks of the job.
     """
     if is_loopback(called):
         return LOCALHOST if called != "::1" else ""
@@ -92,12 +93,12 @@ def listening_address(called: str, environ: Mapping[str, str], size: int) -> str
 
 
 def kept_store(listens: str, port: int, timeout: timedelta, *, calls: str, **more: Any) -> dist.TCPStore:
-    """A store of this process that listens at one address only; PyTorch's own listen at all.
+    """Start a store in this process that listens at one address only; PyTorch's own listens at all.
 
     Args:
         listens: an address of this machine.
-        port: 0 for any that is free.
-        calls: the address at which this process calls it.
+        port: 0 for any free port.
+        calls: the address at which this process connects to it.
         more: see ``TCPStore``.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
@@ -114,7 +115,11 @@ def kept_store(listens: str, port: int, timeout: timedelta, *, calls: str, **mor
 
 
 def callable_addresses(environ: Mapping[str, str]) -> list[str]:
-    """What other hosts may call this one, where its launcher has not said it: its name, then the addresses of its interfaces."""
+    """Return the addresses at which other hosts may reach this one.
+
+    This is the address that the launcher has set, else that of the interface between the hosts. If neither is set, it
+    is the host name, then the addresses of all interfaces.
+    """
     if given := environ.get(ADDRESS_VARIABLE):
         return [given]
     if between := addresses().get(environ.get(INTERFACE_VARIABLE, "")):
@@ -130,9 +135,9 @@ def callable_addresses(environ: Mapping[str, str]) -> list[str]:
 
 
 def answering(called: Sequence[str], port: int) -> str:
-    """The first of ``called`` where something listens; the first of all where nothing does, so that its error is told.
+    """Return the first of ``called`` at which something listens, or else the first of all.
 
-    A name may mean nothing on this host, or this host itself.
+    The latter makes the connection to it report the error. A name may mean nothing on this host, or this host itself.
     """
     for address in called if len(called) > 1 else ():
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_ANSWER_SECONDS):
@@ -141,5 +146,5 @@ def answering(called: Sequence[str], port: int) -> str:
 
 
 def stay_inside() -> None:
-    """Have gloo listen on loopback, where all ranks are on this machine and nobody has said otherwise."""
+    """Make gloo listen on loopback unless another interface is set, since all ranks are on this machine."""
     os.environ.setdefault(INTERFACE_VARIABLE, LOOPBACK)

@@ -1,4 +1,4 @@
-"""The wait of one rank for another: how long it lasts, and what is said when the other does not come."""
+"""The wait of one rank for another: its deadline, and the error if the other rank does not come."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _UNDER_WAY_SECONDS = 0.3
 
 
 def timeout_seconds() -> float:
-    """The deadline of every wait, in seconds."""
+    """Return the deadline of every wait, in seconds."""
     try:
         return limits.timeout_seconds(os.environ)
     except ConfigError as error:
@@ -41,7 +41,7 @@ def timeout_seconds() -> float:
 
 @dataclass(frozen=True)
 class WaitingPlace:
-    """Where a rank is, as it has told."""
+    """The last state that a rank has reported: the call in which it waits, or how it has left."""
 
     call: str = ""  # the public call in which it waits
     left: str = ""  # how it has left the job, as in "ended its script"; empty while it is in it
@@ -67,21 +67,21 @@ class Carrier(Protocol):
         """Send an object to rank ``dest``."""
 
     def receive(self, source: int, channel: int) -> Any:
-        """The next object from rank ``source`` on this channel."""
+        """Return the next object from rank ``source`` on this channel."""
 
     def look(self, other: int, *, asks: bool) -> WaitingPlace | None:
-        """Where rank ``other`` is, as far as it has told.
+        """Return the last place that rank ``other`` has reported, or None.
 
         Args:
-            asks: tell it where this rank is, and ask for an answer, which comes by a later look if at all: a rank that computes
-                says nothing.
+            asks: report this rank's place to it, and ask for its own. The answer comes with a later look, if at all: a rank
+                that computes does not answer.
         """
 
     def went_on(self) -> None:
-        """A wait in which this rank has asked is over."""
+        """Handle the end of a wait in which this rank has asked for another rank's place."""
 
     def close(self, left: str) -> None:
-        """Leave the job; others that wait for this rank are told ``left``."""
+        """Leave the job, and report ``left`` to the ranks that wait for this one."""
 
 
 class Wait:
@@ -150,7 +150,7 @@ class Wait:
 
 
 def script_s_call() -> str:
-    """The function of this library that the script has called, for messages where nothing has named it."""
+    """Return the function of this library that the script has called, for messages without a named call."""
     frame, name = inspect.currentframe(), ""
     while frame is not None:
         if is_runtime_module(frame.f_globals.get("__name__", "")):
@@ -161,14 +161,14 @@ def script_s_call() -> str:
 
 
 def left_error(carrier: Carrier, left: Mapping[int, str]) -> RankLeftError:
-    """The error of a rank that cannot go on because others, by rank, have left the job."""
+    """Return the error of a rank that cannot continue because others, by rank, have left the job."""
     error = RankLeftError(left_text(carrier, left))
     error.accused = tuple(left)
     return error
 
 
 def left_text(carrier: Carrier, left: Mapping[int, str]) -> str:
-    """What a rank says that cannot go on because others, by rank, have left the job."""
+    """Return the error message of a rank that cannot continue because others, by rank, have left the job."""
     call = carrier.call or script_s_call()
     whom = ", ".join(f"rank {rank}" for rank in left)
     if FAILED in left.values():

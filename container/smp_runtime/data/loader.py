@@ -22,28 +22,29 @@ logger = logging.getLogger("smp")
 
 
 class DataLoader(torch_data.DataLoader[Any]):
-    """A ``torch.utils.data.DataLoader`` that reads each rank's samples, and goes on where the job was, with any number of ranks.
+    """A ``torch.utils.data.DataLoader`` for each rank's samples that resumes at the job's position.
 
-    Without a ``sampler`` it makes one, a :class:`~smp_runtime.data.sampler.DistributedSampler`; an ``IterableDataset`` is
-    divided by a :class:`~smp_runtime.data.stream.DistributedStream`. With ``drop_last`` these leave out what does not make a
-    sample for each rank, too.
+    The number of ranks may change. Without a ``sampler`` it makes one, a
+    :class:`~smp_runtime.data.sampler.DistributedSampler`; an ``IterableDataset`` is divided by a
+    :class:`~smp_runtime.data.stream.DistributedStream`. With ``drop_last`` these also leave out the last samples
+    that do not suffice for one per rank.
 
     Args:
         dataset: with an index, or an ``IterableDataset``.
-        batch_size: samples of each batch on this rank, the same on all ranks; more where the job goes on with fewer ranks after it
-            has lost a host, so that the global batch stays the same.
+        batch_size: samples of each batch on this rank, the same on all ranks. It is larger if the job continues
+            with fewer ranks after it has lost a host, so that the global batch stays the same.
         shuffle: whether every epoch has a random order of its own.
         sampler: a ``smp.data.DistributedSampler``.
         batch_sampler: a ``BatchSampler`` of PyTorch over such a sampler.
         others: as for PyTorch, in its order; batches are handed out in order.
-        seed: of the order, where the loader makes the sampler.
+        seed: of the order, if the loader makes the sampler.
         name: as for the sampler.
         kept: as for the sampler.
         options: as for PyTorch.
 
     Raises:
-        SMPUserError: another sampler, of whose order nobody could say which samples were trained, ``in_order=False``, or workers
-            among which a data set divides itself.
+        SMPUserError: another kind of sampler, because its order does not show which samples were trained;
+            ``in_order=False``; or workers with a data set that divides itself among them.
 
     Example:
         >>> loader = smp.data.DataLoader(dataset, batch_size=4, shuffle=True, drop_last=True)
@@ -101,15 +102,15 @@ class DataLoader(torch_data.DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """That of the next pass; after resuming the one to go on in."""
+        """Return the epoch of the next pass; after resuming, the epoch to continue."""
         return self.source.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass; one before that in which the job was resumed has no batches any more."""
+        """Set the epoch of the next pass; an epoch before the resumed one has no batches any more."""
         self.source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`smp_runtime.data.position.SampleSource.state_dict`; of what the script was given."""
+        """Return the position of the script; see :meth:`smp_runtime.data.position.SampleSource.state_dict`."""
         return self.source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,7 +128,7 @@ class DataLoader(torch_data.DataLoader[Any]):
             source.position.is_counted_by_loader = False
 
     def _pass(self, seen: int) -> Iterator[Any]:
-        """Batches from where the job is, as long as the same ranks read them."""
+        """Yield batches from the job's position, as long as the same ranks read them."""
         source, position, batch = self.source, self.source.position, self.batch_size_here
         position.is_counted_by_loader = True  # as long as this pass lasts: others may draw from the source, too
         if isinstance(source, DistributedStream):
@@ -144,21 +145,21 @@ class DataLoader(torch_data.DataLoader[Any]):
 
     @property
     def batch_size_here(self) -> int:
-        """Samples of a batch on this rank."""
+        """Return the number of samples of a batch on this rank."""
         return getattr(self.batch_sampler, "batch_size", None) or 1
 
     def divide(self, before: int, after: int) -> None:
-        """So many ranks share a batch of all of them from now on, where it were ``before``."""
+        """Change the batch size so that ``after`` ranks share the global batch of ``before`` ranks."""
         if before != after and self.batch_sampler is not None:
             self.batch_sampler.batch_size = self.batch_size_here * before // after  # type: ignore[attr-defined]
 
 
 def batch_of_now(batch: int, replicas: int) -> int:
-    """The samples of a batch on each rank, with which the global batch stays what it was when the job had more ranks.
+    """Return the batch size per rank that keeps the global batch of the job's start, when it had more ranks.
 
     Args:
-        batch: what the script wants, which knows nothing of lost ranks.
-        replicas: among how many ranks a loader divides its samples.
+        batch: the script's batch size, which does not account for lost ranks.
+        replicas: number of ranks among which a loader divides its samples.
     """
     former = readers_at_start(os.environ)
     if former is None or not sessions.is_initialized():

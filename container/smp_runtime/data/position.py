@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 
 
 def batch_group(ranks: Ranks) -> Group:
-    """The ranks whose batches differ: replicas, and without ``prescaled_batch`` tensor parallel ranks too."""
+    """Return the group of ranks with different batches.
+
+    These are the replicas, and without ``prescaled_batch`` tensor parallel ranks too.
+    """
     return batch_group_of(ranks.cfg)
 
 
 def batch_group_of(parameters: ModelParallelParameters) -> Group:
-    """The same, by a job's settings."""
+    """Return the group of ranks with different batches for a job's settings; see :func:`batch_group`."""
     return Group.RDP if parameters.prescaled_batch else Group.DP
 
 
 def place_among_readers(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Among how many ranks samples are divided, and which of them this one is.
+    """Return the number of ranks that divide the samples, and this rank's place among them.
 
     Args:
         num_replicas: None for as many as read different samples in this job.
@@ -52,15 +55,17 @@ def place_among_readers(num_replicas: int | None, rank: int | None) -> tuple[int
 
 @dataclass
 class DataPosition:
-    """A place in the order of a data set.
+    """A position in the order of a data set.
 
     Attributes:
         index: samples of the epoch that all ranks together were given.
-        first: the index at which passes of this epoch begin; not 0 where the job was resumed in its midst.
-        end: the index behind the last sample of the pass; None where nobody knows.
+        first: the index at which passes of this epoch begin; not 0 if the job was resumed in the middle of the
+            epoch.
+        end: the index behind the last sample of the pass; None if unknown.
         is_resumed: whether no pass has begun since the job was resumed.
         is_numbered: whether the script numbers its epochs.
-        is_counted_by_loader: whether a loader counts what the script gets of this pass, because samples are drawn earlier.
+        is_counted_by_loader: whether a loader counts the samples of this pass that the script gets, because they
+            are drawn earlier.
     """
 
     epoch: int = 0
@@ -72,7 +77,7 @@ class DataPosition:
     is_counted_by_loader: bool = False
 
     def begin(self, epoch: int) -> int | None:
-        """The index at which a pass begins; None for an epoch before the one in which the job was resumed."""
+        """Begin a pass and return its first index; None for an epoch before the resumed one."""
         if self.is_resumed and epoch < self.epoch:
             return None
         self.first = self.first if epoch == self.epoch else 0
@@ -80,11 +85,11 @@ class DataPosition:
         return self.first
 
     def hand_out(self, samples: int) -> None:
-        """The ranks together get so many more, as far as there are any."""
+        """Count samples that the ranks together get, up to the end of the pass."""
         self.index = self.index + samples if self.end is None else min(self.index + samples, self.end)
 
     def complete(self) -> None:
-        """The script has seen the end of a pass: the next one begins at the beginning."""
+        """Record the end of a pass, so that the next one starts at index 0."""
         if self.is_resumed:  # it was one of an earlier epoch
             return
         self.first = 0
@@ -97,23 +102,24 @@ class Loader(Protocol):
 
     @property
     def batch_size_here(self) -> int:
-        """Samples of a batch on this rank."""
+        """Return the number of samples of a batch on this rank."""
 
     def divide(self, before: int, after: int) -> None:
-        """So many ranks share a batch of all of them from now on, where it were ``before``."""
+        """Change the batch size so that ``after`` ranks share the global batch of ``before`` ranks."""
 
 
 class SampleSource:
-    """What gives samples in an order of the job: what is common to the sampler and to streams.
+    """A source of samples in an order of the job: the common base of the sampler and of streams.
 
     Args:
-        seed: of the order; None where the data set has one of its own.
-        name: under which checkpoints keep the position; None for a number, in the order in which sources are made.
+        seed: of the order; None if the data set has its own order.
+        name: under which checkpoints keep the position; None for a number, in the order in which sources are
+            made.
         kept: whether checkpoints keep it at all.
     """
 
     def _begin_source(self, seed: int | None, name: str | None, *, kept: bool) -> None:
-        """The last that a constructor does, since a resumed checkpoint may know this source."""
+        """Register the source; call it last in a constructor, since a resumed checkpoint may set the position."""
         self.seed_of_order = seed
         self.position = DataPosition()
         self.is_kept = kept
@@ -133,7 +139,7 @@ class SampleSource:
     rank: int
 
     def why_not(self, wanted: ModelParallelParameters) -> str:
-        """Why samples cannot be divided among the ranks that other degrees give, in words; empty if they can."""
+        """Return why samples cannot be divided among the ranks of other degrees; empty if they can."""
         if not self.follows_job:
             return ""
         ranks = sessions.current().ranks
@@ -148,9 +154,9 @@ class SampleSource:
         return ""
 
     def regroup(self) -> None:
-        """Go on at the same place among the ranks of the job that there are by now; passes that are under way begin anew there.
+        """Continue at the same position with the job's present ranks; passes that are running begin anew there.
 
-        Loaders give batches of another size, so that all ranks together read as many samples as before.
+        Loaders change their batch size, so that all ranks together read as many samples as before.
         """
         if self.follows_job:
             before = self.num_replicas
@@ -164,10 +170,10 @@ class SampleSource:
         self.times_regrouped += 1
 
     def _ranks_changed(self) -> None:
-        """What follows from the number of ranks."""
+        """Update values that depend on the number of ranks."""
 
     def _samples(self) -> int | None:
-        """In the data set; None where nobody knows."""
+        """Return the number of samples in the data set; None if unknown."""
         raise NotImplementedError
 
     def _resume_at(self, epoch: int, seed: int | None) -> None:
@@ -175,12 +181,15 @@ class SampleSource:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """``epoch``, ``index`` (samples of that epoch that all ranks together were given), ``seed`` and ``samples``."""
+        """Return ``epoch``, ``index``, ``seed`` and ``samples``.
+
+        ``index`` counts the samples of that epoch that all ranks together were given.
+        """
         at = self.position
         return {"epoch": at.epoch, "index": at.index, "seed": self.seed_of_order, "samples": self._samples()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken, with any number of ranks; its seed counts.
+        """Continue at a saved position, with any number of ranks; the saved seed is used.
 
         Raises:
             SMPUserError: the state is of a data set with another number of samples, or no state.
@@ -202,7 +211,7 @@ class SampleSource:
 
 
 def _check_numbers(state: Any) -> None:
-    """Make sure that a state has the numbers that it must have."""
+    """Raise SMPUserError unless a state has the required numbers."""
 
     def is_count(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
@@ -230,16 +239,16 @@ class Sources:
 
     @classmethod
     def of(cls, ranks: Ranks) -> Sources:
-        """Those of a job; always the same object."""
+        """Return the sources of a job; always the same object."""
         return ranks.keep(cls, cls)
 
     def add(self, source: SampleSource) -> None:
-        """One was made."""
+        """Register a new source."""
         self._sources = [reference for reference in self._sources if reference() is not None]
         self._sources.append(weakref.ref(source))
 
     def alive(self) -> list[SampleSource]:
-        """In the order in which they were made, the same on all ranks."""
+        """Return the sources in the order in which they were made, the same on all ranks."""
         return [source for reference in self._sources if (source := reference()) is not None]
 
 
@@ -254,11 +263,11 @@ class SourcePositions:
 
     @classmethod
     def of(cls, ranks: Ranks) -> SourcePositions:
-        """Those of a job; always the same object."""
+        """Return the positions of a job; always the same object."""
         return ranks.keep(cls, cls)
 
     def add(self, source: SampleSource, name: str | None) -> None:
-        """Keep a source; one that a resumed checkpoint knows goes on where it was."""
+        """Register a source; if a resumed checkpoint has its position, it continues there."""
         alive = self._alive()
         if name is None:
             name = next(str(number) for number in range(len(alive) + 1) if str(number) not in alive)
@@ -267,11 +276,11 @@ class SourcePositions:
             source.load_state_dict(self._waiting.pop(name))
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint keeps; empty where the script has no such source."""
+        """Return the positions for a checkpoint; empty if the script has no such source."""
         return {name: source.state_dict() for name, source in self._alive().items()}
 
     def check(self, states: Any) -> None:
-        """Make sure that states of a checkpoint can be loaded.
+        """Check that states of a checkpoint can be loaded.
 
         Raises:
             CheckpointError: they cannot.
@@ -288,7 +297,7 @@ class SourcePositions:
                 raise CheckpointError(f"the data set {name!r} cannot go on: {error}") from None
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Let every source go on where a checkpoint was saved; those that are made later, when they are."""
+        """Load the saved positions into all sources, including those that are made later."""
         alive = self._alive()
         self._waiting = {name: state for name, state in states.items() if name not in alive}
         for name, source in alive.items():

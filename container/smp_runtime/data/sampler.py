@@ -1,4 +1,7 @@
-"""A sampler whose order and position belong to the job: the same samples in every step, whatever the number of ranks."""
+"""A sampler with an order and a position that belong to the job.
+
+The samples of every step are the same for any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from smp_runtime.errors import SMPUserError
 
 
 class DistributedSampler(TorchSampler[Any], SampleSource):
-    """A ``torch.utils.data.DistributedSampler`` that goes on where the job was, with any number of ranks.
+    """A ``torch.utils.data.DistributedSampler`` that resumes at the job's position, with any number of ranks.
 
-    The order of an epoch follows from ``seed`` and ``epoch`` alone and is that of PyTorch's sampler. Rank r of n takes the
-    samples i + r, i + r + n, i + 2n + r, … of it, where i is the position: 0, or where the job was resumed. So n ranks with
-    batches of b take the n · b samples behind the position in each step, a block of the order.
+    The order of an epoch depends on ``seed`` and ``epoch`` alone and is that of PyTorch's sampler. Rank r of n
+    takes the samples i + r, i + r + n, i + 2n + r, … of it. The position i is 0, or the one at which the job was
+    resumed. So n ranks with batches of b take the n · b samples behind the position in each step, a block of the
+    order.
 
     Args:
         dataset: a data set with a length.
@@ -29,15 +33,16 @@ class DistributedSampler(TorchSampler[Any], SampleSource):
         rank: which of them this one is; None for this rank's place.
         shuffle: whether every epoch has a random order of its own, or that of the data set.
         seed: the same on every rank.
-        drop_last: leave out the last samples of an epoch that do not make one for each rank, instead of giving the first of
-            the order to the ranks that lack one.
-        name: under which checkpoints keep the position; None for a number, in the order in which sources are made.
+        drop_last: leave out the last samples of an epoch that do not make one for each rank. By default, the
+            ranks that lack one get the first samples of the order instead.
+        name: under which checkpoints keep the position; None for a number, in the order in which sources are
+            made.
         kept: whether checkpoints keep it at all; False for evaluation.
 
     Raises:
         NotInitializedError: before ``smp.init()``, unless ``num_replicas`` and ``rank`` are given.
-        SMPUserError: no rank has that number; or a loader that reads ahead draws from it and does not say how much of it
-            the script was given (:class:`~smp_runtime.data.loader.DataLoader` does).
+        SMPUserError: no rank has that number; or a loader that reads ahead draws from it and does not report how
+            much of it the script was given (:class:`~smp_runtime.data.loader.DataLoader` does).
 
     Example:
         >>> sampler = smp.data.DistributedSampler(dataset, shuffle=False)
@@ -62,7 +67,7 @@ class DistributedSampler(TorchSampler[Any], SampleSource):
         self._begin_source(seed, name, kept=kept)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass; one before that in which the job was resumed has no samples any more."""
+        """Set the epoch of the next pass; an epoch before the resumed one has no samples any more."""
         super().set_epoch(epoch)
         self.position.is_numbered = True
 
@@ -93,13 +98,13 @@ class DistributedSampler(TorchSampler[Any], SampleSource):
         self.position.complete()
 
     def _pass_from(self, start: int) -> tuple[int, int]:
-        """Samples of each rank in a pass that begins at an index, and the index behind the last sample of all."""
+        """Return the samples of each rank in a pass from ``start``, and the index behind the last sample of all ranks."""
         left = max(0, self._samples() - start)
         count = left // self.num_replicas if self.drop_last else math.ceil(left / self.num_replicas)
         return count, start + count * self.num_replicas
 
     def _order(self) -> torch.Tensor:
-        """The samples of this epoch, the same on every rank: as PyTorch's sampler has them before it divides them."""
+        """Return the samples of this epoch in PyTorch's order, before they are divided; the same on every rank."""
         if not self.shuffle:
             return torch.arange(self._samples())
         return torch.randperm(self._samples(), generator=torch.Generator().manual_seed(self.seed + self.epoch))
@@ -118,7 +123,7 @@ class DistributedSampler(TorchSampler[Any], SampleSource):
             self.seed = self.seed_of_order = seed
 
     def _refuse_loaders_that_read_ahead(self) -> None:
-        """Make sure that what is drawn is what the script gets next.
+        """Check that the script gets the drawn samples next.
 
         Raises:
             SMPUserError: a loader of PyTorch has workers, or one of another library stands between.

@@ -19,26 +19,30 @@ _NOTHING = -1
 
 
 class DistributedStream(IterableDataset[Any], SampleSource):
-    """This rank's share of an iterable data set, from where the job was.
+    """This rank's share of an iterable data set, from the job's position.
 
-    Of each n samples that follow one another rank r of n takes the r-th, as with
-    :class:`~smp_runtime.data.sampler.DistributedSampler`. Workers of a loader take whole batches by turns, so that their
-    number does not change the order. Every rank and worker goes through all samples and keeps its own; up to the position,
-    too, unless the data set has a method ``iter_from(index)``, an iterator that begins with that sample.
+    Of each n consecutive samples, rank r of n takes the r-th, as with
+    :class:`~smp_runtime.data.sampler.DistributedSampler`. Workers of a loader take whole batches by turns, so
+    that their number does not change the order.
+
+    Every rank and worker iterates over all samples and keeps its own. It also iterates over the samples before
+    the position, unless the data set has a method ``iter_from(index)``, which returns an iterator that begins
+    with that sample.
 
     Args:
-        dataset: gives the same samples in the same order whenever it is iterated, on every rank and in every worker: it must
-            not divide itself. Its ``set_epoch(epoch)`` is called if it has one.
+        dataset: returns the same samples in the same order whenever it is iterated, on every rank and in every
+            worker: it must not divide itself. Its ``set_epoch(epoch)`` is called if it has one.
         num_replicas: ranks that read different samples, as for the sampler.
         rank: as for the sampler.
-        drop_last: leave out the last samples that do not make one for each rank, instead of giving them again to the ranks that
-            lack one.
+        drop_last: leave out the last samples that do not make one for each rank. By default, the ranks that lack
+            one get one of these samples again.
         name: as for the sampler.
         kept: as for the sampler.
 
     Raises:
         NotInitializedError: before ``smp.init()``, unless ``num_replicas`` and ``rank`` are given.
-        SMPUserError: no rank has that number; or it is read by workers of a loader that is no ``smp.data.DataLoader``.
+        SMPUserError: no rank has that number; or it is read by workers of a loader that is no
+            ``smp.data.DataLoader``.
 
     Example:
         >>> class Lines(torch.utils.data.IterableDataset):
@@ -66,7 +70,7 @@ class DistributedStream(IterableDataset[Any], SampleSource):
         self._begin_source(None, name, kept=kept)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass; one before that in which the job was resumed has no samples any more."""
+        """Set the epoch of the next pass; an epoch before the resumed one has no samples any more."""
         self.epoch = epoch
         self.position.is_numbered = True
 
@@ -75,11 +79,11 @@ class DistributedStream(IterableDataset[Any], SampleSource):
         return samples // self.num_replicas if self.drop_last else math.ceil(samples / self.num_replicas)
 
     def tell_workers(self, batch_size: int, *, shared: bool) -> None:
-        """Begin a pass whose samples a loader counts.
+        """Begin a pass with samples that a loader counts.
 
         Args:
             batch_size: samples in a rank's batch.
-            shared: whether workers that live longer than a pass must hear of it.
+            shared: whether workers that live longer than a pass must receive the new values.
         """
         if shared:
             self._told.share_memory_()
@@ -117,7 +121,7 @@ class DistributedStream(IterableDataset[Any], SampleSource):
         self.position.complete()
 
     def _share(self, epoch: int, start: int) -> Iterator[Any]:
-        """This rank's samples of an epoch from an index on."""
+        """Yield this rank's samples of an epoch from an index on."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if hasattr(self.dataset, "iter_from"):

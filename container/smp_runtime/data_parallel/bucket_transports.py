@@ -35,7 +35,7 @@ class AllReduceTransport:
         return Reducing(self._collectives.all_reduce(buffer, self._group), buffer)
 
     def deliver(self, position: int, result: torch.Tensor, used: Sequence[bool]) -> None:
-        """Never called, as ``lands_in_gradients`` says."""
+        """Raise AssertionError: this is never called, because ``lands_in_gradients`` is True."""
         raise AssertionError("the result lands in the gradients")
 
 
@@ -53,10 +53,12 @@ class Peers:
 
 
 class HookBucket:
-    """What a communication hook gets: has the methods of ``torch.distributed.GradBucket``, which cannot be made here.
+    """The argument of a communication hook, with the methods of ``torch.distributed.GradBucket``.
+
+    A ``GradBucket`` itself cannot be made here.
 
     Attributes:
-        process_group: the ranks whose gradients are to be averaged.
+        process_group: the ranks that average their gradients.
         collectives: how they exchange tensors.
     """
 
@@ -78,11 +80,11 @@ class HookBucket:
         self._parameters = parameters
 
     def index(self) -> int:
-        """Position in the order of launching."""
+        """Return the position in the order of launching."""
         return self._position
 
     def buffer(self) -> torch.Tensor:
-        """The gradients as a flat tensor, not averaged."""
+        """Return the gradients as a flat tensor, not averaged."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -90,15 +92,15 @@ class HookBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients, shaped like their parameters; views of the flat tensor."""
+        """Return the gradients, shaped like their parameters; views of the flat tensor."""
         return self._bucket.views(self._buffer, self._parameters)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of this bucket."""
+        """Return the parameters of this bucket."""
         return [self._parameters[index] for index in self._bucket.indices]
 
     def is_last(self) -> bool:
-        """Whether no other bucket follows in this window."""
+        """Return whether no other bucket follows in this window."""
         return self._is_last
 
 

@@ -30,7 +30,7 @@ class _Remembered:
         self._by_parameter: dict[torch.Tensor, torch.Tensor] = {}
 
     def of(self, bucket: dist.GradBucket) -> torch.Tensor:
-        """The values of a bucket, as flat as its buffer; what is written there is kept."""
+        """Return the kept values of a bucket, flat like its buffer; later writes to the result are kept, too."""
         parameters = bucket.parameters()
         ids = [id(parameter) for parameter in parameters]
         known, flat = self._flat.get(parameters[0], (None, None))
@@ -56,7 +56,7 @@ class _CompressionState:
         self.process_group = process_group
 
     def peers(self, bucket: dist.GradBucket) -> tuple[dist.ProcessGroup, Collectives]:
-        """The ranks, and how they exchange tensors."""
+        """Return the process group of the ranks, and the collectives that they use."""
         group = self.process_group or getattr(bucket, "process_group", None) or dist.group.WORLD
         if group is None:
             raise SMPUserError(
@@ -66,11 +66,11 @@ class _CompressionState:
 
 
 class Int8State(_CompressionState):
-    """What :func:`int8_hook` keeps: what rounding has left over, 4 bytes per parameter and another 4/n.
+    """The state of :func:`int8_hook`: rounding errors, 4 bytes per parameter and another 4/n.
 
     Args:
         process_group: of the ranks that hold replicas of the parameters; default: these ranks.
-        error_feedback: add what rounding has left over to the next gradient; False forgets it and saves the memory.
+        error_feedback: add the rounding errors to the next gradient; False discards them and saves the memory.
 
     Example:
         >>> state = smp.comm_hooks.Int8State(error_feedback=False)
@@ -85,7 +85,7 @@ class Int8State(_CompressionState):
         self._left_of_sums: dict[torch.Tensor, torch.Tensor] = {}  # by the bucket's first parameter
 
     def left_of_sum(self, bucket: dist.GradBucket, average: torch.Tensor) -> torch.Tensor:
-        """What rounding has left over of the part that this rank adds up; zeros where the division is another."""
+        """Return the rounding error of the part that this rank sums; zeros if the parts have changed."""
         left = self._left_of_sums.get(bucket.parameters()[0])
         if left is None or left.shape != average.shape:
             left = self._left_of_sums[bucket.parameters()[0]] = torch.zeros_like(average)
@@ -143,13 +143,13 @@ def int8_hook(state: Int8State, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 class SparseState(_CompressionState):
-    """What :func:`sparse_hook` keeps: what was not sent yet, and the momentum, 4 bytes per parameter each.
+    """The state of :func:`sparse_hook`: values that were not sent yet, and the momentum, 4 bytes per parameter each.
 
     Args:
         process_group: of the ranks that hold replicas of the parameters; default: these ranks.
-        density: the share of the gradient's elements that is sent, of those with the greatest absolute value.
-        momentum: is taken of this rank's own gradients, before they are chosen (momentum correction); then the optimizer
-            should have none. 0 leaves it to the optimizer.
+        density: the share of the gradient's elements that is sent: those with the greatest absolute value.
+        momentum: is computed from this rank's own gradients, before elements are chosen (momentum correction);
+            then the optimizer should have none. 0 leaves it to the optimizer.
         warm_up: the densities of the first reductions, one each, as (0.25, 0.0625, 0.015625, 0.004).
 
     Raises:
@@ -187,7 +187,7 @@ class SparseState(_CompressionState):
         self.velocity = _Remembered()
 
     def next_density(self, bucket: dist.GradBucket) -> float:
-        """Of this reduction of a bucket, which is counted."""
+        """Count a reduction of a bucket, and return its density."""
         parameters = bucket.parameters()
         done = self._reductions.get(parameters[0], 0)
         self._reductions.update(dict.fromkeys(parameters, done + 1))
@@ -244,7 +244,7 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
 
 
 def _quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers from -127 to 127, and the scale of each block; both flat."""
+    """Return integers from -127 to 127, and the scale of each block; both flat."""
     blocks = values.view(-1, _BLOCK)
     scales = blocks.abs().amax(1) / _INT8_MAX
     steps = torch.where(scales > 0, scales, torch.ones_like(scales))
@@ -258,7 +258,7 @@ def _restored(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    """Without what an overflow has left, which would come again in every later gradient."""
+    """Replace NaN and infinity by 0; after an overflow they would come back in every later gradient."""
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 

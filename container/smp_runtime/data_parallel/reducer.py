@@ -1,16 +1,20 @@
 """Gradient reduction: averages gradients over data parallel ranks, once per window, overlapped with backward.
 
-A *window* is what one reduction covers: the microbatches of a step (or of ``backward_passes_per_step`` steps), or
-one ``backward()`` outside a step. A parameter's gradient is final when backward has added to it as often as in the
-window before; when all gradients of a bucket are final, the bucket is launched while backward goes on.
+A *window* is the part of training that one reduction covers: the microbatches of a step (or of
+``backward_passes_per_step`` steps), or one ``backward()`` outside a step. A parameter's gradient is final
+when backward has added to it as often as in the window before. When all gradients of a bucket are final, the
+bucket is launched while backward continues.
 
-Every rank launches the buckets in the same order, whatever order its own gradients come in, so the collectives
-always match. A launched gradient leaves its parameter; should backward add to it after all, because this window
-runs another graph than the last one, the late part is a gradient of its own, and a second round sends the late
-parts and adds them, since averaging is linear. All ranks must know of it, and which parameters any rank used: the
-last bucket therefore always waits for the end of the window and carries these flags behind its gradients, summed
-over the ranks with them, without a collective of their own (unless the transport cannot carry them, or gradients lie
-on GPUs: a host that reads them there waits until all is done, so hosts tell them one another).
+Every rank launches the buckets in the same order, independent of the order of its own gradients, so the
+collectives always match. A launched gradient leaves its parameter. Backward may still add to it later, if
+this window runs another graph than the last one. Then the late part is a gradient of its own, and a second
+round sends the late parts and adds them, since averaging is linear.
+
+All ranks must know whether there are late parts, and which parameters any rank used. Therefore the last
+bucket always waits for the end of the window and carries these flags behind its gradients. They are summed
+over the ranks with the gradients, without a collective of their own. There are two exceptions: a transport
+that cannot carry flags, and gradients on GPUs. A host that reads flags from a GPU waits until all work there
+is done, so hosts exchange these flags directly.
 """
 
 from __future__ import annotations
@@ -95,12 +99,12 @@ class GradientReducer:
 
     @property
     def touched(self) -> bool:
-        """Whether backward has added to any gradient in this window."""
+        """Return whether backward has added to any gradient in this window."""
         return any(self._seen)
 
     @property
     def bucket_order(self) -> list[list[int]]:
-        """Indices of the parameters of each bucket, in the order of launching."""
+        """Return the indices of the parameters of each bucket, in the order of launching."""
         return [list(bucket.indices) for bucket in self._buckets]
 
     def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], BucketTransport]) -> None:
@@ -150,7 +154,7 @@ class GradientReducer:
             self._adopt_measured_order()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -211,11 +215,11 @@ class GradientReducer:
 
     @property
     def _carries_tail(self) -> bool:
-        """Whether flags travel behind the gradients of the last bucket."""
+        """Return whether flags travel behind the gradients of the last bucket."""
         return self._transport.carries_tail and not self._by_host
 
     def _flags(self, dtype: torch.dtype) -> torch.Tensor:
-        """Behind the gradients: 1 for each parameter that this rank used, and 1 if it has late gradients."""
+        """Return the flags: 1 for each parameter that this rank used, and 1 if it has late gradients."""
         return torch.tensor([*self._used, self._late], dtype=dtype, device="cpu")
 
     # -- at the end of the window ----------------------------------------------------------------------------------
@@ -288,12 +292,12 @@ class ReducerSet:
 
     @property
     def touched(self) -> bool:
-        """Whether backward has added to any gradient in this window."""
+        """Return whether backward has added to any gradient in this window."""
         return any(reducer.touched for reducer in self._reducers)
 
     @property
     def bucket_order(self) -> list[list[int]]:
-        """Indices of the parameters of each bucket, reducer after reducer."""
+        """Return the indices of the parameters of each bucket, reducer after reducer."""
         return [bucket for reducer in self._reducers for bucket in reducer.bucket_order]
 
     def use_transport(self, make: Callable[[Sequence[torch.Tensor], Peers], BucketTransport]) -> None:
@@ -312,7 +316,7 @@ class ReducerSet:
             reducer.finish_window(measures=measures)
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for reducer in self._reducers:
             reducer.close()
 
@@ -321,14 +325,20 @@ Reducer = GradientReducer | ReducerSet
 
 
 def sharing_group(ranks: Ranks) -> Group:
-    """The ranks that share out the optimizer's state: they hold the same parameters, distributed ones too."""
+    """Return the group of ranks that divide the optimizer state.
+
+    These ranks have the same parameters, including distributed ones.
+    """
     return Group.DP if ranks.size(Group.TP) == 1 else Group.RDP
 
 
 def seeing_own_batch(
     registry: ParameterRegistry, trained: Sequence[torch.nn.Parameter], ranks: Ranks
 ) -> list[torch.nn.Parameter]:
-    """Those that see the batch of this rank alone while its tensor parallel group has others."""
+    """Return the parameters that only see this rank's batch.
+
+    Their gradients differ within a tensor parallel group, because its ranks have different batches.
+    """
     if ranks.size(Group.TP) == 1 or ranks.cfg.prescaled_batch:
         return []
     return [parameter for parameter in trained if registry.record_of(parameter).reduction is Group.DP]
@@ -354,10 +364,10 @@ def make_reducer(
     sparse: Iterable[torch.nn.Parameter] = (),
     **options: Any,
 ) -> Reducer:
-    """What averages the gradients of ``trained``, each over its record's group.
+    """Return a reducer that averages the gradients of ``trained``, each over its record's group.
 
     Args:
-        sparse: those of them whose gradients come sparse, and stay so.
+        sparse: those parameters among them with sparse gradients, which stay sparse.
         options: as of a :class:`GradientReducer`; with ``buckets`` all gradients are made dense.
     """
     by_group: dict[Group, list[torch.nn.Parameter]] = {}
@@ -422,6 +432,6 @@ class AccumulationScale:
                 self._kinds[index], self._nodes[index] = kind, node
 
     def scaled(self, gradients: _Gradients, share: float) -> _Gradients | None:
-        """What is added instead of ``gradients``; None for themselves."""
+        """Return the scaled gradients to add instead of ``gradients``; None if the factor is 1."""
         factor = self._factor() * share
         return None if factor == 1.0 else tuple(None if g is None else g * factor for g in gradients)

@@ -1,4 +1,4 @@
-"""Averages sparse gradients over data parallel ranks as sparse ones: rows of tables of which a batch uses few."""
+"""Averages sparse gradients over data parallel ranks and keeps them sparse, for tables with few used rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NONE, _DENSE = -1, -2
 
 
 def sparse_tables(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters whose gradients come sparse: tables of ``nn.Embedding`` and the like with ``sparse=True``."""
+    """Return the trained parameters with sparse gradients: embedding tables made with ``sparse=True``."""
     tables: list[Any] = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     return list(dict.fromkeys(table for table in tables if table.requires_grad))
 
@@ -59,11 +59,11 @@ class SparseReducer:
 
     @property
     def bucket_order(self) -> list[list[int]]:
-        """No buckets."""
+        """Return an empty list: there are no buckets."""
         return []
 
     def use_transport(self, make: Callable[..., Any]) -> None:
-        """Go on as before: communication hooks see dense gradients only."""
+        """Do nothing, because communication hooks see dense gradients only."""
 
     def begin_window(self, *, reduces: bool) -> None:
         """Expect gradients."""
@@ -71,7 +71,7 @@ class SparseReducer:
         self.touched = False
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -94,7 +94,7 @@ class SparseReducer:
                 parameter.grad = self._sparse(parameter, gradient, [max(count, 0) for count in counts])
 
     def _counts(self, gradients: Sequence[torch.Tensor | None]) -> list[list[int]]:
-        """By parameter, the number of entries on each rank, or what it has instead."""
+        """Return, by parameter, each rank's number of entries, or a code for no gradient or a dense one."""
         mine = [_NONE if g is None else g.indices().shape[1] if g.is_sparse else _DENSE for g in gradients]
         table = torch.zeros(self._size, len(mine), dtype=torch.float64, device="cpu")
         table[self._group.rank()] = torch.tensor(mine, dtype=torch.float64, device="cpu")
@@ -111,7 +111,10 @@ class SparseReducer:
         return total
 
     def _sparse(self, parameter: nn.Parameter, gradient: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor:
-        """The average over the group; the sums are made in float32 at least, in the same order on every rank."""
+        """Return the average over the group.
+
+        Sums are computed in float32 or a wider type, in the same order on every rank.
+        """
         width, most = parameter.shape[1:], max(counts)
         indices = torch.zeros(most, dtype=torch.int64, device=parameter.device)
         values = torch.zeros(most, *width, dtype=parameter.dtype, device=parameter.device)
@@ -128,7 +131,7 @@ class SparseReducer:
         return total.coalesce().to(parameter.dtype).coalesce()
 
     def _gathered(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """The rows of all ranks that count, one rank after the other."""
+        """Return the valid rows of all ranks, one rank after the other."""
         whole = rows.new_empty(self._size, *rows.shape)
         self._collectives.all_gather(whole.view(-1), rows.view(-1), self._group).wait()
         return torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])

@@ -23,9 +23,10 @@ class Replica(Protocol):
 
 
 class JoinedModel(Joinable, JoinHook):
-    """What PyTorch's ``Join`` context needs to know of a wrapped model, and what a rank does that has run out of batches.
+    """The ``Join`` hook of a wrapped model, for PyTorch's ``Join`` context.
 
-    It takes part in every step of the others with gradients of zero, then takes over their weights.
+    A rank that has run out of batches takes part in every step of the others with gradients of zero, then takes
+    over their weights.
     """
 
     def __init__(self, model: Replica, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -35,34 +36,35 @@ class JoinedModel(Joinable, JoinHook):
         self._device = device
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """This object itself."""
+        """Return this object itself."""
         return self
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` may put its own tensors."""
+        """Return the device for tensors of ``Join`` itself."""
         return self._device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The ranks that wait for each other."""
+        """Return the process group of the ranks that wait for each other."""
         return self._group
 
     def main_hook(self) -> None:
-        """The others make a step."""
+        """Take part in a step of the ranks that still have batches."""
         self._model.shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have run out of batches."""
+        """Take over the weights after all ranks have run out of batches."""
         self._model.take_over(is_last_joiner)
 
 
 class BackwardAgreement:
-    """Keeps the ranks' collectives matched when a step of some runs no backward pass.
+    """An agreement that keeps the ranks' collectives matched if some ranks run no backward pass in a step.
 
-    A rank that runs one tells so before it sends gradients, and goes on without waiting. One that has run none learns
-    at the end of the step whether it must answer the others' collectives. Every rank tells once per step, the first
-    collective of the step's gradients, so the message needs no round trip of its own.
+    A rank that runs backward announces it before it sends gradients, and continues without waiting. A rank that
+    has run none learns at the end of the step whether it must take part in the others' collectives. Every rank
+    announces once per step. This is the first collective of the step's gradients, so it needs no round trip of
+    its own.
     """
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup, position: int, size: int) -> None:
@@ -76,12 +78,12 @@ class BackwardAgreement:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the ranks still tell each other of the last step, which none waits for that has run backward."""
+        """Return whether the exchange of the last step is still running; ranks that ran backward do not wait for it."""
         is_completed = getattr(self._work, "is_completed", None)
         return is_completed is not None and not is_completed()
 
     def open(self) -> None:
-        """A step begins in which backward may run, on all ranks."""
+        """Begin a step in which backward may run; all ranks call it."""
         if self._work is not None:
             self._work.wait()  # has ended long ago: its memory may be used again
         self._work = None
@@ -89,16 +91,16 @@ class BackwardAgreement:
         self._is_open = True
 
     def tell(self, ran: bool = True) -> None:
-        """This rank runs backward, or has run none; only the first call of a step counts."""
+        """Announce that this rank runs backward, or has run none; only the first call of a step counts."""
         if not self._is_open or self._work is not None:
             return
         self._votes[self._position] = ran
         self._work = self._collectives.all_reduce(self._votes, self._group)
 
     def close(self, ran: bool) -> list[int]:
-        """The step has ended; returns the positions of ranks that ran backward, of this one alone if it did.
+        """End the step and return the positions of ranks that ran backward; only this rank's position if it did.
 
-        Outside the steps of :meth:`open` every rank decides for itself.
+        Outside the steps of :meth:`open` every rank decides on its own.
         """
         told = self._is_open and self._work is not None
         if ran or told:
@@ -113,6 +115,6 @@ class BackwardAgreement:
         return [position for position, vote in enumerate(self._votes.tolist()) if vote]
 
     def abandon(self) -> None:
-        """The step ends here, maybe with an error; the others get this rank's answer all the same."""
+        """End the step, possibly after an error; the other ranks still get this rank's answer."""
         self.tell(False)
         self._is_open = False

@@ -1,1 +1,1 @@
-"""``model.generate`` of a wrapped model: text from a model of which each rank has a part, as one process would write it."""
+"""``model.generate`` of a wrapped model: the text of one process, although each rank has only a part."""

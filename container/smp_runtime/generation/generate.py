@@ -29,7 +29,10 @@ class Generate:
         functools.update_wrapper(self, kind.generate)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What one process would return; every rank calls it, outside a step with a batch as one process has it."""
+        """Return the result that one process would return.
+
+        Every rank calls it, outside a step, with the batch of one process.
+        """
         kind: Any = type(self.module)
         own = functools.partial(kind.generate, self.module)
         model = _model_around(self.module)
@@ -48,7 +51,10 @@ class Generate:
 
 
 def _model_around(module: nn.Module) -> DistributedModel | None:
-    """The wrapped model that a module is part of; None for copies, and in a model that computes by itself after ``cpu()``."""
+    """Return the wrapped model that contains a module.
+
+    None for copies, and for a model that computes alone after ``cpu()``.
+    """
     models = sessions.current().models if sessions.is_initialized() else []
     return next(
         (

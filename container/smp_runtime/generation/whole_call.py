@@ -54,12 +54,14 @@ class _Outcome:
 def call_whole(
     model: DistributedModel, ranks: Ranks, name: str, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """``function(*args, **kwargs)`` without gradients, as one process would run it; every rank calls it, outside steps.
+    """Call ``function(*args, **kwargs)`` without gradients, as one process would; every rank calls it, outside steps.
 
-    * *Pipeline*: it runs once, on the root stage, with the arguments of the pipeline's first rank, whole, not in microbatches.
-    * *Tensor parallelism*: all ranks of a group run it together. With a batch per rank they do so for one rank's after the
-      other, since sequences may have different lengths.
-    * *Sharded parameters*: ranks may call the model a different number of times; one that is done serves the others.
+    * *Pipeline*: it runs once, on the root stage, with the arguments of the pipeline's first rank, whole, not in
+      microbatches.
+    * *Tensor parallelism*: all ranks of a group run it together. If each rank has a batch, they run one rank's
+      batch after the other, since sequences may have different lengths.
+    * *Sharded parameters*: ranks may call the model a different number of times; one that is done serves the
+      others.
 
     Random numbers are drawn from the script's generator, as in one process.
 
@@ -67,7 +69,7 @@ def call_whole(
         name: of the function, for messages.
 
     Returns:
-        What it returned; on every rank of a pipeline.
+        The function's result; on every rank of a pipeline.
     """
     mine = RandomState.of_now(ranks.device)
     with torch.inference_mode(False), torch.no_grad(), ranks.control.doing(name):
@@ -95,7 +97,10 @@ def call_whole(
 
 
 def _plain(value: Any) -> Any:
-    """Without tensors of inference mode: these do not tell whether they were changed, as a pipeline asks."""
+    """Replace tensors of inference mode by copies.
+
+    A pipeline checks whether tensors were changed, and tensors of inference mode do not record that.
+    """
 
     def plain(leaf: Any) -> Any:
         return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf

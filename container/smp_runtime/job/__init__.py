@@ -1,1 +1,1 @@
-"""A rank's job: its place among the others, the session that ``smp.init()`` makes, and what is known of the models it trains."""
+"""A rank's job: its place among the others, the session of ``smp.init()``, and data about the models it trains."""

@@ -1,7 +1,7 @@
-"""Faults on purpose, for drills: they happen where the rank enters a phase of its step.
+"""Fault injection for drills: a fault happens when its rank enters a phase of its step.
 
-What a job does when a rank dies, stops or loses its network is known only when it was tried. A job without ``SMP_FAULTS`` has
-nothing of this.
+How a job behaves when a rank dies, stops or loses its network is known only once it has been tried. A job without
+``SMP_FAULTS`` has no injector.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ logger = logging.getLogger("smp")
 
 
 class InjectedFault(SMPRuntimeError):
-    """What a fault of the kind ``raise`` raises."""
+    """The error of a fault of the kind ``raise``."""
 
 
 class Injector:
-    """Lets the faults of this rank happen as it enters their phases.
+    """The injector of a rank's faults, each of them when the rank enters the fault's phase.
 
     Args:
-        faults: of this rank.
-        groups: whose connections are cut.
+        faults: the faults of this rank.
+        groups: the process groups that lose their connections.
     """
 
     def __init__(self, faults: list[Fault], groups: ProcessGroups) -> None:
@@ -45,14 +45,18 @@ class Injector:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], rank: int, groups: ProcessGroups) -> Injector | None:
-        """The injector of this rank, where the job has faults for it; ConfigError for words that mean none."""
+        """Return the injector of this rank, or None if the job has no faults for it.
+
+        Raises:
+            ConfigError: the variable does not describe faults.
+        """
         start = restart_count(environ)
         faults = parse(environ.get(VARIABLE, ""))
         faults = [fault for fault in faults if fault.rank in (None, rank) and fault.restart == start]
         return cls(faults, groups) if faults else None
 
     def entered(self, phase: str, step: int) -> None:
-        """This rank enters a phase."""
+        """Trigger the faults of a phase that this rank enters."""
         for fault in self._faults:
             if not fault.is_over and fault.phase == phase and fault.step == step:
                 fault.is_over = True
@@ -84,6 +88,6 @@ def _spin() -> None:
 
 
 def _limit_files(size: int) -> None:
-    """Every write beyond ``size`` bytes of a file fails, as on a full disk; the signal that comes with it is ignored."""
+    """Make every write beyond ``size`` bytes of a file fail, as on a full disk, and ignore its signal."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

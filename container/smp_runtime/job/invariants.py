@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Invariants:
-    """Does nothing where the model calls the checks of a job.
+    """Checks that do nothing, for a job without invariant checks.
 
-    ``smp_tools/numerics/invariants.py`` keeps a subclass in its place, unless ``check_invariants`` is false. ``part`` is the part
-    of the model that lies on this rank (:class:`.LocalPart`), and ``placed`` what the strategies have made of it
+    ``smp_tools/numerics/invariants.py`` keeps a subclass in its place, unless ``check_invariants`` is false. ``part`` is the
+    part of the model on this rank (:class:`.LocalPart`), and ``placed`` is the strategies' result for it
     (:class:`.ParallelState`).
     """
 

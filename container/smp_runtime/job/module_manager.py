@@ -1,4 +1,4 @@
-"""``smp.state.module_manager``: what is known of the distributed modules of this process."""
+"""``smp.state.module_manager``: information about the distributed modules of this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Translate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class ModuleManager:
-    """What is known of the distributed modules of this process.
+    """Information about the distributed modules of this process.
 
     Attributes:
         translate_functions: for each kind of Hugging Face model that was distributed, the functions that translate its
@@ -28,18 +28,20 @@ class ModuleManager:
         self.translate_functions: list[tuple[Translate, Translate]] = []
 
     def note(self, translations: tuple[Translate, Translate]) -> None:
-        """A model with these translations was distributed."""
+        """Record the translations of a model that was distributed."""
         if translations not in self.translate_functions:
             self.translate_functions.append(translations)
 
     def translated(self, state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-        """A full state under Hugging Face's names; what is not of a distributed Hugging Face model stays as it is.
+        """Return a full state under Hugging Face's names.
+
+        Entries that do not belong to a distributed Hugging Face model keep their names.
 
         Args:
-            module: what was wrapped. Distributed Hugging Face models in it have ``state_names``.
+            module: the wrapped module. Distributed Hugging Face models in it have ``state_names``.
 
         Raises:
-            SMPRuntimeError: elements were lost or made up on the way.
+            SMPRuntimeError: the translation lost or added elements.
         """
         result = dict(state)
         for path, part in module.named_modules(remove_duplicate=False):
@@ -61,7 +63,7 @@ class ModuleManager:
 
 
 def _elements(state: Mapping[str, Any]) -> int:
-    """Elements of all tensors, of those with several names once."""
+    """Count the elements of all tensors; a tensor with several names counts once."""
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     once = {
         (id(t),) if t.is_meta or not t.numel() else (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()): t.numel()

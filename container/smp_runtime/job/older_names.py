@@ -10,10 +10,10 @@ from smp_runtime.job import session as sessions
 
 
 def rmsg(message: object) -> str:
-    """A message for a log, with this rank in front of it.
+    """Return a log message with this rank in front of it.
 
     Args:
-        message: anything that has a text.
+        message: any object; it is converted to text.
 
     Returns:
         ``[rank] message``.
@@ -26,10 +26,10 @@ def rmsg(message: object) -> str:
 
 
 def hvd_average_grads() -> None:
-    """Nothing with ``ddp``, which has averaged the gradients when the step ends; a warning says so.
+    """Do nothing but log a warning: with ``ddp``, gradients are averaged when the step ends.
 
     Raises:
-        SMPUserError: nobody averages them: there are several data parallel ranks, and ``ddp`` is false.
+        SMPUserError: gradients are not averaged: there are several data parallel ranks, and ``ddp`` is false.
 
     Example:
         >>> smp.hvd_average_grads()  # where an older script has it, after the step
@@ -44,19 +44,21 @@ def hvd_average_grads() -> None:
 
 
 def verify(*args: Any, **kwargs: Any) -> NoReturn:
-    """A name of the first library's own tests, which scripts import and do not call.
+    """Raise an error: this name belongs to the first library's own tests.
+
+    Scripts import it, but do not call it.
 
     Raises:
-        SMPUserError: always, with what compares models.
+        SMPUserError: always; it names a function that compares models.
     """
     raise SMPUserError(_OF_TESTS.format(name="verify"))
 
 
 def dump_model(*args: Any, **kwargs: Any) -> NoReturn:
-    """Likewise.
+    """Raise an error: this name, too, belongs to the first library's own tests.
 
     Raises:
-        SMPUserError: always, with what writes models.
+        SMPUserError: always; it names a function that writes models.
     """
     raise SMPUserError(_OF_TESTS.format(name="dump_model"))
 

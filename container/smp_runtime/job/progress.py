@@ -1,6 +1,6 @@
-"""How far the training is: one structured line a second from rank 0, read by ``fit()`` wherever the job runs.
+"""Progress of the training: one structured line a second from rank 0, read by ``fit()`` wherever the job runs.
 
-At the end rank 0 prints a last one, and every rank what it has used.
+At the end rank 0 prints a last one, and every rank the resources that it has used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Update(NamedTuple):
     """An update of an optimizer.
 
     Attributes:
-        step: how many there were, with it.
-        samples: of the global batch, since the one before.
-        losses: of the microbatches of the newest training step, without their graph; nobody has read them yet.
+        step: number of updates so far, including this one.
+        samples: samples of the global batch since the previous update.
+        losses: losses of the microbatches of the newest training step, without their graph; not read yet.
     """
 
     step: int
@@ -39,20 +39,20 @@ class Update(NamedTuple):
 
 
 class ProgressReporter:
-    """Counts optimizer steps and samples, and prints a progress line at most once a second.
+    """A counter of optimizer steps and samples that prints a progress line at most once a second.
 
     Scripts need no change: the step and the wrapped optimizer report here. Reading the loss of a step waits for
     the device, so it happens only when a line is due.
 
     Args:
-        enabled: False makes every method do nothing (all ranks but one).
-        total_steps: optimizer steps of the whole job, None when unknown.
-        device: whose memory is reported.
-        rank: whose usage is told at the end; None tells nothing.
+        enabled: False prints no progress lines (all ranks but one).
+        total_steps: optimizer steps of the whole job, or None if unknown.
+        device: the device for which memory is reported.
+        rank: the rank for which usage is reported at the end; None reports nothing.
 
     Attributes:
-        heard: told of each update, before its line.
-        more: further fields of the lines.
+        heard: functions called with each update, before its line.
+        more: returns further fields of the lines.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ProgressReporter:
     def from_environment(
         cls, *, enabled: bool, device: torch.device, environ: Mapping[str, str] | None = None, rank: int = 0
     ) -> ProgressReporter:
-        """A reporter that takes the number of steps from the hyperparameters or the command line, where they name it."""
+        """Return a reporter with the number of steps from the hyperparameters or the command line, if given there."""
         environ = os.environ if environ is None else environ
         try:
             hyperparameters = json.loads(environ.get("SM_HPS", "{}"))
@@ -96,28 +96,31 @@ class ProgressReporter:
         return cls(enabled=enabled and in_job, total_steps=total, device=device, rank=rank if in_job else None)
 
     def set_position(self, step: int, total_steps: int | None = None) -> None:
-        """Tell where a resumed job stands, and how long it will be; ``resume_from_checkpoint`` does the former."""
+        """Set the current step of a resumed job, and its total number of steps.
+
+        ``resume_from_checkpoint`` sets the current step.
+        """
         self.step = self._printed_step = step
         self.total_steps = self.total_steps if total_steps is None else total_steps
 
     def step_begins(self) -> None:
-        """The clock starts with the first step, so that building the model does not count as training."""
+        """Start the clock with the first step, so that building the model does not count as training."""
         if self.enabled and self._started is None:
             self._started = time.monotonic()
             self._window = (0, self._started)
 
     def note_samples(self, samples: int) -> None:
-        """Samples, over all data parallel ranks, that the next optimizer step consumed."""
+        """Add samples, over all data parallel ranks, that the next optimizer step consumes."""
         if self.enabled or self.heard:
             self._pending_samples += samples
 
     def note_loss(self, outputs: list[torch.Tensor]) -> None:
-        """The microbatches' losses of a training step; not read until a line is due."""
+        """Keep the microbatches' losses of a training step; they are not read until a line is due."""
         if self.enabled or self.heard:
             self._losses = [output.detach() for output in outputs]
 
     def note_eval_loss(self, loss: float) -> None:
-        """The latest held-out loss, shown from the next line on."""
+        """Set the latest held-out loss, which is shown from the next line on."""
         self._eval_loss = loss
 
     def optimizer_stepped(self) -> None:
@@ -136,10 +139,12 @@ class ProgressReporter:
             self._print(now)
 
     def close(self, *, failed: bool = False) -> None:
-        """The rank leaves the job: print the last step, unless that was done, and what the rank has used.
+        """Print the last step, if that was not done, and the resources that this rank has used.
+
+        It is called when the rank leaves the job.
 
         Args:
-            failed: an error ends the process; then no loss is read, which could wait for a device that does not answer.
+            failed: an error ends the process. Then no loss is read, since its device might not answer.
         """
         with contextlib.suppress(Exception):  # nothing that is only shown may keep a rank from leaving
             if failed:
@@ -195,7 +200,10 @@ def _total_steps(named: Mapping[str, object]) -> int | None:
 
 
 def _named(words: Sequence[str]) -> dict[str, object]:
-    """The values of ``--name value`` and ``--name=value`` on a command line, hyphens in names as underscores."""
+    """Return the values of ``--name value`` and ``--name=value`` on a command line, by name.
+
+    Hyphens in names become underscores.
+    """
     found: dict[str, object] = {}
     for word, following in zip(words, [*words, ""][1:], strict=True):
         name, sign, value = word.partition("=")
@@ -205,6 +213,6 @@ def _named(words: Sequence[str]) -> dict[str, object]:
 
 
 def processor_seconds() -> float:
-    """Of this process with all its threads, and of its children that have ended."""
+    """Return the CPU seconds used by this process with all its threads, and by its children that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)

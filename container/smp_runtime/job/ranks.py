@@ -1,4 +1,4 @@
-"""What a strategy takes of a job: this rank's place among the others, and the ways to them."""
+"""A job from a strategy's view: this rank's place among the others, and its connections to them."""
 
 from __future__ import annotations
 
@@ -47,32 +47,34 @@ T = TypeVar("T")
 
 
 class StepWatch(Protocol):
-    """Hears of a step whose microbatches run one after the other; see ``SMP_TIMELINE``."""
+    """An observer of a step that runs its microbatches one after the other; see ``SMP_TIMELINE``."""
 
     def turn_to(self, microbatch: int | None) -> None:
-        """Another microbatch begins; None: the last has ended."""
+        """Note that another microbatch begins; None means that the last one has ended."""
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around the backward pass of the microbatch."""
+        """Run the backward pass of the microbatch in the block."""
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop observing."""
 
 
 class StepState:
-    """Set by the step, by a pipeline's tasks and by ``model.backward``; read by the strategies.
+    """State of the running step, for the strategies.
+
+    The step, a pipeline's tasks and ``model.backward`` set it.
 
     Args:
         has_threads: whether microbatches run on threads of their own, several at once, as tasks of a pipeline do.
-            Otherwise a microbatch is the whole rank's: autograd runs the hooks of a GPU's backward pass on a thread
-            of its own.
+            Otherwise the rank runs one microbatch at a time: autograd runs the hooks of a GPU's backward pass on
+            its own thread.
 
     Attributes:
-        seed_scale: what the backward pass that runs has multiplied its losses with.
+        seed_scale: factor by which the running backward pass has multiplied its losses.
         is_in_forward: whether a forward pass runs outside of a step.
-        is_tracing: whether the step that runs only traces the model, to partition it.
-        count: steps that have ended.
-        watch: hears of microbatches where there is no pipeline; None: nobody does.
+        is_tracing: whether the running step only traces the model, to partition it.
+        count: number of steps that have ended.
+        watch: observer of microbatches without a pipeline, or None.
     """
 
     def __init__(self, *, has_threads: bool) -> None:
@@ -84,12 +86,15 @@ class StepState:
         self.use_threads(has_threads)
 
     def use_threads(self, has_threads: bool) -> None:
-        """From now on microbatches run on threads of their own, or not."""
+        """Switch between microbatches on threads of their own and microbatches on one thread."""
         self._here: Any = threading.local() if has_threads else types.SimpleNamespace()
 
     @property
     def microbatch(self) -> int | None:
-        """The microbatch that runs, with pipeline parallelism on the calling thread; None outside a step."""
+        """Return the running microbatch, or None outside a step.
+
+        With pipeline parallelism, it is the one that runs on the calling thread.
+        """
         return getattr(self._here, "microbatch", None)
 
     @microbatch.setter
@@ -125,7 +130,7 @@ class Ranks:
         """Agree with the other ranks and build every group; all ranks call it.
 
         Args:
-            collectives: what the strategies communicate through; None for those of the backend.
+            collectives: the collectives of the strategies; None for those of the backend.
 
         Returns:
             This rank's place, and a warning about ranks that share a GPU, if there are any.
@@ -162,32 +167,32 @@ class Ranks:
         return ranks, sharing_warning(parameters, device, gpus)
 
     def size(self, group: Group) -> int:
-        """Ranks in this rank's group of that kind."""
+        """Return the number of ranks in this rank's group of that kind."""
         return self.topology.size(group)
 
     def rank_in(self, group: Group) -> int:
-        """This rank's position in its group of that kind."""
+        """Return this rank's position in its group of that kind."""
         return self.topology.rank_in(group, self.rank)
 
     def members(self, group: Group) -> list[int]:
-        """Global ranks of this rank's group of that kind."""
+        """Return the global ranks of this rank's group of that kind."""
         return self.topology.group_of(group, self.rank)
 
     def process_group(self, group: Group) -> dist.ProcessGroup:
-        """This rank's process group of that kind."""
+        """Return this rank's process group of that kind."""
         return self.groups.group(group)
 
     def keep(self, kind: type[T], make: Callable[[], T]) -> T:
-        """What a room keeps once per job; made when it is asked for first."""
+        """Return the object that a package keeps once per job; create it on the first call."""
         if kind not in self._kept:
             self._kept[kind] = make()
         return cast("T", self._kept[kind])
 
     def regroup(self, parameters: ModelParallelParameters) -> None:
-        """Take the place that other degrees give this rank; all ranks call it, between two steps.
+        """Change this rank's place to that of other parallel degrees; all ranks call it, between two steps.
 
-        Whoever holds this record sees it. What :meth:`keep` has made is forgotten, but for kinds that say of themselves
-        ``outlives_regrouping = True``, since most of it belongs to groups.
+        All holders of this record see the change. Objects made by :meth:`keep` are dropped, since most of them belong to
+        groups. Kinds with ``outlives_regrouping = True`` are kept.
 
         Raises:
             ConfigError: the number of ranks does not fit.
@@ -202,16 +207,16 @@ class Ranks:
             del self._kept[kind]
 
     def forget(self) -> None:
-        """Let go of what :meth:`keep` has made, which holds this record: the job is left."""
+        """Release the objects made by :meth:`keep`, which hold this record, when the rank leaves the job."""
         self._kept.clear()
 
     def kept(self, kind: type[T]) -> T | None:
-        """What :meth:`keep` has made, if it has."""
+        """Return the object that :meth:`keep` has made, or None."""
         return self._kept.get(kind)
 
 
 def _watched(collectives: Collectives) -> Collectives:
-    """The same, with notes of each where somebody may read them."""
+    """Return collectives that log each call if records of this process are kept, else return them unchanged."""
     notes = here()
     return LoggedCollectives(collectives, notes) if notes.are_kept else collectives
 
@@ -222,11 +227,11 @@ def _agree(
     """Check that all ranks read one configuration.
 
     Returns:
-        The ranks of this host, the number of hosts, the type of instance where all hosts are of one, the GPUs
+        The ranks of this host, the number of hosts, the instance type if it is the same on all hosts, the GPUs
         that each rank sees, and whether the job runs in process mode.
 
-    Of one host are ranks whose launcher announced the same host name, so that several hosts simulated on one machine
-    count as several. Their ranks see the same GPUs all the same.
+    Ranks are on one host if their launchers announced the same host name. So several hosts simulated on one machine
+    count as several, although their ranks see the same GPUs.
     """
     settings = json.dumps(parameters.to_mp_parameters(), sort_keys=True)
     process_mode = is_process_mode(os.environ, control.rank, control.size)

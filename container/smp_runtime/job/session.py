@@ -1,7 +1,7 @@
 """The one state object of a rank: made by :func:`init`, read through :func:`current`.
 
-Everything below the façade takes what it needs as an argument; only the façade and the classes that a script
-touches ask for the current session.
+Everything below the façade takes its dependencies as arguments. Only the façade and the classes that a script
+uses directly ask for the current session.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger("smp")
 
 
 def _show_log() -> None:
-    """Print the library's log where a script has not set up logging itself."""
+    """Print the library's log if a script has not set up logging itself."""
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[smp] %(message)s"))
@@ -56,25 +56,28 @@ def _show_log() -> None:
 
 
 class Session:
-    """What a rank knows of its job: its place among the others, and what it trains.
+    """A rank's view of its job: its place among the other ranks, and the models and optimizers that it trains.
 
-    Scripts read it, and through it :class:`~smp_runtime.job.ranks.Ranks` and the running step, as ``smp.state``.
+    Scripts read it as ``smp.state``, and through it :class:`~smp_runtime.job.ranks.Ranks` and the running step.
 
     Args:
-        collectives: what the strategies communicate through; None for those of the backend.
+        collectives: the collectives of the strategies; None for those of the backend.
 
     Attributes:
         messages: the public object messages.
-        module_manager: what clients ask about distributed modules.
-        has_failed: whether an exception that nobody caught ends this process.
-        at_close: run when the session closes, before anything is released: what must be brought to its end.
-        before_step: run when a step-decorated function is called, before anything of it.
-        arguments: change what a step is called with; they get and give its arguments in order, and get the axis along which each
-            is divided into microbatches, None for one that is not.
-        after_step: run when a step has ended and gradients are reduced; they get what it returns.
-        before_update: run when gradients are reduced and without the loss scale, as the script leaves them; they get the optimizer.
-        after_update: run when a wrapped optimizer has updated, or skipped an update for an overflow; they get the optimizer.
-        at_leave: run after these, whether the script still holds its model or not: what ends threads and connections.
+        module_manager: information about distributed modules, for clients.
+        has_failed: whether an uncaught exception ends this process.
+        at_close: functions run when the session closes, before anything is released, to finish pending work.
+        before_step: functions run when a step-decorated function is called, before anything of it.
+        arguments: functions that change the arguments of a step. They get and return its arguments in order. They also get
+            the axis along which each is divided into microbatches, None for one that is not.
+        after_step: functions run when a step has ended and gradients are reduced; they get what it returns.
+        before_update: functions run when gradients are reduced and without the loss scale, as the script leaves them; they
+            get the optimizer.
+        after_update: functions run when a wrapped optimizer has updated, or skipped an update for an overflow; they get the
+            optimizer.
+        at_leave: functions run after ``at_close``, whether the script still holds its model or not, to end threads and
+            connections.
     """
 
     def __init__(
@@ -103,50 +106,53 @@ class Session:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What scripts read through ``smp.state``: the place of this rank, and what of a step runs."""
+            """Return what scripts read through ``smp.state``: an attribute of this rank's place or of the running step."""
             if name == "ranks":  # not joined yet
                 raise AttributeError(name)
             return getattr(self.ranks if hasattr(self.ranks, name) else self.ranks.step, name)
 
     @property
     def models(self) -> list[TrainedModel]:
-        """The wrapped models that the script still holds, in the order of wrapping."""
+        """Return the wrapped models that the script still holds, in the order of wrapping."""
         return [model for reference in self._models if (model := reference()) is not None]
 
     @property
     def records(self) -> dict[nn.Parameter, ParameterRecord]:
-        """Names and places of the parameters of all wrapped models; of one that two have, the first model's."""
+        """Return names and places of the parameters of all wrapped models.
+
+        If two models share a parameter, the record of the first one is returned.
+        """
         return {record.parameter: record for model in reversed(self.models) for record in model.registry}
 
     @property
     def model(self) -> TrainedModel | None:
-        """The wrapped model, when there is exactly one."""
+        """Return the wrapped model if there is exactly one, else None."""
         models = self.models
         return models[0] if len(models) == 1 else None
 
     @property
     def optimizer(self) -> TrainedOptimizer | None:
-        """The optimizer that was wrapped last, if the script still holds it."""
+        """Return the optimizer that was wrapped last, or None if the script no longer holds any."""
         optimizers = self.optimizers
         return optimizers[-1] if optimizers else None
 
     @property
     def optimizers(self) -> list[TrainedOptimizer]:
-        """The wrapped optimizers that the script still holds, in the order of wrapping."""
+        """Return the wrapped optimizers that the script still holds, in the order of wrapping."""
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def adopt_model(self, model: TrainedModel) -> None:
-        """Called by a model that was just wrapped."""
+        """Register a model that was just wrapped."""
         self._models.append(weakref.ref(model))
         for optimizer in self.optimizers:
             optimizer.bind(model)
 
     def adopt_optimizer(self, optimizer: TrainedOptimizer) -> None:
-        """Called by an optimizer that was just wrapped."""
+        """Register an optimizer that was just wrapped."""
         self._optimizers.append(weakref.ref(optimizer))
 
     def regroup(self, parameters: ModelParallelParameters) -> None:
-        """Go over to other degrees, between two steps; every rank calls it, and then places its models anew.
+        """Change to other degrees, between two steps; every rank calls it, and then places its models anew.
 
         Raises:
             ConfigError: the number of ranks does not fit.
@@ -181,7 +187,7 @@ class Session:
             raise failure
 
     def _settle(self) -> None:
-        """Other ranks may have what this one is still sending to come."""
+        """Wait for pending sends of this rank, which other ranks may still need."""
         if not self.has_failed and (arrivals := self.ranks.kept(PendingGathers)) is not None:
             arrivals.settle()
 
@@ -209,7 +215,7 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
             (``SM_HP_MP_PARAMETERS``) win over it. Without either, all degrees are 1.
 
     Returns:
-        The session, which scripts do not need; a second call gives the same.
+        The session, which scripts do not need; a second call returns the same.
 
     Raises:
         ConfigError: a setting that cannot work with this number of processes.
@@ -262,7 +268,7 @@ def _join(parameters: ModelParallelParameters) -> Session:
 
 
 def _begin(session: Session, parameters: ModelParallelParameters) -> None:
-    """Warn of what the settings do not do, and run what every job asks for."""
+    """Warn of settings that have no effect here, and run the functions of every job."""
     control = session.ranks.control
     here().explain = control.explained
     if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
@@ -290,7 +296,7 @@ def _begin(session: Session, parameters: ModelParallelParameters) -> None:
 
 
 def _repeat(session: Session, determinism: Determinism) -> None:
-    """The job's runs are to be equal in every bit."""
+    """Set up the session so that runs of the job are bitwise equal."""
     first = TracedFirstStep()
     session.before_step.append(first.begin)
     session.after_step.append(first.end)
@@ -298,13 +304,13 @@ def _repeat(session: Session, determinism: Determinism) -> None:
 
 
 class _Said(set[str]):
-    """What a job's user was told."""
+    """The warnings that a job's user has received."""
 
     outlives_regrouping = True
 
 
 def say_once(sentence: str) -> None:
-    """Warn of something that holds for the whole job: once, on rank 0."""
+    """Log a warning that holds for the whole job once, on rank 0."""
     if _session is None:
         logger.warning(sentence)
     elif _session.ranks.rank == 0 and sentence not in (said := _session.ranks.keep(_Said, _Said)):
@@ -330,7 +336,7 @@ def _note_failure_of(session: Session) -> None:
 
 
 def _given(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Settings under the new name of the degree, so that the job's value replaces the script's."""
+    """Return settings with the new name of the degree, so that the job's value replaces the script's."""
     if config is None:
         return {}
     if not isinstance(config, Mapping):
@@ -345,7 +351,7 @@ def _given(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def current() -> Session:
-    """The session of this process.
+    """Return the session of this process.
 
     Raises:
         NotInitializedError: before :func:`init`.
@@ -358,7 +364,7 @@ def current() -> Session:
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init` has been called.
+    """Return whether :func:`init` has been called.
 
     Example:
         >>> device = smp.state.device if smp.is_initialized() else torch.device("cpu")
@@ -367,7 +373,7 @@ def is_initialized() -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether this process runs the tracing step, which decides the partition.
+    """Return whether this process runs the tracing step, which decides the partition.
 
     Example:
         >>> if not smp.is_tracing():
@@ -378,7 +384,9 @@ def is_tracing() -> bool:
 
 
 def shutdown() -> None:
-    """Leave the job; a later :func:`init` joins again. Called by itself when the process ends.
+    """Leave the job; a later :func:`init` joins again.
+
+    It is called automatically when the process ends.
 
     Example:
         >>> smp.shutdown()  # between two trainings of one process, such as tests

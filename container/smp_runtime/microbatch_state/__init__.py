@@ -1,1 +1,1 @@
-"""What modules keep on themselves while microbatches of a pipeline run interleaved."""
+"""State that modules keep on themselves while microbatches of a pipeline run interleaved."""

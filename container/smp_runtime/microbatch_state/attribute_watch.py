@@ -1,7 +1,7 @@
-"""Seeing what is read and set on some modules, by name: of plain attributes PyTorch sees nothing.
+"""Observation of reads and writes of attributes on some modules, which PyTorch has no hook for.
 
-For a while these modules have classes of their own, subclasses of theirs that tell. No other module, and no class of the
-script or of PyTorch, is changed; and threads that are not watched see the modules as ever.
+While watched, these modules have special subclasses of their own classes that report each access. No other module, and
+no class of the script or of PyTorch, is changed. Threads that are not watched see the modules as before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AttributeWatch:
                 _set_class(module, watched.get(kind) or watched.setdefault(kind, self._class_of(kind)))
 
     def end(self) -> None:
-        """The modules get their classes back."""
+        """Give the modules their own classes back."""
         for module, kind in self._classes:
             _set_class(module, kind)
         self._classes.clear()
@@ -84,4 +84,4 @@ class _Watched:
     """Marks the classes of watched modules."""
 
     def __init_subclass__(cls) -> None:
-        """Nothing: what the script's classes do for their subclasses is not meant for these."""
+        """Do nothing: the hooks of the script's classes for their subclasses are not meant for these."""

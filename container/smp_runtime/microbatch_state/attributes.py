@@ -1,11 +1,11 @@
-"""What forward passes leave on modules belongs to their microbatch, and changes with the microbatch that runs.
+"""Module attributes that forward passes set: each microbatch has its own values, which are swapped with the microbatch.
 
-A module may say ``self.mask = x > 0`` and read it again after a call of another stage, or in backward where activations
-are computed again. In one process the microbatches run one after the other; here others run in between, on the same
-modules, and each must find what it has left itself. Which attributes change is seen in steps that are recorded.
+A module may set ``self.mask = x > 0`` and read it again after a call of another stage, or in backward if activations
+are recomputed. In one process the microbatches run one after the other. Here other microbatches run in between, on the
+same modules, and each must find its own values. The steps that are recorded show which attributes change.
 
-Some values are meant for the next microbatch, as a recurrent state is. The first step of a kind, whose microbatches run
-one after the other, tells them from mere leftovers: a microbatch reads them before it sets them.
+Some values are meant for the next microbatch, such as a recurrent state. The first step of a kind runs its microbatches
+one after the other, and so separates them from leftovers: a microbatch reads them before it sets them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Key = tuple[int, str]
 
 @dataclass
 class _Attribute:
-    """One that forward passes change."""
+    """An attribute that forward passes change."""
 
     slot: ModuleSlot  # where it is
     base: Taken  # what was there when the step began
@@ -38,7 +38,10 @@ class _Attribute:
     crosses: bool = False  # whether it sets it then only after a wait
 
     def is_shared(self, taken: Taken) -> bool:
-        """Whether all microbatches have one: a list that grows, a number that counts, a state that is handed on."""
+        """Return whether all microbatches share one value.
+
+        Examples are a list that grows, a number that counts, and a state that is handed on.
+        """
         if self.returns or self.is_carried:
             return not self.returns
         return type(taken.value) in (int, float) if taken.contents is None else taken.value is self.base.value
@@ -58,9 +61,9 @@ def weight_versions(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 class Attributes:
-    """The attributes of this stage's modules that forward passes change, and what each microbatch has left there.
+    """The attributes of this stage's modules that forward passes change, and each microbatch's values of them.
 
-    Guarded by the pipeline's lock; values change only in the hands of the task that has the baton.
+    The pipeline's lock guards it. Values change only while a task has the baton.
 
     Args:
         in_task: whether the calling thread runs a task of the step.
@@ -99,21 +102,21 @@ class Attributes:
 
     @property
     def carries(self) -> bool:
-        """Whether a microbatch reads what the one before it has left, so that their order counts."""
+        """Return whether a microbatch reads values that the one before it has left, so that their order counts."""
         return any(attribute.is_carried for attribute in self._changing.values())
 
     @property
     def crosses(self) -> bool:
-        """Whether that is written only after a wait, so that the next microbatch must not begin before."""
+        """Return whether such values are written only after a wait, so that the next microbatch must begin later."""
         return bool(self._interleaved) or any(attribute.crosses for attribute in self._changing.values())
 
     @property
     def carried(self) -> list[str]:
-        """The names of the attributes and buffers that one microbatch hands to the next."""
+        """Return the names of the attributes and buffers that one microbatch hands to the next."""
         return sorted({each.slot.key for each in self._changing.values() if each.is_carried} | self._interleaved)
 
     def begin(self, *, looks: bool, alone: bool) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
             looks: whether to look for attributes that change; costs some time at the end of every segment.
@@ -131,7 +134,7 @@ class Attributes:
             self._weights = self._weight_versions()
 
     def segment_ended(self) -> None:
-        """A task gives the baton back: see what has changed since the step began."""
+        """Record the changes since the step began, when a task returns the baton."""
         if self._began is None:
             return
         if self._is_alone:
@@ -144,7 +147,7 @@ class Attributes:
             attribute.crosses |= attribute.slot.take().is_same(value)
 
     def switch(self, microbatch: int, *, is_forward: bool = True) -> None:
-        """A task of ``microbatch`` gets the baton, in its forward or backward pass."""
+        """Swap in the values of ``microbatch``, when its task gets the baton in its forward or backward pass."""
         self._is_forward = is_forward
         begins = microbatch > self._newest
         if self._is_alone and begins:  # the one before is finished, though this stage may not have heard of it
@@ -158,7 +161,7 @@ class Attributes:
         self._newest = max(self._newest, microbatch)
 
     def release(self, microbatch: int) -> None:
-        """A microbatch is finished; what the newest one has left is kept for the next."""
+        """Finish a microbatch; the values that the newest one has left are kept for the next."""
         self._ended.add(microbatch)
         if microbatch == self._present == self._newest:
             self._settle(self._take_all())
@@ -169,7 +172,7 @@ class Attributes:
                 self._kept.pop(number, None)
 
     def end(self) -> None:
-        """The step is over: modules have what the last microbatch has left, as in one process."""
+        """End the step, and leave the last microbatch's values on the modules, as in one process."""
         self._end_watch()
         self._is_alone = False
         self._began = None
@@ -188,7 +191,7 @@ class Attributes:
             self._kept[self._present] = self._take_all()
 
     def _bring(self, microbatch: int) -> None:
-        """Put back what a microbatch has left, or what a new one finds."""
+        """Put back the values that a microbatch has left, or that a new one finds."""
         own = self._kept.get(microbatch)
         left = self._kept.get(self._newest, {})
         for key, attribute in self._changing.items():
@@ -200,7 +203,7 @@ class Attributes:
     # -- what microbatches hand on ---------------------------------------------------------------------------------
 
     def _watch_new(self) -> None:
-        """A new microbatch begins: see which it reads of the attributes that it finds."""
+        """Watch which of the attributes that a new microbatch finds are read by it."""
         owners = {id(vars(module)): module for module in self._modules}
         for (holder, name), attribute in self._changing.items():
             taken = attribute.slot.take()
@@ -225,7 +228,7 @@ class Attributes:
         self._writes.clear()
 
     def _settle(self, left: dict[_Key, Taken]) -> None:
-        """The newest microbatch is finished, and has left that on the modules."""
+        """Finish the newest microbatch, which has left these values on the modules."""
         self._end_watch()
         self._see_what_returns(left)
 
@@ -235,7 +238,10 @@ class Attributes:
             attribute.returns = attribute.returns and taken.is_same(attribute.base)
 
     def _see_buffers(self) -> None:
-        """Running statistics of a module that a microbatch calls twice get both calls before those of the next one."""
+        """Record which buffers and parameters have been written since the last segment.
+
+        If a microbatch calls a module twice, its running statistics must get both calls before those of the next microbatch.
+        """
         now = self._buffer_versions()
         if self._is_forward:
             for key in [key for key, version in now.items() if self._buffers.get(key) != version]:

@@ -1,4 +1,4 @@
-"""How a model was before it was wrapped: enough to build it anew, without its weights."""
+"""A model before it was wrapped: enough data to rebuild it, without its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ParameterShape:
 
     Attributes:
         kind: its class.
-        attributes: what the script has set on it.
+        attributes: attributes that the script has set on it.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Blueprint:
             self._kept.append((part, type(part), entries))
 
     def _number(self, parameter: nn.Parameter, numbers: dict[int, int]) -> int:
-        """That of its shape; a parameter with several names has one."""
+        """Return the number of a parameter's shape; a parameter with several names has one number."""
         if id(parameter) not in numbers:
             numbers[id(parameter)] = len(self._shapes)
             shape = ParameterShape(
@@ -82,7 +82,7 @@ class Blueprint:
         return numbers[id(parameter)]
 
     def _shapes_by_now(self) -> list[ParameterShape]:
-        """Those of the parameters with the types that they have now, where the script's modules still have them."""
+        """Return the parameters' shapes with their present types, if the script's modules still have them."""
         shapes = list(self._shapes)
         for part, _, entries in self._kept:
             registry = vars(part).get("_parameters")
@@ -93,7 +93,7 @@ class Blueprint:
         return shapes
 
     def modules(self) -> Iterator[nn.Module]:
-        """Those that the script has given."""
+        """Return an iterator over the modules that the script has passed."""
         return (part for part, _, _ in self._kept)
 
     def listened_elsewhere(self, module: nn.Module) -> list[str]:
@@ -108,11 +108,13 @@ class Blueprint:
     def note_wrapped(
         self, module: nn.Module, replaced: Callable[[nn.Parameter, nn.Parameter], None] = lambda former, now: None
     ) -> None:
-        """Free the weights of modules that strategies have replaced; the script may still hold these and ask for shapes.
+        """Free the weights of modules that strategies have replaced.
+
+        The script may still hold such a module, and ask for shapes.
 
         Args:
             module: the model that strategies have made of the script's.
-            replaced: is called with each freed parameter, and what the replaced module has in its place.
+            replaced: is called with each freed parameter, and its replacement in the replaced module.
         """
         there = {id(part) for part in module.modules()}
         used = {id(parameter) for parameter in module.parameters()}
@@ -131,11 +133,11 @@ class Blueprint:
         self._stand_ins = list(made.values())
 
     def note_settings(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        """The model is in its place: what changes from now on of plain attributes, the script has changed.
+        """Record plain attributes once the model is placed; later changes of them are the script's.
 
         Args:
-            device: where the weights are.
-            dtype: of the weights in half precision training; None if they have the types that the script has chosen.
+            device: device of the weights.
+            dtype: type of the weights in half precision training; None if they have the types that the script has chosen.
         """
         self._settings = {id(part): _plain(part) for part, _, _ in self._kept}
         for parameter in self._stand_ins:
@@ -148,15 +150,15 @@ class Blueprint:
         *,
         types_stay: bool = False,
     ) -> nn.Module:
-        """The model as it was, with new parameters.
+        """Rebuild the model as it was, with new parameters.
 
-        What the script has done since stays: modes, flags of parameters and plain attributes that it has changed, hooks of
-        modules and of gradients that it has added.
+        Later changes of the script are kept: modes, flags of parameters, plain attributes, and hooks of modules and
+        gradients.
 
         Args:
-            parameter: makes one.
-            buffer: makes one in place of a buffer that had no values.
-            types_stay: whether parameters have the type that they have by now, which the script has given them.
+            parameter: creates a parameter.
+            buffer: creates a buffer in place of one that had no values.
+            types_stay: whether parameters keep their present types, which the script has given them.
         """
         made = [parameter(shape) for shape in (self._shapes_by_now() if types_stay else self._shapes)]
         buffers: dict[int, torch.Tensor] = {}  # new ones, by those that were there
@@ -190,12 +192,18 @@ class Blueprint:
 
 
 def _is_of_parameters(value: Any) -> bool:
-    """Whether it is a parameter, or was computed from some: kept here it would keep these, and belongs to them alone."""
+    """Return whether a value is a parameter, or was computed from some.
+
+    Such a value is not kept here: it belongs to the parameters, and would keep them alive.
+    """
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a plain container, with the same objects in it; anything else as it is."""
+    """Return a shallow copy of a plain container, or any other value unchanged.
+
+    A container with parameters, or values computed from them, is not copied either.
+    """
     if type(value) not in (dict, OrderedDict, list, set):
         return value
     inside = value.values() if isinstance(value, dict) else value
@@ -234,7 +242,7 @@ def _is_own(hook: Any) -> bool:
 
 
 def _home(hook: Any) -> str:
-    """The module of Python that has defined a hook, past PyTorch's wrapper and partial calls."""
+    """Return the Python module that defines a hook, past PyTorch's wrapper and partial calls."""
     while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:
         hook = inner
     owner = getattr(hook, "__self__", None)

@@ -1,9 +1,9 @@
-"""One compilation of a graph on a host: of the ranks that need it, one compiles, and the others find what it has left.
+"""One compilation of a graph per host: one of the ranks compiles it, and the others load the result.
 
-Inductor keeps what it has made in a folder, under a name that follows from the graph. Ranks that come to equal graphs at the
-same time would all find nothing there and all compile it. So the first holds a lock of the graph while it compiles it, backward
-pass included; nothing communicates meanwhile, and a process that ends lets go of its locks. A rank for which that takes too long
-compiles for itself.
+Inductor caches its results in a folder, under a name derived from the graph. If several ranks reached equal graphs at
+the same time, all would find the cache empty and compile. So the first rank holds a lock on the graph while it compiles
+it, including the backward pass. Nothing communicates meanwhile, and a process that ends releases its locks. A rank
+that waits too long compiles the graph itself.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LOOK_SECONDS = 0.05
 
 @functools.cache
 def compiling_once(backend: str) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Any]:
-    """A backend of ``torch.compile`` that is the one of this name, but compiles a graph once on a host.
+    """Return the ``torch.compile`` backend of this name, wrapped to compile a graph once per host.
 
     Raises:
-        torch._dynamo.exc.InvalidBackend: there is none of that name.
+        torch._dynamo.exc.InvalidBackend: no backend has that name.
     """
     compile_graph = backend_of_compiler(backend)
 
@@ -49,7 +49,10 @@ def compiling_once(backend: str) -> Callable[[torch.fx.GraphModule, Sequence[Any
 
 @contextlib.contextmanager
 def _alone_with(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
-    """Inside, no other process of this user on this host is with an equal graph."""
+    """Run the block while no other process of this user on this host compiles an equal graph.
+
+    After the longest wait, or if the lock file cannot be opened, the block runs anyway.
+    """
     shapes = [(tuple(map(str, i.shape)), i.dtype) if isinstance(i, torch.Tensor) else str(i) for i in inputs]
     digest = hashlib.sha256(f"{graph.code}{shapes}".encode()).digest()
     path = Path(tempfile.gettempdir()) / f"smp-compile-{os.getuid()}-{digest[0] % _LOCKS}.lock"

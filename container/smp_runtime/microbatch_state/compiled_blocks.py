@@ -1,10 +1,14 @@
 """Blocks of a model that run wholly on this rank and are compiled by ``torch.compile``, each kind once.
 
-They are those that a script has marked (``smp.compile``) and, with ``"compile": true``, repeated blocks: the elements of
-``nn.ModuleList`` and ``nn.Sequential`` of one class, the outermost that have no part on another rank. What is compiled is their
-``forward``; hooks of theirs, checkpointing and the pipeline stay outside, so that none of them breaks a graph. A class may name
-another method, behind what asks other ranks in Python. Blocks of one class share one compiled function, which takes their
-parameters as inputs; it is compiled when the first of them is called, once more for another shape, and then for any.
+They are the blocks that a script has marked (``smp.compile``) and, with ``"compile": true``, repeated blocks. Repeated
+blocks are elements of ``nn.ModuleList`` and ``nn.Sequential`` of one class. The outermost ones with no part on another
+rank are compiled.
+
+Only their ``forward`` is compiled. Their hooks, checkpointing and the pipeline stay outside, so that they do not break
+the graph. A class may name another method, which runs after the Python code that communicates with other ranks.
+
+Blocks of one class share one compiled function, which takes their parameters as inputs. It is compiled when the first
+of them is called, once more for another shape, and then for any shape.
 """
 
 from __future__ import annotations
@@ -37,14 +41,14 @@ _MARK = "_smp_compile"
 
 
 class _Eagerly:
-    """How many calls want blocks to run eagerly now, on whatever thread."""
+    """The number of calls that want blocks to run eagerly now, on any thread."""
 
     count = 0
 
 
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
-    """Inside, compiled blocks run eagerly, as in a generation, whose every token has another length."""
+    """Run compiled blocks eagerly inside the block, as for generation, with its new length for every token."""
     _Eagerly.count += 1
     try:
         yield
@@ -53,10 +57,10 @@ def eagerly() -> Iterator[None]:
 
 
 class BlockClass:
-    """Blocks of one class: they share a compiled function, and run eagerly together where it cannot be compiled.
+    """Blocks of one class: they share a compiled function, and all run eagerly if it cannot be compiled.
 
     Args:
-        tells: whether this rank says so.
+        tells: whether this rank reports it.
     """
 
     def __init__(self, kind: type[nn.Module], method: str, backend: str, *, tells: bool) -> None:
@@ -66,7 +70,7 @@ class BlockClass:
         self._tells = tells
 
     def give_up(self, path: str, why: str) -> None:
-        """From a block of this kind on they run eagerly, which one line says."""
+        """Run all blocks of this class eagerly from now on, and log one line about it."""
         self.compiled = None
         level = logging.WARNING if self._tells else logging.DEBUG
         logger.log(level, "blocks of the kind %s (%r …) are not compiled and run eagerly: %s", self.name, path, why)
@@ -88,7 +92,7 @@ class CompiledForward:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's result; eager, from the first call that cannot be compiled."""
+        """Return the block's result, computed eagerly from the first call on that cannot be compiled."""
         if self._interrupts is not None:
             reason, self._interrupts = self._interrupts(self._block), None
             if reason is not None and self._kind.compiled is not None:
@@ -123,7 +127,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is a compiled block."""
+    """Return whether a module is a compiled block."""
     return isinstance(vars(module).get(_method_of(type(module))), CompiledForward)
 
 
@@ -132,18 +136,18 @@ def _method_of(kind: type[nn.Module]) -> str:
 
 
 def mark(module: nn.Module, backend: str) -> None:
-    """Have a module compiled when it has its place; of a list of modules, each by itself."""
+    """Mark a module to be compiled once it is placed; in a list of modules, mark each element."""
     for part in module if isinstance(module, nn.ModuleList | nn.Sequential) else [module]:
         part.__dict__[_MARK] = backend
 
 
 def marks(model: nn.Module) -> dict[str, str]:
-    """The backends of the marked modules of a model, by path."""
+    """Return the backends of the marked modules of a model, by path."""
     return {path: vars(part)[_MARK] for path, part in model.named_modules() if _MARK in vars(part)}
 
 
 def carry_over(before: Mapping[str, str], model: nn.Module) -> nn.Module:
-    """Modules that have taken the place of marked ones are marked too; gives the model.
+    """Mark the modules that have replaced marked ones, and return the model.
 
     Args:
         before: from :func:`marks`, before modules were replaced.
@@ -164,14 +168,15 @@ def carry_over(before: Mapping[str, str], model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Compiling:
-    """What is compiled of a model.
+    """The selection of a model's blocks to compile.
 
     Attributes:
         repeated: backend of repeated blocks; None if only marked modules are compiled.
         has: whether the module at a path is here.
-        hinders: says why a block must run eagerly, or None; it may see to it that nothing interrupts the block.
-        interrupts: the same of what a script may still do until the block is called first.
-        tells: whether this rank says what is not compiled.
+        hinders: returns the reason why a block must run eagerly, or None; it may make sure that nothing interrupts the
+            block.
+        interrupts: the same for changes that a script may still make until the block's first call.
+        tells: whether this rank reports the blocks that are not compiled.
     """
 
     repeated: str | None
@@ -181,7 +186,7 @@ class Compiling:
     tells: bool = True
 
     def begin(self, model: nn.Module) -> list[str]:
-        """Have the blocks that are on this rank compiled when they are called; returns their paths."""
+        """Compile the blocks on this rank when they are first called, and return their paths."""
         found = {path: (block, backend) for path, block, backend in self._blocks(model, "")}
         reasons = {path: reason for path, (block, _) in found.items() if (reason := self.hinders(block)) is not None}
         for reason in dict.fromkeys(reasons.values()):
@@ -209,7 +214,7 @@ class Compiling:
     def _blocks(
         self, module: nn.Module, path: str, *, is_repeated: bool = False
     ) -> Iterator[tuple[str, nn.Module, str]]:
-        """The outermost marked or repeated blocks that are wholly here, with their paths and backends."""
+        """Yield path, module and backend of the outermost marked or repeated blocks that are wholly here."""
         backend = vars(module).get(_MARK) or (self.repeated if is_repeated else None)
         if backend is not None:
             places = {self.has(f"{path}.{name}".strip(".")) for name, _ in module.named_modules()}

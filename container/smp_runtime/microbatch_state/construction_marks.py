@@ -1,4 +1,4 @@
-"""Marks on the modules that a script constructs inside a context: entries of their ``__dict__``, so copies keep them."""
+"""Marks on modules that a script constructs inside a context: entries of their ``__dict__``, so copies keep them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _open = _Open()
 
 @contextlib.contextmanager
 def marking(name: str, mark: Any, *, copies: bool = False) -> Iterator[None]:
-    """Modules that this thread constructs inside get the entry ``name``; of contexts in each other the innermost counts.
+    """Mark modules that this thread constructs inside the block with the entry ``name``.
 
-    With ``copies``, modules that are copied or unpickled inside get it too.
+    In nested contexts the innermost one counts. With ``copies``, modules that are copied or unpickled inside are
+    marked too.
     """
     global _contexts
     with _lock:

@@ -1,7 +1,7 @@
-"""What modules keep on themselves: entries of their dictionaries, the contents of containers there, flags of parameters.
+"""Data that modules keep on themselves: dictionary entries, contents of containers there, and flags of parameters.
 
-The one record below all that belongs to a microbatch (``attributes``), that stands in for other stages
-(``absent_tensors``), and that is put back after a model ran (``snapshot``).
+Three modules build on this record: values of a microbatch (``attributes``), stand-ins for other stages
+(``remote_stubs``), and restoring a model after it ran (``snapshot``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Taken(NamedTuple):
     contents: Any = None
 
     def is_same(self, other: Taken) -> bool:
-        """Whether a later look into the slot has found the same."""
+        """Return whether a later reading of the slot has found the same value."""
         if self.value is other.value:
             return self.contents is None or _holds_same(self.contents, other.contents)
         return _is_equal(self.value, other.value)
@@ -54,13 +54,13 @@ class ModuleSlot(NamedTuple):
     key: str
 
     def take(self) -> Taken:
-        """What is there now."""
+        """Return the present value of the slot."""
         holder, key = self
         value = holder.get(key, ABSENT) if isinstance(holder, dict) else getattr(holder, key)
         return Taken(value, value.copy() if type(value) in _CONTAINERS else None)
 
     def put(self, taken: Taken) -> None:
-        """Put back what :meth:`take` gave."""
+        """Put back a value that :meth:`take` has returned."""
         value, contents = taken
         if not isinstance(self.holder, dict):
             if getattr(self.holder, self.key) is not value:
@@ -76,11 +76,11 @@ class ModuleSlot(NamedTuple):
 
 
 class Entries:
-    """What some modules keep on themselves, as it was when this was made.
+    """A record of the data that some modules keep on themselves, at the time of its creation.
 
     Args:
-        modules: whose parameters count too.
-        buffers: whether their registered buffers do.
+        modules: modules to record, with their parameters.
+        buffers: whether to record their registered buffers.
         apart: names of entries that are left out.
     """
 
@@ -96,13 +96,13 @@ class Entries:
         ]
 
     def slots(self) -> Iterator[tuple[ModuleSlot, Taken]]:
-        """All places that had something or have it now, and what they had."""
+        """Yield all slots that had a value or have one now, each with its former value."""
         for holder, before in self._before:
             for key in dict.fromkeys((*self._keys(holder), *before)):
                 yield ModuleSlot(holder, key), before.get(key, Taken(ABSENT))
 
     def put_back(self) -> None:
-        """All is as it was, entries in their order."""
+        """Restore all entries, in their former order."""
         for holder, before in self._before:
             if isinstance(holder, dict) and self._keys(holder) != list(before):
                 left_out = {key: value for key, value in holder.items() if key in self._apart}
@@ -118,7 +118,7 @@ class Entries:
 
 
 def _holds_same(value: Any, contents: Any) -> bool:
-    """Whether a container holds the very objects of another one of its kind, in the same places."""
+    """Return whether two containers of one kind hold identical objects in the same places."""
     if len(value) != len(contents):
         return False
     if isinstance(value, dict):

@@ -1,11 +1,11 @@
-"""What a script switches on modules: training or evaluation, adapters, and which parameters require gradients.
+"""Switches that a script sets on modules: training or evaluation, adapters, and which parameters require gradients.
 
-Every rank has all modules, those of other stages without elements. A script that switches them inside a step does so on
-the root stage only, so calls carry the flags of what they call; and since other tasks run in between, on the same
-modules, each task finds the flags again that it had.
+Every rank has all modules, those of other stages without elements. A script that changes a switch inside a step does so
+on the root stage only, so calls carry the flags of the called module. Since other tasks run in between, on the same
+modules, each task restores the flags that it had.
 
 PEFT switches adapters off and on by attributes of the layers that have them, as for a reference model inside a step, and
-freezes them while they are off. So there a task finds again, too, which parameters required gradients.
+freezes them while they are off. So a task also restores which parameters required gradients.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ModuleFlags:
     # -- the step --------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """A step begins."""
+        """Begin a step, and record its flags."""
         self._has_adapters = any(ADAPTERS_OFF in vars(module) for module in self._all)
         training, requires = _training(self._all), _requires(self._parameters)
         self._training, self._requires = training, requires
@@ -89,19 +89,19 @@ class ModuleFlags:
 
     @property
     def requires(self) -> bytes:
-        """Which parameters require gradients in this step, those of other stages among them."""
+        """Return which parameters require gradients in this step, including those of other stages."""
         return self._requires
 
     @property
     def digest(self) -> bytes:
-        """Of which modules are in training, and which parameters require gradients, when the step began."""
+        """Return a digest of the modules' training flags and the parameters' ``requires_grad`` when the step began."""
         return hashlib.blake2b(self._training + self._requires, digest_size=16).digest()
 
     def check(self, requires: bytes, root_stage: int) -> None:
-        """Compare with what the root stage has.
+        """Compare with the flags of the root stage.
 
         Raises:
-            SMPUserError: it takes a parameter of this stage for frozen that is not, or the other way round.
+            SMPUserError: a parameter of this stage is frozen there but not here, or the other way round.
         """
         if requires == self._requires:
             return
@@ -115,20 +115,20 @@ class ModuleFlags:
                 )
 
     def step_function_ended(self, microbatch: int) -> None:
-        """On the root stage: note what the step function leaves; the last microbatch counts."""
+        """Record, on the root stage, the flags that the step function leaves; the last microbatch counts."""
         training = _training(self._all)
         self._differs = self._differs or training != self._training
         if self._last is None or microbatch > self._last[0]:
             self._last = microbatch, training
 
     def settle(self) -> bytes | None:
-        """On the root stage, at the end of a step: the flags that all ranks have from now on, None if they stay."""
+        """Return, on the root stage at the end of a step, the new flags of all ranks; None if they stay."""
         if self._last is not None and self._last[1] != self._training:
             self.final = self._last[1]
         return self.final
 
     def leave(self) -> None:
-        """The step is over: modules have the flags that the step function has left, as in one process."""
+        """End the step, and give modules the flags that the step function has left, as in one process."""
         if self._differs or self.final is not None:
             _put(self._all, self._training if self.final is None else self.final)
             self._differs = False
@@ -136,7 +136,7 @@ class ModuleFlags:
     # -- calls of other stages -------------------------------------------------------------------------------------
 
     def of_call(self, path: str) -> bytes:
-        """The training flags that go with a call of a module of another stage.
+        """Return the training flags that go with a call of a module of another stage.
 
         Raises:
             SMPUserError: one of its parameters was frozen or unfrozen inside the step, and it is not called without gradients.
@@ -158,7 +158,7 @@ class ModuleFlags:
     # -- tasks -----------------------------------------------------------------------------------------------------
 
     def seen_by(self, path: str) -> bytes | None:
-        """The flags of what a task runs; None for a task that runs no module."""
+        """Return the flags of the module that a task runs; None if the task runs no module."""
         if path not in self._parts and path not in self._modules:
             return None
         part = self._part(path)
@@ -169,7 +169,10 @@ class ModuleFlags:
         return flags
 
     def apply(self, path: str, flags: bytes | None) -> None:
-        """A task begins or goes on, with the flags of its call, or that it has seen; None: those of the step's beginning."""
+        """Set the flags with which a task begins or goes on: those of its call, or those it has seen.
+
+        None sets the flags from the beginning of the step.
+        """
         if flags is None:
             if self._differs:
                 _put(self._all, self._training)
@@ -185,7 +188,7 @@ class ModuleFlags:
             self._differs = True
 
     def _freeze(self, part: _FlaggedModule, requires: bytes) -> None:
-        """Let the parameters in a part require gradients as they did, where adapters may have been switched."""
+        """Restore which parameters of a part require gradients, if adapters may have been switched."""
         if not self._has_adapters:
             return
         with DisableTorchFunctionSubclass():
@@ -229,18 +232,21 @@ class TaskState(RandomState):
         self._training: bytes | None = None
 
     def restore(self) -> None:
-        """Put random numbers and flags back."""
+        """Restore random numbers and flags."""
         super().restore()
         self._flags.apply(self._path, self._training)
 
     def capture(self) -> None:
-        """Take random numbers and flags."""
+        """Save random numbers and flags."""
         super().capture()
         self._training = self._flags.seen_by(self._path)
 
 
 def _training(modules: Iterable[nn.Module]) -> bytes:
-    """By module: 1 in training, 2 more with adapters off, and from 4 on the number of the only adapter that is on."""
+    """Return one number per module, as bytes.
+
+    It is the sum of 1 in training, 2 with adapters off, and 4 times the number of the only adapter that is on.
+    """
     return bytes([m.training + (_adapter_switches(m) if ADAPTERS_OFF in m.__dict__ else 0) for m in modules])
 
 
@@ -252,7 +258,10 @@ def _adapter_switches(module: Any) -> int:
 
 
 def _adapters(module: Any) -> list[str]:
-    """Names of the adapters of a layer, as many as a flag can tell apart, in one order on all ranks."""
+    """Return the names of a layer's adapters, in one order on all ranks.
+
+    There are at most as many as a flag can distinguish.
+    """
     holders: list[Any] = [getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())]
     return sorted({name for holder in holders if hasattr(holder, "keys") for name in holder})[:62]
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what lies on another pipeline stage: they have shapes and types, and say so where elements are wanted.
+"""Stand-ins for tensors on another pipeline stage: they have shapes and types, and raise an error if elements are needed.
 
 PyTorch's meta tensors alone would not do: ``real.add_(meta)`` silently does nothing.
 """
@@ -26,7 +26,10 @@ _appearing_on: list[torch.device] = []
 
 @contextlib.contextmanager
 def appearing_on(device: torch.device) -> Iterator[None]:
-    """Absent tensors say that they are on ``device``: for functions that put their inputs where the model's parameters are."""
+    """Let absent tensors report ``device`` as theirs inside the block.
+
+    It is for functions that move their inputs to the device of the model's parameters.
+    """
     _appearing_on.append(device)
     try:
         yield
@@ -35,15 +38,15 @@ def appearing_on(device: torch.device) -> Iterator[None]:
 
 
 class RemoteStub(torch.Tensor):
-    """A tensor without elements that stands for one on another stage, or for what was computed from such.
+    """A tensor without elements that stands for a tensor on another stage, or for a result computed from such.
 
-    Operations whose tensors are all absent do nothing and give absent ones, so a loop over all parameters runs on
-    every rank and has its effect where they are. One that needs elements, or mixes them with tensors of this rank,
-    raises.
+    Operations on absent tensors only do nothing and return absent tensors. So a loop over all parameters runs on every rank,
+    and takes effect on the rank that has them. An operation that needs elements, or mixes absent tensors with tensors of
+    this rank, raises an error.
 
     Attributes:
-        absent_name: what it stands for, such as ``parameter encoder.weight``.
-        absent_stage: where that lies.
+        absent_name: the object that it stands for, such as ``parameter encoder.weight``.
+        absent_stage: the stage that has it.
     """
 
     absent_name: str
@@ -52,7 +55,7 @@ class RemoteStub(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The meta device, or what :func:`appearing_on` says."""
+        """Return the device set by :func:`appearing_on`, or else the meta device."""
         if _appearing_on:
             return _appearing_on[-1]
         with _Plainly():
@@ -109,7 +112,7 @@ class RemoteStub(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain tensor or parameter on the meta device, which can be read without this package."""
+        """Reduce to a plain tensor or parameter on the meta device, which can be read without this package."""
         with _Plainly():
             plain = torch.empty_like(self, device="meta", requires_grad=False).as_subclass(torch.Tensor)
             if isinstance(self, RemoteStubParameter):
@@ -197,7 +200,7 @@ class RemoteStubAttributes:
                 slot.put(Taken(RemoteStubAttribute(path, name, stage_of(path))))
 
     def remove(self) -> None:
-        """The modules get back what they had."""
+        """Give the modules their former attributes back."""
         for slot, taken in self._former:
             if isinstance(slot.take().value, RemoteStubAttribute):
                 slot.put(taken)
@@ -207,13 +210,16 @@ class RemoteStubAttributes:
 def absent_parameter(
     parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype | None = None
 ) -> RemoteStubParameter:
-    """The stand-in for a parameter, with its shape and ``requires_grad``, and the type that it has on its stage, if another."""
+    """Return a stand-in for a parameter, with its shape and ``requires_grad``.
+
+    ``dtype`` is the parameter's type on its own stage, if it differs.
+    """
     made: RemoteStubParameter = _stand_in(RemoteStubParameter, parameter, f"parameter {name}", stage, dtype)
     return made
 
 
 def make_absent_in_place(parameter: nn.Parameter, name: str, stage: int, dtype: torch.dtype) -> None:
-    """The same for a parameter that C++ holds too, as those of TorchScript, so that it cannot be swapped."""
+    """Make a parameter absent in place, since C++ holds it too (TorchScript) and it cannot be swapped."""
     parameter.data = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
     made: Any = parameter
     made.__class__ = RemoteStubParameter
@@ -221,7 +227,7 @@ def make_absent_in_place(parameter: nn.Parameter, name: str, stage: int, dtype: 
 
 
 def absent_attributes_of(module: nn.Module, path: str, stage: int) -> None:
-    """Tensors of a module that hang on the graph of its parameters, as with ``weight_norm``, become absent too."""
+    """Make tensors of a module absent that depend on its parameters' graph, as with ``weight_norm``."""
     for name, value in list(vars(module).items()):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             where = f"attribute {path}.{name}" if path else f"attribute {name}"
@@ -250,7 +256,7 @@ def _absent(out: Any, origin: RemoteStub) -> Any:
 
 
 def _on_meta(value: Any) -> Any:
-    """Stand-ins that are not on the meta device (TorchScript's) go there for an operation."""
+    """Move stand-ins that are not on the meta device (TorchScript's) there for an operation."""
     if isinstance(value, RemoteStub):
         return value if value.device.type == "meta" else torch.empty_like(value, device="meta")
     if type(value) in (tuple, list):
@@ -261,14 +267,14 @@ def _on_meta(value: Any) -> Any:
 
 
 def _are_scalars(present: list[torch.Tensor], absent: list[RemoteStub]) -> bool:
-    """Whether a tensor of several elements is only scaled, by a number that the script has made."""
+    """Return whether an absent tensor of several elements is only scaled, by a number that the script has made."""
     return all(t.dim() == 0 and not t.requires_grad and not isinstance(t, nn.Parameter) for t in present) and any(
         tensor.dim() > 0 for tensor in absent
     )
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation on lists of tensors, each of which must be absent or present in all of them."""
+    """Run an operation on lists of tensors index by index; at each index all are absent, or all are present."""
 
     def part(value: Any, index: int) -> Any:
         is_list = isinstance(value, tuple | list) and len(value) == count

@@ -1,7 +1,8 @@
-"""Parameters of modules that tensor parallelism has replaced: scripts and libraries that hold such a module still ask it.
+"""Parameters of modules that tensor parallelism has replaced: scripts and libraries may still hold and query such a module.
 
-The weights are in the distributed modules. What stays answers from shape, type and device, as ``num_parameters()``, ``dtype``
-and ``device`` of a model do. Whatever needs elements raises, since those of the replaced module would be those of the beginning.
+The weights are in the distributed modules. The remaining parameters answer queries of shape, type and device, as
+``num_parameters()``, ``dtype`` and ``device`` of a model make. An operation that needs elements raises an error, since
+the replaced module would only have its initial ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from smp_runtime.tensors.torch_private import can_take_contents, make_subclass
 
 
 class ReplacedParameter(nn.Parameter):
-    """The shape, type and device of a parameter whose module was replaced.
+    """The shape, type and device of a parameter of a replaced module.
 
     Attributes:
         owner: the class of the module that the script has made.
@@ -68,7 +69,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def stand_in(parameter: nn.Parameter, owner: str) -> ReplacedParameter:
-    """Return what a replaced module of class ``owner`` has in place of a parameter; it keeps none of its elements."""
+    """Return the stand-in for a parameter of a replaced module of class ``owner``, without its elements."""
     with _Plainly():
         # A tensor that is made on meta can never be elsewhere, where it says that it is once the model is in its place.
         device = torch.device("cpu") if parameter.is_meta else parameter.device
@@ -80,20 +81,23 @@ def stand_in(parameter: nn.Parameter, owner: str) -> ReplacedParameter:
 
 
 def settle(parameter: ReplacedParameter, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Let it say that it is on ``device``, and if it is a floating point one, of ``dtype``, as the model's weights now are."""
+    """Make a stand-in report the device of the model's weights, and their type if it is a floating point one."""
     kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     with _Plainly():
         set_data(parameter, _empty(parameter, kind, device))
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One element that stands for all, and is no number: what reads past the checks does not go on with wrong weights."""
+    """Return a tensor of the shape of ``like`` with one element for all, NaN if the type has it.
+
+    So code that reads past the checks does not continue with wrong weights.
+    """
     nothing = float("nan") if dtype.is_floating_point else 0
     return torch.full((), nothing, dtype=dtype, device=device).expand(like.shape)
 
 
 def _wanted(args: Any, kwargs: Any) -> bool:
-    """Return the flag that a call of ``requires_grad_``, or setting ``requires_grad``, asks for."""
+    """Return the flag that a call of ``requires_grad_``, or an assignment to ``requires_grad``, sets."""
     return bool(kwargs.get("requires_grad", args[1] if len(args) > 1 else True))
 
 

@@ -1,4 +1,4 @@
-"""Running a model without a mark: what a forward pass changes in it is put back."""
+"""Running a model without lasting effect: changes of a forward pass in it are undone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Snapshot:
             parameter.grad = None  # nothing can be added to it
 
     def changed(self) -> Iterator[tuple[nn.Module, str, str]]:
-        """What has other tensors than it had: its module, its name there, and ``attribute`` or ``buffer``."""
+        """Yield each attribute or buffer with changed tensors: its module, its name, and ``attribute`` or ``buffer``."""
         for slot, before in self._entries.slots():
             now = slot.take()
             value = now.value
@@ -60,7 +60,7 @@ class Snapshot:
                 yield module, slot.key, kind
 
     def _is_changed(self, value: Any) -> bool:
-        """Whether a tensor has other elements than it had."""
+        """Return whether the elements of a tensor have changed."""
         if id(value) not in self._values:
             return False
         _, version, former = self._values[id(value)]
@@ -72,7 +72,10 @@ class Snapshot:
         return former.shape != value.shape or not bool((former == value).all())
 
     def replaced(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Modules that are not where they were, each behind the one that had it; with itself, one that has got more."""
+        """Return pairs of a parent module and a module that is no longer in its place.
+
+        A module that only has additional children is paired with itself.
+        """
         found = []
         for module, children in self._children:
             if dict(module._modules) != children:
@@ -81,10 +84,10 @@ class Snapshot:
         return found
 
     def put_back(self, *, keeps_tree: bool = False) -> None:
-        """The model becomes what it was; a warning says so if parameters of a large one have other values.
+        """Restore the model; log a warning if parameters of a large one have other values.
 
         Args:
-            keeps_tree: modules that were put in others' places stay, with the attributes that go with them: all but tensors.
+            keeps_tree: keep modules that have replaced others, with their attributes, except tensors.
         """
         if keeps_tree:
             for slot, before in self._entries.slots():
@@ -125,10 +128,11 @@ class Snapshot:
 
 @contextlib.contextmanager
 def restored(model: nn.Module, *, keeps_tree: bool = False) -> Iterator[Snapshot]:
-    """Put back, at the end: modules, buffers, attributes and flags of all of them, gradients, and all random generators.
+    """Run the block, then restore the model and all random generators; yield the model as it was.
 
-    Parameters are put back, too; in a model of more than :data:`MOST_COPIED` bytes only those that got other data, and a
-    warning says if a forward pass has written into them. Yields the model as it was, which tells what has changed since.
+    Restored are modules, buffers, attributes, flags and gradients. Parameters are restored too. In a model of more than
+    :data:`MOST_COPIED` bytes, only those with other data are, and a warning reports if a forward pass has written into
+    them. The snapshot that it yields reports the changes since.
 
     Args:
         keeps_tree: as for :meth:`Snapshot.put_back`.

@@ -1,1 +1,1 @@
-"""``smp.DistributedModel``: the wrapper that a script touches, its parts, and the recipe that puts the strategies together."""
+"""``smp.DistributedModel``: the wrapper that a script uses, its parts, and the recipe that combines the strategies."""

@@ -1,4 +1,4 @@
-"""``model.backward``: the backward pass of a microbatch, and what its loss is multiplied with."""
+"""``model.backward``: the backward pass of a microbatch, and the factor by which its loss is multiplied."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SECOND_BACKWARD = "Trying to backward through the graph a second time"
 
 
 class Backward:
-    """Runs the backward passes of a model.
+    """The backward passes of a model.
 
     Args:
-        loss_scale: gives the loss scale of the optimizer that updates the model; 1 without fp16.
+        loss_scale: returns the loss scale of the optimizer that updates the model; 1 without fp16.
         averages_microbatches: whether gradients are averaged over the microbatches of a step, not summed.
     """
 
@@ -87,25 +87,31 @@ class Backward:
         )
 
     def follow_calls(self, module: nn.Module) -> None:
-        """From now on losses of tensor parallel ranks with a batch each may depend on different results of modules."""
+        """Let losses of tensor parallel ranks depend on different results of modules, from now on.
+
+        This only matters if each of these ranks has a batch of its own.
+        """
         ranks = self._ranks
         if ranks.size(Group.TP) > 1 and ranks.size(Group.PP) == 1 and not ranks.cfg.prescaled_batch:
             self._calls = ReachedCalls(module, ranks)
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Prepare for a step that begins."""
         if self._calls is not None:
             self._calls.begin()
         if self._accumulation is not None:
             self._accumulation.refresh()
 
     def _scale(self) -> float:
-        """What a loss is multiplied with: the loss scale of fp16, and one over the microbatches that are averaged."""
+        """Return the factor for a loss: the fp16 loss scale, divided by the microbatches if they are averaged."""
         scale, inside = self._loss_scale(), self._ranks.step.microbatch is not None
         return scale / self._ranks.cfg.microbatches if inside and self._averages_microbatches else scale
 
     def scale_left(self) -> float:
-        """What a gradient that comes now must still be multiplied with: nothing in this model's own :meth:`run`."""
+        """Return the factor by which an arriving gradient must still be multiplied.
+
+        It is 1 inside this model's own :meth:`run`.
+        """
         pipeline = self._stages.pipeline
         if self._runs or (pipeline is not None and pipeline.is_in_model_backward):
             return 1.0
@@ -113,7 +119,7 @@ class Backward:
 
 
 def _seeds(outputs: Sequence[torch.Tensor], given: Any, scale: float) -> list[torch.Tensor | None]:
-    """The gradients of outputs that backward begins with; None stands for ones."""
+    """Return the gradients of outputs with which backward begins; None stands for ones."""
     given = [given] if isinstance(given, torch.Tensor) else given
     gradients = [None] * len(outputs) if given is None else list(given)
     for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
@@ -128,7 +134,9 @@ def _seeds(outputs: Sequence[torch.Tensor], given: Any, scale: float) -> list[to
 
 
 def _refuse(**given: Any) -> None:
-    """With pipeline parallelism every stage frees its part of the graph as backward leaves it.
+    """Refuse arguments that need a graph kept by pipeline stages.
+
+    With pipeline parallelism every stage frees its part of the graph as backward leaves it.
 
     Raises:
         SMPUserError: an argument asks for more.
@@ -148,7 +156,10 @@ def _asks(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _advising(splits: bool) -> Iterator[None]:
-    """PyTorch's error about a second backward pass, with advice; where a model splits over stages no graph is kept."""
+    """Run the block, and add advice to PyTorch's error about a second backward pass.
+
+    If the model is split over stages, no graph can be kept, so the advice is shorter.
+    """
     try:
         yield
     except RuntimeError as error:

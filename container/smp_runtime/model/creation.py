@@ -1,4 +1,4 @@
-"""Contexts in which a script builds its model, ``smp.model_creation`` and ``smp.delay_param_initialization``; ``smp.compile``."""
+"""Contexts in which a script builds its model: ``smp.model_creation``, ``smp.delay_param_initialization``; ``smp.compile``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def model_creation(
 
 
 def partition(index: int) -> contextlib.AbstractContextManager[None]:
-    """Modules that are constructed inside belong to pipeline stage ``index``, when ``auto_partition`` is off.
+    """Assign modules that are constructed inside to pipeline stage ``index``, if ``auto_partition`` is off.
 
     Contexts may be nested; the innermost counts. Modules outside all of them belong to ``default_partition``.
 
@@ -128,7 +128,7 @@ def set_partition(module: nn.Module, pp_rank: int) -> None:
 
 
 def manual_of(session: Session) -> ManualAssignment:
-    """The stages that the script has set by hand."""
+    """Return the stages that the script has set by hand."""
     ranks = session.ranks
 
     def make() -> ManualAssignment:
@@ -141,8 +141,8 @@ def manual_of(session: Session) -> ManualAssignment:
 def compile(module: nn.Module, backend: str = "inductor") -> None:
     """Compile a module of a model that will be wrapped, on the ranks that have it, by ``torch.compile``.
 
-    Modules of one class share what is compiled. Names of parameters, ``state_dict`` and checkpoints are as without. A module of
-    which several pipeline stages have parts runs eagerly, which the log says, and so does one that cannot be compiled.
+    Modules of one class share the compiled code. Names of parameters, ``state_dict`` and checkpoints do not change. A module
+    that is split over several pipeline stages runs eagerly, and so does one that cannot be compiled. The log reports both.
 
     Args:
         module: part of a model, before ``smp.DistributedModel``; of an ``nn.ModuleList`` or ``nn.Sequential`` each child counts.

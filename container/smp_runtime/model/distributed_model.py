@@ -52,22 +52,22 @@ when_wrapped: list[Callable[[DistributedModel], None]] = []
 
 
 class DistributedModel(WrappedModule):
-    """Trains ``module`` over all processes of the job; gradients are averaged once per step.
+    """A wrapper that trains ``module`` over all processes of the job; gradients are averaged once per step.
 
     It moves to this rank's device with the weights of the first data parallel rank; the wrapper has its attributes.
 
     Args:
         module: any ``nn.Module``.
-        trace_device: ``"gpu"`` or ``"cpu"``: where the tracing step runs.
+        trace_device: ``"gpu"`` or ``"cpu"``: device of the tracing step.
         trace_execution_times: measure times while tracing; not with ``trace_device="cpu"``.
         overlapping_allreduce: reduce gradients while backward still runs.
-        backward_passes_per_step: steps whose gradients accumulate before one reduction.
+        backward_passes_per_step: steps that accumulate gradients before one reduction.
         average_grads_across_microbatches: False leaves the sum over them.
         bucket_cap_mb: size of a gradient bucket, in MiB.
         trace_memory_usage: measure memory while tracing.
         broadcast_buffers: copy buffers from the first data parallel rank at every training step.
         gradient_as_bucket_view: gradients of all steps share one buffer; one that is kept sees the next step's.
-        find_unused_parameters: has no effect: unused parameters are found whatever it is.
+        find_unused_parameters: has no effect: unused parameters are found with either value.
 
     Raises:
         SMPUserError: (a ``ValueError``) an argument out of its range.
@@ -215,32 +215,32 @@ class DistributedModel(WrappedModule):
 
     @property
     def optimizer_shards(self) -> dict[nn.Parameter, OptimizerShard | None] | None:
-        """What the optimizer updates instead of the parameters; None when it updates the parameters."""
+        """Return the shards that the optimizer updates in place of parameters; None if it updates parameters."""
         return self._placed.optimizer_shards
 
     @property
     def sharded_state(self) -> ShardedState | ShardedParameters | None:
-        """How optimizer state is shared out over the replicas, or None."""
+        """Return the sharding of the optimizer state over the replicas, or None."""
         return self._placed.sharded_state
 
     @property
     def shards(self) -> ShardedParameters | None:
-        """The same with parameters and gradients too, under sharded data parallelism."""
+        """Return the sharding of parameters, gradients and optimizer state under sharded data parallelism, or None."""
         return self._placed.shards
 
     @property
     def partitioned(self) -> bool:
-        """Whether every rank knows its part; without pipeline parallelism from the beginning."""
+        """Return whether every rank knows its part; without pipeline parallelism, True from the beginning."""
         return self._stages.partitioned
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """Runs the steps; None without pipeline parallelism."""
+        """Return the pipeline that runs the steps; None without pipeline parallelism."""
         return self._stages.pipeline
 
     @property
     def assignment(self) -> Assignment | None:
-        """Which stage has which module; None without pipeline parallelism."""
+        """Return the stage of each module; None without pipeline parallelism."""
         return self._stages.assignment
 
     # -- the partition ---------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class DistributedModel(WrappedModule):
         *,
         inputs: Any = None,
     ) -> None:
-        """Backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
+        """Run backward from ``tensors``, as ``torch.autograd.backward``; inside a step, of one microbatch.
 
         Gradients are averaged over the microbatches unless ``average_grads_across_microbatches=False``.
 
@@ -326,12 +326,12 @@ class DistributedModel(WrappedModule):
 
         Raises:
             SMPUserError: an output that is not a scalar, without its gradient in ``grad_tensors``; an argument that pipeline
-                parallelism cannot serve; or a second backward pass through a graph that the first has freed.
+                parallelism does not support; or a second backward pass through a graph that the first has freed.
         """
         self._backward.run(tensors, grad_tensors, retain_graph, create_graph, inputs)
 
     def begin_step(self) -> None:
-        """A step-decorated function begins."""
+        """Prepare for a step-decorated function that begins."""
         begin_step(self.module, self._stages.regions)
         self.adopt_writes()
         if self._trains():
@@ -343,7 +343,7 @@ class DistributedModel(WrappedModule):
         self._window.begin_step(agrees=self._trains() and not self._replicas.are_joined)
 
     def finish_step(self) -> bool:
-        """All microbatches are done: reduce gradients, run the hooks; returns whether backward ran."""
+        """Reduce gradients and run the hooks, after all microbatches; return whether backward ran."""
         trained = self._window.finish_step()
         hooks = list(self._post_step_hooks.values())
         self._post_step_hooks.clear()
@@ -352,20 +352,20 @@ class DistributedModel(WrappedModule):
         return trained and torch.is_grad_enabled()
 
     def abandon_step(self) -> None:
-        """A microbatch raised: its gradients are not reduced."""
+        """Abandon a step in which a microbatch raised an error: its gradients are not reduced."""
         self._window.abandon_step()
 
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
     def _loss_scale(self) -> float:
-        """Of the optimizer that updates this model, or of the only one."""
+        """Return the loss scale of the optimizer that updates this model, or of the only one."""
         optimizer = next((o for o in self._session.optimizers if o.updates(self)), self._session.optimizer)
         return optimizer.loss_scale if optimizer is not None else 1.0
 
     @property
     def has_accumulated(self) -> bool:
-        """Whether gradients have accumulated that are not reduced, as ``backward_passes_per_step`` wants."""
+        """Return whether gradients have accumulated without a reduction, as ``backward_passes_per_step`` requests."""
         return self._window.is_incomplete
 
     def reduce_accumulated(self) -> None:
@@ -378,7 +378,7 @@ class DistributedModel(WrappedModule):
             self._placed.known.check()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
+        """Accumulate gradients of backward passes inside without reducing them; for loops without ``smp.step``."""
         return self._window.no_sync()
 
     def join(
@@ -394,21 +394,22 @@ class DistributedModel(WrappedModule):
             enable: False makes the context do nothing.
 
         Raises:
-            SMPUserError: ``divide_by_initial_world_size=False``, or sharded optimizer state, which every rank must update.
+            SMPUserError: ``divide_by_initial_world_size=False``; sharded optimizer state, which every rank must update; or
+                fp16, in which all ranks agree on overflows in every step.
         """
         return self._replicas.join(divide_by_initial_world_size, enable)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def adopt_writes(self) -> None:
-        """Let training continue from what the script has written into parameters since the last call."""
+        """Let training continue from values that the script has written into parameters since the last call."""
         self._placed.adopt_writes()
         for optimizer in self._session.optimizers:
             if optimizer.updates(self) and optimizer.store_writes():
                 self._placed.must_gather = True
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
-        """The full state under the unwrapped module's names.
+        """Return the full state under the unwrapped module's names.
 
         With pipeline or tensor parallelism every rank of a model parallel group calls it.
 
@@ -421,26 +422,26 @@ class DistributedModel(WrappedModule):
         return self._state.gathered(self._state.local(*args, **kwargs), to_first=gather_to_rank0)
 
     def state_to_save(self) -> dict[str, Any]:
-        """The full state on the first rank of the job, what had to be gathered on the CPU; every rank calls it.
+        """Return the full state on the first rank of the job; every rank calls it.
 
-        The others get ``{}``: they only take part, with one flat unit at a time.
+        Gathered tensors are on the CPU. The other ranks get ``{}``: they only take part, with one flat unit at a time.
         """
         return self._state.to_save()
 
     def whole_tensors(
         self, only: Container[str] | None = None
     ) -> tuple[list[TensorShape] | None, Iterator[tuple[str, torch.Tensor]]]:
-        """What the full state holds, and its tensors one after the other, on the first rank of the job.
+        """Return the contents of the full state, and an iterator over its tensors, on the first rank of the job.
 
         Every rank calls it and iterates to the end; the others get nothing.
 
         Args:
-            only: names of the tensors that are wanted; all ranks give the same.
+            only: names of the tensors to return; the same on all ranks.
         """
         return self._state.described(only), self._state.stream(only)
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state of this rank's stage, marked by the key ``_smp_is_partial``."""
+        """Return the state of this rank's stage, marked by the key ``_smp_is_partial``."""
         return {**self._state.local(*args, **kwargs), PARTIAL_KEY: True}
 
     def load_state_dict(  # type: ignore[override]

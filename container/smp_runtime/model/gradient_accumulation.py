@@ -30,14 +30,14 @@ _NEVER = 2**62
 
 
 class GradientAccumulation:
-    """Says when gradients of a model are reduced, and who takes part.
+    """The windows of a model in which gradients are reduced, and the ranks that take part.
 
     Args:
         trains: whether the model is in training mode, with gradients.
-        passes_per_reduction: backward passes whose gradients accumulate before one reduction.
+        passes_per_reduction: backward passes that accumulate gradients before one reduction.
 
     Attributes:
-        shards: the sharded part of the model, whose gradients are reduced in the same windows; or None.
+        shards: the sharded part of the model, reduced in the same windows; or None.
         is_joined: whether ranks may be done already, inside :meth:`.DistributedModel.join`.
         hook: a communication hook and its state, which :meth:`install_hook` puts in place; or None.
     """
@@ -71,18 +71,18 @@ class GradientAccumulation:
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are reduced at all."""
+        """Return whether gradients are reduced at all."""
         return self._reducer is not None
 
     @property
     def bucket_order(self) -> list[list[int]]:
-        """Indices of the parameters of each bucket, for tests and reports."""
+        """Return the indices of the parameters of each bucket, for tests and reports."""
         return [] if self._reducer is None else self._reducer.bucket_order
 
     def watch_backward(self, trained: Sequence[nn.Parameter]) -> None:
-        """Tell the other ranks when backward begins in a step; without a step, it is a window of its own.
+        """Announce to the other ranks when backward begins in a step; without a step, it is a window of its own.
 
-        Called before anything else watches the gradients, because the others must know before they are sent.
+        Call it before anything else watches the gradients: the others must know before gradients are sent.
         """
         ranks = self._ranks
         agreement = BackwardAgreement(
@@ -112,14 +112,14 @@ class GradientAccumulation:
         state: ShardedState | None,
         sparse: Sequence[nn.Parameter] = (),
     ) -> None:
-        """Gradients of ``trained`` get what reduces them, and the first window begins.
+        """Create the reducer of the gradients of ``trained``, and begin the first window.
 
         Args:
-            registry: says over which ranks each is averaged.
+            registry: determines over which ranks each is averaged.
             trained: parameters that are whole on this rank.
-            dtype: in which gradients are summed; None means in their own type.
+            dtype: type in which gradients are summed; None means in their own type.
             state: shares out optimizer state, so that gradients go to their owners only; or None.
-            sparse: those whose gradients come sparse.
+            sparse: parameters with sparse gradients.
         """
         self._deliver = state.deliver_whole if state else None
         self._reducer = make_reducer(
@@ -184,26 +184,32 @@ class GradientAccumulation:
         self._reducer.use_transport(transport)
 
     def open(self) -> None:
-        """Gradients that come from now on belong to the next pass, which reduces if it completes a group of passes."""
+        """Open a window: gradients that come from now on belong to the next pass.
+
+        That pass reduces them if it completes a group of passes.
+        """
         if self._reducer is not None:
             self._reducer.begin_window(reduces=self._completes(self._passes + 1))
         if self.shards is not None:
             self.shards.begin_window("train" if self._trains() else "evaluate")
 
     def open_after_failure(self) -> None:
-        """A training pass begins outside steps: what a backward pass that raised has left is forgotten."""
+        """Drop the leftovers of a backward pass that raised an error, before a training pass outside steps."""
         if self._closing_is_queued:
             self._closing_is_queued = False
             self.open()
 
     def begin_step(self, *, agrees: bool) -> None:
-        """A step begins; ``agrees``: the ranks find out together if any of them runs backward in it."""
+        """Begin a step; with ``agrees``, the ranks find out together if any of them runs backward in it."""
         if self._agreement is not None and agrees:
             self._agreement.open()
         self.open()
 
     def finish_step(self) -> bool:
-        """All microbatches are done: reduce gradients; returns whether backward ran on this rank."""
+        """Reduce gradients after all microbatches; return whether backward ran on this rank.
+
+        If gradients are not reduced at all, it returns True.
+        """
         if self._reducer is None:
             return True
         trained = self._reducer.touched or (self.shards is not None and self.shards.touched)
@@ -213,14 +219,14 @@ class GradientAccumulation:
         return trained
 
     def abandon_step(self) -> None:
-        """A microbatch raised: its gradients are not reduced."""
+        """Abandon a step in which a microbatch raised an error: its gradients are not reduced."""
         if self._agreement is not None:
             self._agreement.abandon()
         self._unreduced += self._trains()
         self.open()
 
     def finish_pass(self) -> None:
-        """Backward has run: gradients are summed, and ready for the update if this completes a group of passes."""
+        """Sum gradients after backward; they are ready for the update if this completes a group of passes."""
         self._passes += 1
         completes = self._completes(self._passes)
         self._unreduced = 0 if completes else self._unreduced + 1
@@ -231,16 +237,17 @@ class GradientAccumulation:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether gradients have accumulated that are not reduced; the same on every rank."""
+        """Return whether gradients have accumulated that are not reduced; the same on every rank."""
         return self._unreduced > 0 and self._reducer is not None
 
     def complete(self) -> None:
-        """An update needs the gradients now: those of an incomplete group of passes are reduced; every rank calls it.
+        """Reduce the gradients of an incomplete group of passes, before an update; every rank calls it.
 
         Inside :meth:`no_sync` a script updates with each rank's own gradients on purpose.
 
         Raises:
-            SMPUserError: ranks may be done already, and would not take part; or it comes inside :meth:`no_sync` with sharded state.
+            SMPUserError: ranks may be done already, and would not take part; or it is called inside :meth:`no_sync` with
+                sharded state.
         """
         unreduced = self._unreduced
         if not unreduced or self._reducer is None:
@@ -275,7 +282,10 @@ class GradientAccumulation:
 
     @contextlib.contextmanager
     def forward(self, *, evaluates: bool) -> Iterator[None]:
-        """Around a forward pass, with ``evaluates`` a window of its own: sharded parameters are gathered as they are used."""
+        """Run a forward pass in the block; with ``evaluates`` it is a window of its own.
+
+        Sharded parameters are gathered as they are used.
+        """
         step, shards = self._ranks.step, self.shards
         if shards is None:
             before, step.is_in_forward = step.is_in_forward, True
@@ -303,7 +313,7 @@ class GradientAccumulation:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside accumulate gradients without reducing them; for loops without ``smp.step``."""
+        """Accumulate gradients of backward passes inside without reducing them; for loops without ``smp.step``."""
         before, self._passes_per_reduction = (self._passes_per_reduction, self._passes), _NEVER
         self.open()
         try:
@@ -316,20 +326,20 @@ class GradientAccumulation:
         return passes % self._passes_per_reduction == 0
 
     def close_after_backward(self) -> None:
-        """A gradient has come outside a step: the backward pass that runs is a window of its own."""
+        """Close the window when the running backward pass ends: a gradient has come outside a step."""
         if not self._closing_is_queued:
             self._closing_is_queued = True
             at_end_of_backward(self._close)
 
     def _close(self) -> None:
-        """A backward pass outside a step has ended."""
+        """Finish a backward pass outside a step."""
         self._closing_is_queued = False
         if self._reducer is not None:
             self.finish_pass()
             self.open()
 
     def _anyone_trained(self, trained: bool) -> bool:
-        """Whether a data parallel rank has run backward in this step, so that all must reduce.
+        """Return whether a data parallel rank has run backward in this step, so that all must reduce.
 
         Raises:
             SMPUserError: others have, but this rank has not, and they needed its parameters.

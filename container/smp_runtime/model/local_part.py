@@ -1,4 +1,4 @@
-"""The part of a model that lies on this rank's pipeline stage, and what the recipe has made of it."""
+"""The part of a model that lies on this rank's pipeline stage, and its parallel state."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class LocalPart:
         self.register()
 
     def register(self) -> None:
-        """Note the model's parameters as they are now, and where their elements lie."""
+        """Record the model's parameters as they are now, and the ranks that have their elements."""
         self.registry = ParameterRegistry(self.module)
         place(self.module, self.registry)
         if self.stage_of is not None:
             self.registry.place_stages(self.stage_of)
 
     def has(self, path: str) -> bool:
-        """Whether a module is on this rank."""
+        """Return whether a module is on this rank."""
         return self.stage_of is None or self.stage_of(path) == self.stage
 
     def compile(self, ranks: Ranks, placed: ParallelState) -> None:
-        """Have blocks of this rank compiled: repeated ones if the configuration says so, and those of ``smp.compile``."""
+        """Compile blocks of this rank: repeated ones if so configured, and those of ``smp.compile``."""
         cfg, shards = ranks.cfg, placed.shards
 
         def hinders(block: nn.Module) -> str | None:
@@ -72,27 +72,31 @@ class LocalPart:
         ).begin(self.module)
 
     def has_tensor(self, name: str) -> bool:
-        """Whether a parameter or buffer is on this rank, by its name."""
+        """Return whether a parameter or buffer is on this rank, by its name."""
         return self.has(name.rpartition(".")[0])
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this rank, with names."""
+        """Return an iterator over the modules of this rank, with names."""
         return ((path, module) for path, module in self.module.named_modules() if self.has(path))
 
     def modules(self) -> Iterator[nn.Module]:
-        """Modules of this rank."""
+        """Return an iterator over the modules of this rank."""
         return (module for _, module in self.named_modules())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank, with names."""
+        """Return an iterator over the parameters of this rank, with names."""
         return ((name, p) for name, p in self.module.named_parameters() if self.has_tensor(name))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank."""
+        """Return an iterator over the parameters of this rank."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of this rank, with names; of one with several names only the first on this rank, or all of them."""
+        """Yield the buffers of this rank, with names.
+
+        A buffer with several names comes only under the first one on this rank, or under all of them if
+        ``remove_duplicate`` is False.
+        """
         seen: set[int] = set()
         for name, buffer in self.module.named_buffers(remove_duplicate=False):
             if self.has_tensor(name) and not (remove_duplicate and id(buffer) in seen):
@@ -100,13 +104,13 @@ class LocalPart:
                 yield name, buffer
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers of this rank."""
+        """Return an iterator over the buffers of this rank."""
         return (buffer for _, buffer in self.named_buffers())
 
 
 @dataclass
 class ParallelState:
-    """What the recipe has made of this rank's part; nothing before the model is partitioned."""
+    """The results of the strategies on this rank's part; empty before the model is partitioned."""
 
     #: What the optimizer updates instead of the parameters; None when it updates the parameters.
     optimizer_shards: dict[nn.Parameter, OptimizerShard | None] | None = None
@@ -125,13 +129,13 @@ class ParallelState:
     is_copied: bool = False  # or has put a whole copy in the place of what trains
 
     def refresh(self) -> None:
-        """Master weights follow what was written into the model."""
+        """Update the master weights from values that were written into the model."""
         for shard in (self.optimizer_shards or {}).values():
             if shard is not None:
                 shard.refresh()
 
     def watch_writes(self, part: LocalPart) -> None:
-        """From now on notice what the script writes into parameters, except sharded ones, which their units watch."""
+        """Watch the script's writes into parameters from now on, except sharded ones, which their units watch."""
         shards, state = self.optimizer_shards or {}, self.sharded_state
         in_units = self.shards.parameters if self.shards is not None else set()
         watched = []
@@ -150,7 +154,7 @@ class ParallelState:
         self.writes = ScriptWrites(watched, shards, lambda p: names.record_of(p).name, settle, gradients)
 
     def adopt_writes(self) -> None:
-        """Let training continue from what the script has written into parameters."""
+        """Let training continue from values that the script has written into parameters."""
         if self.is_away:
             return
         if self.writes is not None:
@@ -159,12 +163,12 @@ class ParallelState:
             self.shards.adopt_writes()
 
     def follow_calls(self, part: LocalPart) -> None:
-        """Modules are as they will run: those whose parameters come late wait for them."""
+        """Make modules wait for parameters that come late; call it when modules are as they will run."""
         if isinstance(self.sharded_state, ShardedState):
             self.sharded_state.follow_calls(part.module)
 
     def updated(self, part: LocalPart) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
+        """Yield the values that this rank's optimizer updates, by parameter name; with sharded state, its own parts."""
         for record in part.registry:
             if not part.has_tensor(record.name):
                 continue
@@ -181,14 +185,14 @@ class _OwnedAttributes:
 
 
 def own_attributes(session: Session) -> None:
-    """Until the session closes, what a script does to ``data`` and ``grad`` of parameters of wrapped models is noticed."""
+    """Watch the script's use of ``data`` and ``grad`` of wrapped models' parameters until the session closes."""
     if session.ranks.kept(_OwnedAttributes) is None:
         session.ranks.keep(_OwnedAttributes, _OwnedAttributes)
         session.at_close.append(parameter_attributes.install())
 
 
 def adapted_inside(block: nn.Module) -> str | None:
-    """Why a block that tensor parallelism has split cannot be one graph, if so."""
+    """Return why a block that tensor parallelism has split cannot be one graph, or None if it can."""
     for part in block.modules():
         if not isinstance(part, DistributedModule) or part.tensor_group.size == 1:
             continue
@@ -210,7 +214,7 @@ def adapted_inside(block: nn.Module) -> str | None:
 
 
 def checkpointed_inside(block: nn.Module) -> str | None:
-    """Why a block cannot be one graph whose parts are checkpointed by themselves, if some are."""
+    """Return why a block with parts that are checkpointed separately cannot be one graph, or None if it can."""
     inside = next((part for part in block.modules() if part is not block and is_marked(part)), None)
     if inside is None:
         return None

@@ -1,4 +1,4 @@
-"""What a script wants of the wrapper of its model, and what of that cannot be."""
+"""Options of ``DistributedModel`` and their validation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WrapperOptions:
-    """What a script wants of its wrapper; see :class:`.DistributedModel`."""
+    """The options of a wrapper; see :class:`.DistributedModel`."""
 
     tracing: TracingOptions
     backward_passes_per_step: int
@@ -58,7 +58,7 @@ def check_arguments(
 
 
 def registered(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
-    """Add a hook of the script's; what is returned removes it."""
+    """Register a hook of the script, and return a handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -1,4 +1,4 @@
-"""What tensor parallelism and sharding have made of a rank's part of a model, as text for the log."""
+"""A report, as text for the log, of tensor parallelism and sharding on a rank's part of a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def describe_placement(part: LocalPart, shards: ShardedParameters | None, ranks: Ranks) -> Iterator[str]:
-    """What is split and what stays whole, and how much this rank holds: a text for each of these strategies that is on."""
+    """Yield a text for each active strategy: split and whole parameters, and this rank's share."""
     records = [record for record in part.registry if part.has_tensor(record.name)]
     where = f"stage {part.stage}, " if ranks.size(Group.PP) > 1 else ""
     if ranks.size(Group.TP) > 1:
@@ -87,7 +87,7 @@ def _split(part: LocalPart, records: Sequence[ParameterRecord], who: str, degree
 
 
 def _outermost(part: LocalPart) -> Iterator[tuple[str, DistributedModule]]:
-    """Distributed modules of this rank that lie in no other one."""
+    """Yield distributed modules of this rank that are not inside another one."""
     last: str | None = None
     for path, module in part.named_modules():
         if isinstance(module, DistributedModule) and not (last is not None and _is_below(path, last)):
@@ -147,7 +147,10 @@ def _sharded(shards: ShardedParameters, records: Sequence[ParameterRecord], who:
 
 
 def _listed(rows: Sequence[_SharedItem], apart: bool = False) -> list[str]:
-    """A table of what is shared out, alike ones of numbered modules as one row; ``apart`` lists each."""
+    """Return the lines of a table of the shared items.
+
+    Alike items of numbered modules are one row; ``apart`` lists each.
+    """
     groups: dict[tuple[str, str, int, int], list[_SharedItem]] = {}
     for number, row in enumerate(rows):
         pattern = f"{number}" if apart else _NUMBER.sub("#", row.path)
@@ -162,7 +165,7 @@ def _listed(rows: Sequence[_SharedItem], apart: bool = False) -> list[str]:
 
 
 def _path_of(paths: Sequence[str]) -> str:
-    """``layers.0–11.mlp`` of paths that differ in their numbers."""
+    """Return one text, such as ``layers.0–11.mlp``, for paths that differ in their numbers only."""
     numbers = [[int(found) for found in _NUMBER.findall(path)] for path in paths]
     columns = iter(zip(*numbers, strict=True))
 
@@ -174,7 +177,7 @@ def _path_of(paths: Sequence[str]) -> str:
 
 
 def _largest(records: Sequence[ParameterRecord]) -> str:
-    """The names of the largest tensors with their elements, those of numbered modules together."""
+    """Return the names of the largest tensors with their elements, those of numbered modules together."""
     groups: dict[tuple[str, int], list[str]] = {}
     for record in records:
         groups.setdefault((_NUMBER.sub("#", record.name), _local_elements(record)), []).append(record.name)
@@ -202,7 +205,7 @@ def _tensors(records: Sequence[ParameterRecord]) -> str:
 
 
 def _share(held: int, total: int) -> str:
-    """``118.8 of 474.7 MiB``, in the unit that suits the whole."""
+    """Format a share, such as ``118.8 of 474.7 MiB``, in the unit that suits the whole."""
     unit, power = next((row for row in _UNITS if total >= 2 ** row[1]), _UNITS[-1])
     size = 2**power
     return f"{held / size:,.1f} of {total / size:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The recipe of a wrapped model: every strategy in its order, each a call into one room."""
+"""The recipe of a wrapped model: every strategy in its order, each a call into one package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 
 def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
-    """Tensor parallelism comes first: what takes a module's place is what all others see, and is checkpointed as that was."""
+    """Apply tensor parallelism to the model, and return it.
+
+    It comes first, so that all other strategies see the modules that it creates. These are checkpointed and compiled as the
+    modules that they replace.
+    """
     checkpointed, compiled = marks(module), compiled_blocks.marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
@@ -43,7 +47,7 @@ def place(
     backward: Backward,
     placed: ParallelState,
 ) -> None:
-    """Give this rank's part of the model its place: create, shard, move, agree, cast, share out state, reduce."""
+    """Place this rank's part of the model: create, shard, move, agree, cast, shard the state, reduce."""
     part, cfg, precision = stages.part, ranks.cfg, stages.precision
     replicated = cfg.ddp and ranks.size(Group.DP) > 1
     shards_state = replicated and cfg.shard_optimizer_state

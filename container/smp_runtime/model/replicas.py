@@ -1,4 +1,4 @@
-"""What the replicas of a model do together besides reducing gradients: equal weights, equal buffers, uneven batches."""
+"""Operations of a model's replicas besides reducing gradients: equal weights, equal buffers, uneven batches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Replicas:
 
     @property
     def are_joined(self) -> bool:
-        """Whether ranks may be done already, inside :meth:`join`."""
+        """Return whether ranks may be done already, inside :meth:`join`."""
         return self._joined is not None
 
     def begin_training_pass(self, inputs: Any = None) -> None:
@@ -96,7 +96,7 @@ class Replicas:
         self._refresh_buffers()
 
     def share_loaded_state(self) -> None:
-        """A state that only some ranks loaded reaches the others before the next step."""
+        """Copy a state that only some ranks have loaded to the others, before the next step."""
         if not self._window.reduces:
             return
         group, members = self._ranks.groups.group(Group.DP), self._ranks.members(Group.DP)
@@ -132,19 +132,22 @@ class Replicas:
             self._placed.refresh()
 
     def agree(self) -> None:
-        """Bring weights and buffers to what the next training step would begin with; all data parallel ranks call it."""
+        """Make weights and buffers equal on all data parallel ranks, as at the beginning of the next training step.
+
+        All data parallel ranks call it.
+        """
         self.share_loaded_state()
         self._refresh_buffers()
 
     def follow_loads(self) -> None:
-        """Any ``load_state_dict`` inside the model, also of a submodule, reaches master weights and replicas."""
+        """Make any ``load_state_dict`` inside the model, also of a submodule, reach master weights and replicas."""
         noted = _NotedLoads(self)
         for part in self._part.module.modules():
             # Past a ScriptModule, which refuses its own method but calls the hooks.
             nn.Module.register_load_state_dict_post_hook(part, noted)
 
     def note_load(self) -> None:
-        """A state was loaded on this rank."""
+        """Record that a state was loaded on this rank."""
         self.loads += 1
         self._placed.refresh()
 
@@ -221,7 +224,7 @@ class Replicas:
 
 
 class _NotedLoads:
-    """A hook that notes loads; what a script copies or saves of the module gets one that notes nothing."""
+    """A hook that records loads; copies of it, in copied or saved modules, record nothing."""
 
     def __init__(self, replicas: Replicas | None = None) -> None:
         self._replicas = None if replicas is None else weakref.ref(replicas)

@@ -1,8 +1,8 @@
-"""Regions on the stages of a pipeline: each runs, and runs again, where its modules are.
+"""Regions on the stages of a pipeline: each runs, and runs again, on the stage of its modules.
 
-Neighbours of an ``nn.Sequential`` that lie on another stage than the ``nn.Sequential`` itself are called together, as one
-request to a :class:`RegionGroup`, a module that only the pipeline knows. Inside, every member draws the random numbers that it
-would draw if it were called alone.
+Neighbours of an ``nn.Sequential`` that are on another stage than the ``nn.Sequential`` itself are called together, as one
+request to a :class:`RegionGroup`, a module that only the pipeline knows. Inside, every member draws the random numbers that
+it would draw if it were called alone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ logger = logging.getLogger("smp")
 
 
 class RegionPlacement:
-    """Where the regions of a model lie.
+    """The stages of a model's regions.
 
     Args:
         is_manual: whether the script has chosen the stages; a region that they split is an error then.
 
     Attributes:
-        groups: requests to groups on other stages.
+        groups: number of requests to groups on other stages.
     """
 
     def __init__(self, pipeline: Pipeline, *, is_manual: bool) -> None:
@@ -48,11 +48,14 @@ class RegionPlacement:
 
     @property
     def stage(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self._context.stage
 
     def stage_of(self, module: nn.Module) -> int | None:
-        """The stage of a module with all that is in it, or None if it is on several; this rank's for a foreign one."""
+        """Return the stage of a module with all its submodules, or None if it is on several.
+
+        For a module that does not belong to the model, return this rank's stage.
+        """
         found = self._whole.get(id(module), -1)
         if found == -1:
             stages = self._stages(module)
@@ -74,7 +77,7 @@ class RegionPlacement:
                 self.tell_split(module)
 
     def tell_split(self, module: nn.Module) -> None:
-        """Say once that a module is not checkpointed because it is on several stages.
+        """Warn once that a module is not checkpointed because it is on several stages.
 
         Raises:
             SMPUserError: the script has set the stages.
@@ -101,12 +104,12 @@ class RegionPlacement:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def remote_calls(self) -> int:
-        """Modules of other stages that the running task has called so far."""
+        """Return the number of modules of other stages that the running task has called so far."""
         task = self._context.scheduler.current
         return 0 if task is None else task.calls
 
     def where(self) -> tuple[Any, Any, Any] | None:
-        """Place and action of the running task, and the planned order; None outside tasks."""
+        """Return place and action of the running task, and the planned order; None outside tasks."""
         scheduler = self._context.scheduler
         task, order = scheduler.current, scheduler.order
         if task is None:
@@ -130,7 +133,7 @@ class RegionPlacement:
         return self.pipeline.caller.call(group, (tuple(numbers), args, kwargs), {})
 
     def seed(self, path: str, number: int) -> int:
-        """Where the random numbers of a module begin that the running task's caller has called ``number`` times."""
+        """Return the seed of a module that the running task's caller has called ``number`` times before."""
         task = self._context.scheduler.current
         if task is None:
             raise AssertionError("groups are only called by tasks")
@@ -151,7 +154,7 @@ class RegionGroup(nn.Module):
         self._label = str(call)
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Those of its members too, whose flags go with a call."""
+        """Yield this module and the modules of its members, so that their flags go with a call."""
         yield self
         for _, member in self._members:
             yield from member.modules()

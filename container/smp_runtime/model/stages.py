@@ -1,4 +1,4 @@
-"""How a wrapped model lies on the stages of a pipeline: partitioned at the first step, then each rank keeps its part."""
+"""The pipeline stages of a wrapped model: it is partitioned at the first step, then each rank keeps its part."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TracingOptions:
-    """How a script wants its model to be traced: where, and whether module times and memory are measured."""
+    """Options of tracing: the device, and whether module times and memory are measured."""
 
     device: str  # "gpu" or "cpu"
     times: bool
@@ -57,13 +57,13 @@ class TracingOptions:
 
 
 class Stages:
-    """How a model lies on pipeline stages: decided at its first step, then each rank keeps its part.
+    """The pipeline stages of a model: decided at its first step, then each rank keeps its part.
 
     Attributes:
         partitioned: whether every rank knows its part; without pipeline parallelism from the beginning.
         pipeline: runs the steps; None without pipeline parallelism.
-        assignment: which stage has which module; None without pipeline parallelism.
-        regions: how checkpointed modules lie on the stages; None without pipeline parallelism.
+        assignment: stage of each module; None without pipeline parallelism.
+        regions: stages of checkpointed modules; None without pipeline parallelism.
     """
 
     def __init__(self, part: LocalPart, session: Session, precision: Precision, tracing: TracingOptions) -> None:
@@ -81,7 +81,7 @@ class Stages:
             self._record_modules()
 
     def _record_modules(self) -> None:
-        """Have the modules of a rank without a pipeline recorded, if the environment asks for a timeline."""
+        """Record the modules of a rank without a pipeline, if the environment asks for a timeline."""
         session, step = self._session, self._ranks.step
         if step.watch is not None:  # another model's wrapper has seen to it
             return
@@ -130,7 +130,7 @@ class Stages:
         return assignment
 
     def _traced_run(self, microbatch: functools.partial[Any], device: torch.device) -> object:
-        """The step function on the first microbatch; the model's own backward does nothing meanwhile."""
+        """Run the step function on the first microbatch; the model's own backward does nothing meanwhile."""
         step = self._ranks.step
         args, kwargs = tree_map(
             lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf,
@@ -143,7 +143,7 @@ class Stages:
             step.is_tracing, step.microbatch = False, None
 
     def assign(self, assignment: Assignment) -> None:
-        """This rank's part is the modules of its stage.
+        """Make the modules of this rank's stage its part.
 
         Raises:
             SMPUserError: the decision does not fit this model or this number of stages.
@@ -155,7 +155,7 @@ class Stages:
         self.part.registry.place_stages(assignment.stage_of)
 
     def start(self) -> None:
-        """Start the pipeline, when this rank's part has its place."""
+        """Start the pipeline, after this rank's part has been placed."""
         ranks, assignment = self._ranks, self.assignment
         if assignment is None:
             raise AssertionError("the model was not assigned to stages")
@@ -193,9 +193,10 @@ class Stages:
         self.partitioned = True
 
     def _sharing(self) -> PipelineAgreement | None:
-        """Gives the values of all pipelines that must plan one order; every root rank calls it at the same step. None: no other.
+        """Return the agreement with all pipelines that must plan the same order, or None if there is no other.
 
-        Tensor parallel peers must, and all that gather each other's parameters as they run, or on request.
+        Every root rank calls it at the same step. It exchanges values between pipelines of tensor parallel peers, and of
+        ranks that gather each other's parameters as they run, or on request.
         """
         ranks = self._ranks
         all_agree = (
@@ -205,7 +206,7 @@ class Stages:
         return PipelineAgreement(ranks.control, members) if all_agree or len(members) > 1 else None
 
     def _meeting(self) -> PipelineAgreement | None:
-        """The same for those whose ranks take part in collectives with this one's while modules run."""
+        """Return the agreement with the pipelines that join this rank's collectives while modules run, or None."""
         ranks = self._ranks
         sharing = ranks.members(Group.SHARD) if ranks.cfg.sharded_data_parallel_degree > 1 else [ranks.rank]
         members = sorted({peer for rank in sharing for peer in ranks.topology.group_of(Group.TP, rank)})
@@ -215,7 +216,7 @@ class Stages:
         self._ranks.step.microbatch = microbatch
 
     def leave(self) -> None:
-        """The rank leaves the job: end the pipeline in good order."""
+        """End the pipeline in good order, when the rank leaves the job."""
         if self.pipeline is not None:
             self.pipeline.close()
             self.pipeline = self.regions = None
@@ -224,13 +225,16 @@ class Stages:
             self._absent_attributes = None
 
     def withdraw(self) -> None:
-        """Leave the stages, and not again with the job: the model is laid out anew."""
+        """Leave the stages now, and not again with the job: the model is laid out anew."""
         if self.leave in self._session.at_leave:
             self._session.at_leave.remove(self.leave)
         self.leave()
 
     def drop_others(self) -> None:
-        """Free the parameters of other stages' modules; they keep identity and shape, and have the type that they train in."""
+        """Free the parameters of other stages' modules.
+
+        They keep identity and shape, and have the type in which they are trained.
+        """
         part = self.part
         if part.stage_of is None or self.assignment is None:
             return
@@ -260,7 +264,10 @@ class Stages:
             self.precision.convert_buffers(module for path, module in named if not part.has(path))
 
     def created(self) -> Callable[[nn.Parameter, torch.Tensor], None] | None:
-        """What gives parameters that are created late their values: on a stage, only its own; None where all get them."""
+        """Return a function that sets the value of a parameter that is created late.
+
+        On a stage it keeps only the values of its own parameters. It is None if all parameters get theirs.
+        """
         if self.part.stage_of is None:
             return None
         local = {id(parameter) for parameter in self.part.parameters()}
@@ -288,7 +295,10 @@ class Stages:
 
 
 def _state_bytes(optimizer: TrainedOptimizer | None) -> float:
-    """State per element of a trained parameter, in bytes: two moments unless the optimizer is known to need less."""
+    """Return the optimizer state per element of a trained parameter, in bytes.
+
+    It assumes two moments unless the optimizer is known to need less.
+    """
     settings = optimizer.defaults if optimizer is not None else {}
     if optimizer is None or "betas" in settings:
         return 8.0
@@ -307,7 +317,7 @@ def agree_on_late_values(ranks: Ranks, module: nn.Module) -> None:
 
 
 def create_late(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
-    """Create late parameters: whole weights at once, or stand-ins whose values go straight into shards."""
+    """Create late parameters: whole weights at once, or stand-ins with values that go straight into shards."""
     part = stages.part
     if ranks.cfg.sharded_data_parallel_degree == 1:
         materialize(ranks.keep(Deferrals, Deferrals), part.module, ranks.device, take=stages.created())
@@ -328,7 +338,10 @@ def create_late(ranks: Ranks, stages: Stages) -> ShardedParameters | None:
 
 @contextlib.contextmanager
 def _wholly_on(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """The whole model on ``device``, and then every tensor where it was, so that all ranks go on alike."""
+    """Run the block with the whole model on ``device``, then put every tensor back where it was.
+
+    So all ranks continue in the same state.
+    """
     parameters = [
         (tensor, tensor.data)
         for parameter in module.parameters()
@@ -352,7 +365,7 @@ def _wholly_on(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _make_absent(record: ParameterRecord, dtype: torch.dtype) -> None:
-    """Free a parameter of another stage; what is left tells its name and stage where it is used."""
+    """Free a parameter of another stage; its stand-in reports its name and stage in errors."""
     record.parameter.grad = None
     absent = absent_parameter(record.parameter, record.name, record.placement.stage, dtype)
     vars(absent).update({**vars(record.parameter), **vars(absent)})  # what the script has set on it

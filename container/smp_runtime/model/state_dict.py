@@ -35,7 +35,7 @@ class TensorShape(NamedTuple):
 
 
 class ModelState:
-    """Gathers the ``state_dict`` of a module wherever its parts are, and loads one."""
+    """The state of a module with parts on several ranks: it gathers a ``state_dict``, and loads one."""
 
     def __init__(self, part: LocalPart, placed: ParallelState, ranks: Ranks) -> None:
         self._part = part
@@ -47,7 +47,7 @@ class ModelState:
         self._kept: list[dict[str, Any]] = []
 
     def gathered(self, local: dict[str, Any], *, to_first: bool) -> Any:
-        """The full state from that of this rank, on all ranks of a model parallel group, or on the first."""
+        """Gather the full state from this rank's, on all ranks of a model parallel group, or only on the first."""
         ranks = self._ranks
         state = whole_state(self._part.module, local, TensorGroup.of(ranks), to_first=to_first)
         if to_first and ranks.rank_in(Group.TP) != 0:
@@ -70,7 +70,7 @@ class ModelState:
         return self.gathered(local, to_first=True) if keeps else {}
 
     def described(self, only: Container[str] | None = None) -> list[TensorShape] | None:
-        """What :meth:`stream` gives, in its order, on the job's first rank; all ranks call it."""
+        """Return the tensors of :meth:`stream`, in its order, on the job's first rank; all ranks call it."""
         pieces = [TensorShape(name, shape, tensor.dtype) for name, shape, tensor in self._pieces(only)]
         ranks = self._ranks
         if ranks.rank_in(Group.TP) or ranks.rank_in(Group.RDP):
@@ -79,13 +79,13 @@ class ModelState:
         return None if stages is None else [piece for stage in stages for piece in stage]
 
     def stream(self, only: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter by its first name and every saved buffer, whole, on the CPU, one after the other.
+        """Yield every parameter by its first name and every saved buffer, whole, on the CPU, one after the other.
 
-        All ranks iterate to the end; the job's first gets them. It holds one, and with sharded parameters those of one
-        flat unit.
+        All ranks iterate to the end; only the job's first rank gets them. It holds one tensor at a time, and with sharded
+        parameters those of one flat unit.
 
         Args:
-            only: names of those that are wanted; nothing is sent for the others.
+            only: names of the tensors to send; the others are not sent.
         """
         ranks = self._ranks
         whole = self._whole(only)
@@ -105,7 +105,10 @@ class ModelState:
                 yield piece
 
     def _whole(self, only: Container[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of this rank's stage; its replicas help to gather those in shards, and get nothing."""
+        """Yield the tensors of this rank's stage.
+
+        Its replicas help to gather sharded ones, and get nothing.
+        """
         shards, group = self._placed.shards, TensorGroup.of(self._ranks)
         keeps = self._ranks.rank_in(Group.RDP) == 0
         pieces = self._pieces(only)
@@ -125,7 +128,10 @@ class ModelState:
             raise AssertionError("a sharded parameter that is not in the state")
 
     def _pieces(self, only: Container[str] | None) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Name, whole shape, and this rank's part of the tensors of its stage, those in shards first, unit by unit."""
+        """Return name, whole shape, and this rank's part of its stage's tensors.
+
+        Sharded tensors come first, unit by unit.
+        """
         part, shards = self._part, self._placed.shards
         records = {name: record for record in part.registry for name in record.names}
         with shards.reading_state() if shards is not None else contextlib.nullcontext():
@@ -145,7 +151,7 @@ class ModelState:
         return pieces if only is None else [piece for piece in pieces if piece[0] in only]
 
     def local(self, *args: Any, keep: bool = True, **kwargs: Any) -> dict[str, Any]:
-        """The state of this rank's stage; sharded parameters are gathered, and kept if ``keep``."""
+        """Return the state of this rank's stage; sharded parameters are gathered, and kept if ``keep``."""
         part, shards = self._part, self._placed.shards
         prefix = kwargs.get("prefix", "")
         with shards.reading_state() if shards is not None else contextlib.nullcontext():
@@ -159,7 +165,10 @@ class ModelState:
         return {name: value for name, value in state.items() if part.has_tensor(name.removeprefix(prefix))}
 
     def _compute(self, state: dict[str, Any], prefix: str) -> None:
-        """Put values into a state of a model that is created late, before its parameters have a place: those that they will get."""
+        """Put values into a state of a model that is created late, before its parameters are placed.
+
+        They are the values that the parameters will get.
+        """
         module = self._part.module
         named = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
         tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
@@ -232,7 +241,10 @@ class ModelState:
         return result
 
     def _with_parts_of_others(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A stage's part, which may be of another partition, with what this stage lacks and other stages have of theirs."""
+        """Return a stage's partial state, completed by the other stages' partial states.
+
+        The partial states may be from another partition. Each stage sends the tensors that others lack.
+        """
         part, members = self._part, self._ranks.members(Group.PP)
         if part.stage_of is None:
             return state
@@ -265,7 +277,7 @@ class ModelState:
         self._waiting.append(load)
 
     def load_what_waited(self) -> None:
-        """The parameters have a place: load what came before."""
+        """Load the states that came before the parameters were placed."""
         waiting, self._waiting, self._kept = self._waiting, [], []
         for load in waiting:
             load()

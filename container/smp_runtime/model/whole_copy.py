@@ -1,4 +1,4 @@
-"""Copies of a wrapped model that compute by themselves: ``model.cpu()`` gathers a whole one, ``copy.deepcopy(model)`` is local."""
+"""Copies of a wrapped model that need no other rank: ``model.cpu()`` gathers a whole one, ``copy.deepcopy(model)`` is local."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STANDING_IN = ("_call_impl", "_smp_checkpointing", "forward")
 
 
 def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> nn.Module:
-    """A copy of ``module`` with the values of ``state``, without anything that asks other ranks.
+    """Copy ``module`` with the values of ``state``, so that the copy needs no other ranks.
 
     Args:
-        module: what was wrapped, as this rank has it.
+        module: the wrapped module, as it is on this rank.
         state: whole tensors by the module's own names; it is emptied.
         group: the tensor parallel ranks that share its distributed modules.
 
@@ -53,7 +53,7 @@ def whole_copy(module: nn.Module, state: dict[str, Any], group: TensorGroup) -> 
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """A copy of a ``module`` that this rank has whole, where it lies, without what the library has hooked in.
+    """Copy a ``module`` that this rank has whole, on its device, without the library's hooks.
 
     Raises:
         SMPUserError: the module holds something that cannot be copied.
@@ -74,7 +74,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
 
 def _instead(module: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
-    """By ``id``, what the copy gets in the place of the original's."""
+    """Return the replacements in the copy, by ``id`` of the original's objects."""
     memo: dict[int, Any] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -85,7 +85,7 @@ def _instead(module: nn.Module, state: dict[str, Any]) -> dict[int, Any]:
 
 
 def _settle(part: nn.Module, memo: dict[int, Any]) -> None:
-    """A copied module answers for itself, and its hooks know it in the original's place."""
+    """Make a copied module answer its own calls, and make its hooks refer to it in place of the original."""
     for name in list(vars(part)):
         if name in _STANDING_IN and vars(part)[name] is None:
             del vars(part)[name]
@@ -107,7 +107,7 @@ def _whole(tensor: torch.Tensor, name: str, state: dict[str, Any]) -> torch.Tens
 
 
 def _left_out(part: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """What a copy does not get, and what it gets instead."""
+    """Yield each object that a copy does not get, with its replacement."""
     for name, value in vars(part).items():
         if name in _STANDING_IN and _is_ours(value):
             yield value, None
@@ -124,7 +124,10 @@ def _holds_hooks(name: str) -> bool:
 
 
 def _is_ours(hook: Any) -> bool:
-    """Whether a function or object is the library's; what translates a replaced module's arguments stays."""
+    """Return whether a function or object is the library's.
+
+    Hooks that translate a replaced module's arguments do not count, since a copy keeps them.
+    """
     hook = getattr(hook, "hook", hook)  # PyTorch wraps some
     place = str(getattr(hook, "__module__", ""))
     return is_runtime_module(place) and place != registration.__name__

@@ -1,4 +1,4 @@
-"""How a wrapped model looks from outside: attributes, names and iterators are those of the module inside; where it lies."""
+"""A wrapped model's outside: the attributes, names and iterators of the module inside, and its device."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class WrappedModule(nn.Module):
         )
 
     def get_module(self) -> nn.Module:
-        """The user's module."""
+        """Return the user's module."""
         return self.module
 
     @property
     def is_whole_copy(self) -> bool:
-        """Whether :meth:`cpu` has put a whole copy, which needs no other rank, in the place of this rank's part."""
+        """Return whether :meth:`cpu` has replaced this rank's part by a whole copy, which needs no other rank."""
         return self._placed.is_copied
 
     def _alias_module(self) -> None:
@@ -88,77 +88,81 @@ class WrappedModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules under their names in the unwrapped module, so that all names agree with ``state_dict``."""
+        """Yield the modules under their names in the unwrapped module, so that all names agree with ``state_dict``."""
         yield prefix, self
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     @property
     def registry(self) -> ParameterRegistry:
-        """Names and places of all parameters."""
+        """Return names and places of all parameters."""
         return self._part.registry
 
     def local_modules(self) -> Iterator[nn.Module]:
-        """Modules of this rank's stage."""
+        """Return an iterator over the modules of this rank's stage."""
         return self._part.modules()
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of this rank's stage, with names."""
+        """Return an iterator over the modules of this rank's stage, with names."""
         return self._part.named_modules()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank's stage."""
+        """Return an iterator over the parameters of this rank's stage."""
         return self._part.parameters()
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank's stage, with names."""
+        """Return an iterator over the parameters of this rank's stage, with names."""
         return self._part.named_parameters()
 
     def local_buffers(self) -> Iterator[torch.Tensor]:
-        """Buffers of this rank's stage."""
+        """Return an iterator over the buffers of this rank's stage."""
         return self._part.buffers()
 
     def local_named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of this rank's stage, with names."""
+        """Return an iterator over the buffers of this rank's stage, with names."""
         return self._part.named_buffers(remove_duplicate=remove_duplicate)
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer of this rank updates, under the parameters' names; with sharded state the parts it owns."""
+        """Return the values that this rank's optimizer updates, by parameter name; with sharded state, its own parts."""
         return self._placed.updated(self._part)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over the ``DP`` group."""
+        """Return the parameters with gradients that are reduced over the ``DP`` group."""
         return ((record.name, record.parameter) for record in self.registry.reduced_over(Group.DP))
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over the ``RDP`` group: those of distributed modules."""
+        """Return the parameters with gradients that are reduced over the ``RDP`` group: those of distributed modules."""
         return ((record.name, record.parameter) for record in self.registry.reduced_over(Group.RDP))
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """Modules that are split over tensor parallel ranks."""
+        """Return an iterator over the modules that are split over tensor parallel ranks."""
         return (module for module in self.module.modules() if hasattr(module, "tensor_slices"))
 
     def is_distributed_parameter(self, param: nn.Parameter) -> bool:
-        """Whether a parameter is split over tensor parallel ranks."""
+        """Return whether a parameter is split over tensor parallel ranks."""
         return self.registry.record_of(param).placement.tensor_axis is not None
 
     def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
-        """Whether a parameter sees the batch of the whole tensor parallel group."""
+        """Return whether a parameter sees the batch of the whole tensor parallel group."""
         return self.registry.record_of(param).reduction is Group.RDP
 
     def is_distributed_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether a buffer is split over tensor parallel ranks: a distributed module has a slice under its name."""
+        """Return whether a buffer is split over tensor parallel ranks.
+
+        A distributed module has a slice under its name then.
+        """
         return any(name in module.tensor_slices for module, name in self._distributed_owners(buf))
 
     def is_scaled_batch_buffer(self, buf: torch.Tensor) -> bool:
-        """Whether a buffer sees the batch of the whole tensor parallel group: one of a distributed module does.
+        """Return whether a buffer sees the batch of the whole tensor parallel group.
 
-        Unless the module says otherwise, as of a parameter: ``module.reductions[name] = Group.DP``.
+        A buffer of a distributed module does, unless the module sets ``module.reductions[name] = Group.DP``, as for a
+        parameter.
         """
         owners = self._distributed_owners(buf)
         return any(module.reductions.get(name, Group.RDP) is Group.RDP for module, name in owners)
 
     def _distributed_owners(self, buf: torch.Tensor) -> Iterator[tuple[DistributedModule, str]]:
-        """The distributed modules that have a buffer themselves, and its name in each."""
+        """Yield each distributed module that directly has a buffer, with the buffer's name in it."""
         for module in self.module.modules():
             if isinstance(module, DistributedModule):
                 yield from ((module, name) for name, own in module._buffers.items() if own is buf)
@@ -166,7 +170,7 @@ class WrappedModule(nn.Module):
     # -- copies ----------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """An unwrapped copy, which no rank shares and nothing reduces: what ``AveragedModel`` keeps, or a teacher.
+        """Return an unwrapped copy, which no rank shares and nothing reduces, such as ``AveragedModel`` keeps, or a teacher.
 
         Raises:
             SMPUserError: this rank has parts of the parameters only, or their half precision copies.
@@ -175,7 +179,7 @@ class WrappedModule(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The same for ``pickle`` and ``torch.save``: what is loaded is the unwrapped module."""
+        """Reduce to the unwrapped module for ``pickle`` and ``torch.save``; loading returns that module."""
         made = self._copied("pickled (pickle, torch.save)")
         return operator.itemgetter(0), ([made],)  # the module itself, also where this library is not installed
 
@@ -209,13 +213,14 @@ class WrappedModule(nn.Module):
     # -- where it lies ---------------------------------------------------------------------------------------------
 
     def cpu(self) -> WrappedModule:
-        """The full model in CPU memory, to be saved or evaluated; before it is partitioned it stays where it is.
+        """Move the full model to CPU memory, to save or evaluate it; before it is partitioned, do nothing.
 
-        Where a rank holds a part only (pipeline, tensor and sharded data parallelism), all ranks call it together and each
-        gets a whole copy, which computes by itself: ``model(x)``, ``model.state_dict()`` and ``model.module`` then need no
-        other rank, and :meth:`cuda` goes back to the part, which has stayed where it is. Otherwise the model itself moves,
-        and training on a GPU goes on after :meth:`cuda`, but not in half precision or with sharded optimizer state, where the
-        weights have left the memory that is updated.
+        If a rank has only a part (pipeline, tensor and sharded data parallelism), all ranks call it together. Each gets a whole
+        copy: ``model(x)``, ``model.state_dict()`` and ``model.module`` then need no other rank. :meth:`cuda` returns to the part,
+        which has stayed on its device.
+
+        Otherwise the model itself moves, and training on a GPU continues after :meth:`cuda`. This does not hold in half precision
+        or with sharded optimizer state, since the weights have left the memory that is updated.
 
         Raises:
             SMPUserError: the model holds something that cannot be copied.
@@ -235,7 +240,7 @@ class WrappedModule(nn.Module):
         return self
 
     def cuda(self, device: Any = None) -> WrappedModule:
-        """Back to this rank's device, whatever ``device`` is, after :meth:`cpu`; else ignored: the model is there already."""
+        """Move the model back to this rank's device after :meth:`cpu`, for any ``device``; else do nothing."""
         if self._placed.is_copied:
             self._part.module.train(self.training)
             self.module = self._part.module
@@ -247,7 +252,7 @@ class WrappedModule(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> WrappedModule:
-        """Dtype changes apply; a device is ignored, because placement is this wrapper's work.
+        """Apply a change of dtype; a device is ignored, because the wrapper places the model.
 
         After :meth:`cpu`, this rank's device brings the model back as :meth:`cuda` does.
         """
@@ -259,7 +264,9 @@ class WrappedModule(nn.Module):
         return super().to(dtype=dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> WrappedModule:
-        """What ``to``, ``half`` and the like do to every tensor; in half precision training, running buffers are not cast.
+        """Apply ``fn`` to every tensor, for ``to``, ``half`` and the like.
+
+        In half precision training, running buffers are not cast.
 
         Raises:
             SMPUserError: parameters would get another type, which their gradients' reduction and the optimizer do not know.
@@ -281,7 +288,7 @@ class WrappedModule(nn.Module):
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, callable: Callable[..., Any]) -> None:
-        """Let a communication hook of PyTorch's DDP average the gradients; ``callable(state, bucket)`` gives a future.
+        """Let a communication hook of PyTorch's DDP average the gradients; ``callable(state, bucket)`` returns a future.
 
         The hook averages over the data parallel ranks itself. Call it before the first step. ``smp.comm_hooks`` has hooks
         that send less.

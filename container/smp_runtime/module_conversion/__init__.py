@@ -1,1 +1,1 @@
-"""Which modules are distributed by tensor parallelism, and what stands in their place."""
+"""The conversion of a model for tensor parallelism: which modules are distributed, and their replacements."""

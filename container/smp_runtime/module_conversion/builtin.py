@@ -1,4 +1,4 @@
-"""The modules that are distributed out of the box: PyTorch's, and Hugging Face's when they are met."""
+"""The modules that are distributed without registration: PyTorch's, and Hugging Face's on first use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _HUGGING_FACE = {
 
 @functools.cache
 def register_all() -> None:
-    """Register them; only the first call does something."""
+    """Register the built-in modules; only the first call has an effect."""
     # When one is met; what a script has registered stands until then, and afterwards.
     register_later("torch.nn.modules.linear.Linear", f"{__name__}.register_linear")
     register_later("torch.nn.modules.sparse.Embedding", f"{__name__}.register_embedding")
@@ -69,7 +69,7 @@ def register_linear(kind: type) -> None:
 
 
 def register_conv1d(kind: type) -> None:
-    """Register Transformers' ``Conv1D``, of which GPT-2 is made."""
+    """Register Transformers' ``Conv1D``, the linear map of GPT-2."""
     register(kind, Registration(DistributedConv1D, arguments=_conv1d))
 
 
@@ -113,7 +113,7 @@ def _embedding(module: nn.Embedding) -> Arguments:
 
 
 def planned(split: LinearSplit, shared: SharedInput) -> Registration:
-    """How a linear map is replaced inside a module that is split in place."""
+    """Return the registration of a linear map inside a module that is split in place."""
 
     def arguments(module: nn.Module) -> Arguments:
         bias = module.bias is not None
@@ -123,20 +123,20 @@ def planned(split: LinearSplit, shared: SharedInput) -> Registration:
 
 
 def of_vocabulary(module: nn.Module, tie: Tie) -> Registration:
-    """How an embedding or a head of a model that is split in place is replaced, with all that have its weight."""
+    """Return the registration of an embedding or a head that is split by rows, with all that share its weight."""
     kind: Any = type(module)
     made = PlannedHead if isinstance(module, nn.Linear) else embedding_like(kind)
     return Registration(made, arguments=lambda original: ((original, tie), {}), shares_weights=True)
 
 
 def of_tables(module: nn.Module, tables: Tables) -> Registration:
-    """How a module with parameters of which a rank has a part is replaced."""
+    """Return the registration of a module with parameters that are split over the ranks."""
     kind: Any = type(module)
     return Registration(module_like(kind), arguments=lambda original: ((original, tables), {}))
 
 
 def known_arguments() -> set[str]:
-    """Names that the distributed modules take."""
+    """Return the names of all arguments that the distributed modules take."""
     register_all()
     modules = [*OVERRIDABLE, *distributed_classes()]
     return {name for module in modules for name in arguments_of(module)}

@@ -1,8 +1,8 @@
-"""Which modules of a model are to be distributed: the outermost supported ones that can be taken as they are.
+"""The modules of a model to distribute: the outermost supported ones that can be replaced as a whole.
 
-A whole model or layer is taken apart where something stands in it that a distributed form would lose: adapters around
-its linear maps (LoRA of PEFT), or a ``forward`` that a script has put in the place of its class's. Then the supported
-modules inside are distributed one by one, and what stands around them goes on working as it is.
+A whole model or layer is not replaced if its distributed form would lose something: adapters around its linear
+maps (LoRA of PEFT), or a ``forward`` that a script has set in place of its class's. Then the supported modules
+inside are distributed one by one, and the code around them works as before.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Candidate(NamedTuple):
 
     @property
     def title(self) -> str:
-        """How warnings call it."""
+        """Return the name of the module for warnings."""
         return _title(self.name, self.original)
 
 
 def wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
-    """How a marked module is distributed, or None."""
+    """Return the registration to distribute a marked module with, or None."""
     how = registration_of(module)
     if how is None or how.only_if is None or {**automatic, **mark.overrides}.get(how.only_if):
         return how
@@ -51,7 +51,7 @@ def wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Regis
 
 
 def is_taken(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
-    """Whether a distributed class stands for a marked module as a whole."""
+    """Return whether a distributed class replaces a marked module as a whole."""
     return not is_linear(module) and wanted(module, mark_of(module), automatic) is not None and _lost(module) is None
 
 
@@ -62,13 +62,14 @@ def outermost(
     ties: Mapping[int, Tie],
     left_alone: Callable[[str, str], None],
 ) -> list[Candidate]:
-    """The modules of ``module`` to distribute, in its order.
+    """Return the modules of ``module`` to distribute, in its order.
 
     Args:
         automatic: arguments of distributed modules that follow from the configuration.
         in_place: by the ``id`` of each block that is split in place, how.
-        ties: by the ``id`` of each embedding and head that is split over the vocabulary, with which it shares its weight.
-        left_alone: hears of what is not distributed as it was marked: how it is called, and why.
+        ties: by the ``id`` of each embedding and head that is split over the vocabulary, its tie to those that share
+            its weight.
+        left_alone: called for each marked module that is not distributed as marked, with its title and the reason.
     """
     return list(_CandidateSearch(automatic, in_place, ties, left_alone).below(module, ""))
 
@@ -88,7 +89,7 @@ class _CandidateSearch:
         self._said: set[str] = set()
 
     def below(self, module: nn.Module, name: str) -> Iterator[Candidate]:
-        """Candidates in ``module``, itself included."""
+        """Yield the candidates in ``module``, itself included."""
         if isinstance(module, DistributedModule):
             return
         if id(module) in self._ties or id(module) in self._in_place:
@@ -121,7 +122,7 @@ class _CandidateSearch:
                 yield from self.below(child, f"{name}.{child_name}" if name else child_name)
 
     def _planned(self, module: nn.Module, name: str) -> Iterator[Candidate]:
-        """An embedding or head by itself, the linear maps of a block."""
+        """Yield an embedding or head itself, or the linear maps and tables of a block."""
         tie, split = self._ties.get(id(module)), self._in_place.get(id(module))
         if tie is not None:
             yield Candidate(name, module, builtin.of_vocabulary(module, tie), mark_of(module))
@@ -139,7 +140,7 @@ def _title(name: str, module: nn.Module) -> str:
 
 
 def _lost(module: nn.Module) -> str | None:
-    """What a distributed form of a module would not have; None if that is nothing."""
+    """Return what a distributed form of a module would lose; None if it loses nothing."""
     if "forward" in vars(module):
         return "the forward that was set on it in place of its class's"
     if any(_is_adapted(part) for part in module.modules()):
@@ -148,7 +149,10 @@ def _lost(module: nn.Module) -> str | None:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether any part of a module has adapters, or a ``forward`` that is not its class's: it is not tried out as a block."""
+    """Return whether any part of a module has adapters, or a ``forward`` that is not its class's.
+
+    Such a module is not tried out as a block.
+    """
     return any(_is_adapted(part) or "forward" in vars(part) for part in module.modules())
 
 
@@ -157,12 +161,12 @@ def _adapter_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's around a module of the original."""
+    """Return whether a module is one of PEFT's around a module of the original."""
     return hasattr(type(module), _ADAPTER_NAMES) and isinstance(module._modules.get(_ADAPTED), nn.Module)
 
 
 def _needs_whole_weight(module: nn.Module) -> str | None:
-    """Why the module inside an adapter cannot be distributed; None for LoRA, which only adds to its result."""
+    """Return why the module inside an adapter cannot be distributed; None for LoRA, which only adds to its result."""
     if "lora_A" not in _adapter_names(module):
         return "an adapter around it that is not LoRA may read its whole weight"
     if getattr(module, "lora_variant", None) or getattr(module, "parameter_name", None):

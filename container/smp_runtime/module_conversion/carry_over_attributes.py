@@ -1,4 +1,4 @@
-"""What a replaced module had, and its distributed form gets: weights, types, frozen parameters, checkpointing."""
+"""Attributes that a distributed module takes over from the original: weights, types, freezing, checkpointing."""
 
 from __future__ import annotations
 
@@ -33,17 +33,20 @@ _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class _NothingIsEqual(TorchFunctionMode):
-    """Tensors without values cannot be compared; parameters of which each has a name of its own are not tied."""
+    """A mode in which no tensors are equal, since tensors without values cannot be compared.
+
+    Parameters with a name each are then not treated as tied.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return False if func is torch.equal else func(*args, **(kwargs or {}))
 
 
 def parameter_type(original: nn.Module, options: ModelParallelParameters) -> torch.dtype | None:
-    """In which floating point type to make the parameters of a module that replaces ``original``.
+    """Return the floating point type for the parameters of a module that replaces ``original``.
 
-    None leaves it to the distributed modules: when the original has several types, under ``fp16_params``, and under
-    ``fp16`` and ``bf16``, where the weights that are made become the float32 master weights and would be rounded.
+    None leaves it to the distributed modules. This is so if the original has several types, under ``fp16_params``,
+    and under ``fp16`` and ``bf16``. There the new weights become the float32 master weights and would be rounded.
     """
     if options.fp16_params or Precision.of(options).is_half:
         return None
@@ -53,14 +56,14 @@ def parameter_type(original: nn.Module, options: ModelParallelParameters) -> tor
 
 @torch.no_grad()
 def set_parameter_type(made: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what a distributed module has made without looking at the type that it shall have."""
+    """Cast the parameters of a distributed module that were made in another type."""
     for parameter in made.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def state_of(original: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights and saved buffers of a module that is to be replaced, tied ones once."""
+    """Return the weights and saved buffers of a module that is to be replaced, tied ones once."""
     seen: dict[int, str] = {}
     state = original.state_dict(keep_vars=True)
     return {n: v for n, v in state.items() if isinstance(v, torch.Tensor) and seen.setdefault(id(v), n) == n}
@@ -103,7 +106,7 @@ class CarriedAttributes:
 
     @torch.no_grad()
     def hand_over(self) -> set[int]:
-        """Every rank takes its part; returns the ids of the parameters that have their values."""
+        """Copy this rank's part of the weights into the distributed form; return the ids of the parameters written."""
         for name, value in self._ours.items():
             where, target = self._slices.get(name), self._made[name]
             target.copy_(value if where is None else where.cut(value))
@@ -111,12 +114,12 @@ class CarriedAttributes:
 
 
 def inherit(original: nn.Module, made: nn.Module, to_ours: Translate | None, title: str, *, warns: bool) -> None:
-    """Set on ``made`` what scripts may have set on ``original``; what cannot be is warned about.
+    """Set on ``made`` what scripts may have set on ``original``, and warn about what cannot be set.
 
     Args:
         to_ours: how parameters are renamed; None if they keep their names.
         title: of the original, for warnings.
-        warns: whether this rank says them.
+        warns: whether this rank logs them.
     """
     made.train(original.training)
     for attribute in _KEPT_ATTRIBUTES:
@@ -177,7 +180,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _inherit_module_attributes(original: nn.Module, made: nn.Module) -> None:
-    """Attributes that a script or a parent has set on a module, or that its class has and the distributed form has not."""
+    """Copy attributes that a script or a parent has set on a module, or that only the original's class has."""
     for name, value in vars(original).items():
         is_own = name.startswith("_") or hasattr(made, name)
         if not is_own and not callable(value) and not _holds_weights(value):
@@ -257,5 +260,5 @@ def _any_of(attributes: Mapping[str, Any], names: tuple[str, ...]) -> bool:
 
 
 def listed(facts: list[str]) -> str:
-    """The first of some names or facts, for a message."""
+    """Return the first of some names or facts, for a message."""
     return ", ".join(facts[:3]) + (f" and {len(facts) - 3} more" if len(facts) > 3 else "")

@@ -1,4 +1,4 @@
-"""PyTorch's kernels for transformer layers in evaluation, which read weights past the modules that have them."""
+"""PyTorch's kernels for transformer layers in evaluation, which read weights without calling their modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MASK = "src_key_padding_mask"
 
 
 def leave_fast_paths(module: nn.Module, group: TensorGroup) -> None:
-    """Keep transformer layers that are split from such kernels; an encoder's results stay what they are with them."""
+    """Keep split transformer layers from using such kernels; an encoder's results stay the same as with them."""
     for part in module.modules() if group.size > 1 else ():
         is_split = any(
             isinstance(inside, DistributedModule) or entry_of(inside) is not None for inside in part.modules()
@@ -32,7 +32,10 @@ def leave_fast_paths(module: nn.Module, group: TensorGroup) -> None:
 
 
 def _zero_padding_of(encoder: nn.TransformerEncoder) -> Any:
-    """A hook of the last layer: in evaluation PyTorch's encoder hands on nested tensors, so that padding comes out as zeros."""
+    """Return a hook of the last layer that sets padding to zero in evaluation.
+
+    PyTorch's encoder would pass on nested tensors there, with the same effect.
+    """
 
     def hook(layer: nn.Module, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor | None:
         mask, given = kwargs.get(_MASK), kwargs.get("src_mask")

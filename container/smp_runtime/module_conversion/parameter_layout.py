@@ -1,4 +1,4 @@
-"""Distributed modules tell the registry where their parameters' elements are; state goes out whole and comes in sliced."""
+"""The layout of distributed modules' parameters for the registry; state goes out whole and comes in sliced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def place(module: nn.Module, registry: ParameterRegistry) -> None:
-    """Note axis, slice and whole shape of split parameters, and over which group each one's gradient is averaged."""
+    """Record axis, slice and whole shape of split parameters, and the group over which each gradient is averaged."""
     _close_fast_paths(module)
     watch_batches(module)
     for part in module.modules():
@@ -45,7 +45,7 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
 
 
 def watch_batches(module: nn.Module) -> None:
-    """With a common batch, find out in the first forward passes whether the ranks of a group have it."""
+    """Check in the first forward passes that the ranks of a group have one batch, if the batch is common."""
     hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - PyTorch has no public list of them
     if any(isinstance(hook, PrescaledBatchCheck) for hook in hooks):
         return
@@ -55,7 +55,10 @@ def watch_batches(module: nn.Module) -> None:
 
 
 def _close_fast_paths(module: nn.Module) -> None:
-    """PyTorch's encoder layers read their children's weights in evaluation, which distributed ones have a part of."""
+    """Turn off PyTorch's fast path in encoder layers with distributed children.
+
+    In evaluation it reads the children's weights, but distributed modules have only a part of them.
+    """
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer) and any(
             isinstance(child, DistributedModule) for child in part.modules()
@@ -64,12 +67,12 @@ def _close_fast_paths(module: nn.Module) -> None:
 
 
 def distributed_modules(module: nn.Module) -> Iterator[DistributedModule]:
-    """The distributed modules in ``module``, those inside others too."""
+    """Return the distributed modules in ``module``, nested ones too."""
     return (part for part in module.modules() if isinstance(part, DistributedModule))
 
 
 def slices_by_name(module: nn.Module) -> dict[str, TensorSlice]:
-    """Every split parameter's slice, under all of its names."""
+    """Return every split parameter's slice, under all of its names."""
     return {
         f"{prefix}.{name}" if prefix else name: where
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -82,7 +85,7 @@ def slices_by_name(module: nn.Module) -> dict[str, TensorSlice]:
 def whole_state(
     module: nn.Module, state: dict[str, Any], group: TensorGroup, *, to_first: bool = False
 ) -> dict[str, Any]:
-    """``state`` with split parameters whole; all ranks of the group call it.
+    """Return ``state`` with split parameters whole; all ranks of the group call it.
 
     Args:
         to_first: only on the first rank of the group, and these on the CPU; the others get nothing.
@@ -102,7 +105,7 @@ def whole_state(
 
 
 def get_distribution_axis(param: torch.Tensor) -> int | None:
-    """Along which dim tensor parallel ranks have parts of a parameter of a wrapped model.
+    """Return the dim along which a parameter of a wrapped model is split over tensor parallel ranks.
 
     Args:
         param: one of ``model.parameters()``.

@@ -1,4 +1,4 @@
-"""With ``prescaled_batch`` the ranks of a group get one batch; this finds out when a script shards its data otherwise."""
+"""A check that the ranks of a group get one batch with ``prescaled_batch``, in case a script shards it otherwise."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _Summary = tuple[tuple[int, ...], str, int | list[float]]
 
 
 class PrescaledBatchCheck:
-    """A hook in front of a module's first forward passes: raises on every rank when the inputs of one differ.
+    """A hook on a module's first forward passes that raises an error on every rank if the inputs differ.
 
     Whole numbers are compared by a checksum, floating point numbers by a sample of the elements, which may differ by
     rounding.
 
     Args:
-        group: the ranks whose inputs must be the same.
+        group: the ranks that must have the same inputs.
     """
 
     def __init__(self, group: TensorGroup) -> None:
@@ -46,7 +46,7 @@ class PrescaledBatchCheck:
         self._handle = module.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare what ``module`` is called with; it is PyTorch's hook."""
+        """Compare the arguments of ``module`` between the ranks; PyTorch's hook."""
         group, ranks = self._group, self._group.ranks
         if group.is_tracing:
             return

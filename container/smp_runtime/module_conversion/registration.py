@@ -1,4 +1,4 @@
-"""Which distributed module stands for which ordinary one, and how their interfaces translate."""
+"""Registrations: the distributed module for each ordinary one, and the translation of their interfaces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GIVEN = "_smp_arguments"
 
 @dataclass(frozen=True)
 class Registration:
-    """How one class of modules is distributed.
+    """The way in which one class of modules is distributed.
 
     Attributes:
         dist_module: the distributed class.
@@ -36,9 +36,9 @@ class Registration:
         only_if: name of a switch that the scope must turn on.
         translations: of a model's state to the original's names, and back.
         state_hook: from a state of the original to one of the distributed module.
-        shares_weights: whether others that have weights of an instance are replaced with it, and share those of the distributed
-            modules.
-        was_initialised: whether anybody gave an instance its weights; default: somebody did.
+        shares_weights: whether others that share weights with an instance are replaced with it, and share those of
+            the distributed modules.
+        was_initialised: whether an instance has initialized or loaded weights; default: it has.
     """
 
     dist_module: Any
@@ -55,17 +55,17 @@ class Registration:
 
     @property
     def to_ours(self) -> Translate | None:
-        """How the original's state is brought into the distributed module; None means under the same names."""
+        """Return the translation of the original's state to the distributed module's; None means the same names."""
         return self.translations[1] if self.translations is not None else self.state_hook
 
     def distributed(
         self, original: nn.Module, overrides: Mapping[str, Any], automatic: Mapping[str, Any] | None = None
     ) -> nn.Module:
-        """A distributed module like ``original``.
+        """Create a distributed module like ``original``.
 
         Args:
-            overrides: win over its own arguments.
-            automatic: used where neither gives a value.
+            overrides: take precedence over its own arguments.
+            automatic: used if neither has a value.
         """
         with without_modes():  # hooks may compute with tensors, also where the creation is deferred
             args, kwargs = self.arguments(original) if self.arguments is not None else original.__dict__[_GIVEN]
@@ -122,7 +122,7 @@ def tp_register(
     return_hook: Callable[..., Any] | None = None,
     state_hook: Translate | None = None,
 ) -> Callable[[type], type]:
-    """Decorator that registers ``dist_module`` as the distributed form of the class it stands on.
+    """Return a decorator that registers ``dist_module`` as the distributed form of a class.
 
     Args:
         dist_module: a subclass of ``smp.nn.DistributedModule``.
@@ -131,10 +131,10 @@ def tp_register(
         forward_hook: likewise for ``forward``.
         return_hook: from what ``dist_module`` returns to what the original would.
         state_hook: from a ``state_dict`` of the original to a whole one of ``dist_module``, so that the weights stay.
-            Needed where names or shapes differ; without it such a module gets new weights, with a warning.
+            Needed if names or shapes differ; without it such a module gets new weights, with a warning.
 
     Returns:
-        The decorator, which gives the class as it was.
+        The decorator, which returns the class unchanged.
 
     Raises:
         SMPUserError: ``dist_module`` is no such subclass, or a hook cannot be called.
@@ -160,12 +160,13 @@ def tp_register_with_module(
     return_hook: Callable[..., Any] | None = None,
     state_hook: Translate | None = None,
 ) -> None:
-    """Register ``dist_module`` as the distributed form of ``module_cls``, as :func:`tp_register` does for a class of one's own.
+    """Register ``dist_module`` as the distributed form of ``module_cls``.
 
-    Call it before the modules are created, since their arguments are noted then.
+    For a class of your own use :func:`tp_register`. Call it before the modules are created, since their arguments
+    are recorded then.
 
     Args:
-        module_cls: class whose instances are replaced.
+        module_cls: class; its instances are replaced.
         dist_module: subclass of ``smp.nn.DistributedModule``.
         init_hook: from the original's constructor arguments to ``(args, kwargs)`` of the distributed one's.
         forward_hook: likewise for ``forward``.
@@ -209,7 +210,7 @@ def register_later(class_name: str, function_name: str) -> None:
 
 
 def registration_of(module: nn.Module) -> Registration | None:
-    """How a module is distributed, or None; subclasses of a registered class are not."""
+    """Return a module's registration, or None; subclasses of a registered class have none."""
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind not in _by_class and name in _by_name:
@@ -219,7 +220,10 @@ def registration_of(module: nn.Module) -> Registration | None:
 
 
 def arguments_of(dist_module: Any) -> set[str]:
-    """Names that a distributed module takes; ``**options`` are those of its base class and of a transformer layer."""
+    """Return the names of a distributed module's arguments.
+
+    ``**options`` are those of its base class and of a transformer layer.
+    """
     from smp_runtime.nn.settings import LayerSettings
 
     names: set[str] = set()
@@ -235,7 +239,7 @@ def arguments_of(dist_module: Any) -> set[str]:
 
 
 def _note_arguments(module_cls: Any) -> None:
-    """Let instances remember what they were made with."""
+    """Let instances remember their constructor arguments."""
     original = vars(module_cls).get("__init__", module_cls.__init__)
     if getattr(original, "smp_notes", False):
         return
@@ -251,7 +255,7 @@ def _note_arguments(module_cls: Any) -> None:
 
 
 def was_noted(module: nn.Module) -> bool:
-    """Whether a module remembers its arguments; one made before its class was registered does not."""
+    """Return whether a module remembers its arguments; one made before its class was registered does not."""
     return _GIVEN in module.__dict__
 
 
@@ -264,5 +268,5 @@ def _pair(name: str, value: Any) -> Arguments:
 
 
 def distributed_classes() -> list[Any]:
-    """The distributed classes of all registrations."""
+    """Return the distributed classes of all registrations."""
     return [how.dist_module for how in _by_class.values()]

@@ -1,4 +1,4 @@
-"""Distributed modules take the place of ordinary ones, when the model is wrapped."""
+"""Replacement of ordinary modules by distributed ones, when the model is wrapped."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ _BY_THEMSELVES = (DistributedLinear, DistributedConv1D, DistributedEmbedding)
 
 
 def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
-    """``module`` with the outermost supported modules that scripts marked replaced; all ranks of the group call it.
+    """Replace the outermost supported modules that scripts marked in ``module``; all ranks of the group call it.
 
-    A marked module that cannot be distributed stays as it is, and a warning says why, once.
+    A marked module that cannot be distributed stays as it is, and a warning reports why, once.
     """
     builtin.register_all()
     automatic = _automatic(group)
@@ -106,7 +106,7 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
 
 
 def _read_by_others(model: nn.Module, candidates: Iterable[Candidate], group: TensorGroup) -> set[str]:
-    """Of linear maps and embeddings that are distributed by themselves, those whose whole weight something else needs."""
+    """Return the names of separately distributed linear maps and embeddings if other code needs the whole weight."""
     names = [candidate.name for candidate in candidates if candidate.how.dist_module in _BY_THEMSELVES]
     if group.size == 1 or not names:
         return set()
@@ -118,7 +118,7 @@ def _read_by_others(model: nn.Module, candidates: Iterable[Candidate], group: Te
 
 
 def _warn_if_useless(module: nn.Module, group: TensorGroup) -> None:
-    """Say that tensor parallelism has nothing to do in a model."""
+    """Log a warning if tensor parallelism has no effect on a model."""
     if (
         group.size == 1
         or group.ranks.rank != 0
@@ -137,13 +137,13 @@ def _warn_if_useless(module: nn.Module, group: TensorGroup) -> None:
 
 
 def _automatic(group: TensorGroup) -> Mapping[str, Any]:
-    """Arguments of distributed modules that follow from the configuration, unless a script gives them."""
+    """Return arguments of distributed modules that follow from the configuration, unless a script sets them."""
     sharded = group.size > 1 and group.ranks.cfg.sharded_data_parallel_degree > 1
     return {"distribute_embedding": True} if sharded else {}
 
 
 def _deferral_of(module: nn.Module, group: TensorGroup) -> Deferral | None:
-    """The record that the values of a module's parameters wait in, the last one if there are several."""
+    """Return the deferral that will write a module's parameters, the last one if there are several; or None."""
     tensors = [*module.parameters(), *module.buffers()]
     owners = [d for d in group.ranks.keep(Deferrals, Deferrals) if any(d.owns(tensor) for tensor in tensors)]
     return owners[-1] if owners else None
@@ -181,7 +181,7 @@ def _try(candidate: Candidate, automatic: Mapping[str, Any], group: TensorGroup)
 def _made(
     candidate: Candidate, dtype: torch.dtype | None, automatic: Mapping[str, Any], group: TensorGroup
 ) -> nn.Module:
-    """The distributed module, with the weights of the original, or with new ones where a script wants that.
+    """Create the distributed module, with the weights of the original, or with new ones if a script requests it.
 
     Raises:
         NotDistributableError: it cannot be made, or weights would be lost.
@@ -220,7 +220,7 @@ def _made(
 
 
 def _has_weights(candidate: Candidate, group: TensorGroup) -> bool:
-    """Whether the original has weights that are worth keeping; says it if not."""
+    """Return whether the original has weights that are worth keeping; log it if not."""
     if candidate.how.was_initialised(candidate.original):
         return True
     if group.ranks.rank == 0:
@@ -232,7 +232,7 @@ def _has_weights(candidate: Candidate, group: TensorGroup) -> bool:
 
 
 def _agreed_state(candidate: Candidate, group: TensorGroup) -> dict[str, torch.Tensor]:
-    """The original's state, on all ranks that of the group's first; empty if it has no values."""
+    """Return the original's state, on all ranks that of the group's first; empty if it has no values."""
     state = state_of(candidate.original)
     deferral = Deferral.current()
     waiting = [value for value in state.values() if value.is_meta]
@@ -252,7 +252,7 @@ def _agreed_state(candidate: Candidate, group: TensorGroup) -> dict[str, torch.T
 
 
 def _hand_over(candidate: Candidate, heritage: CarriedAttributes, made: nn.Module, group: TensorGroup) -> set[int]:
-    """Give ``made`` the weights of its original; returns the ids of the parameters that have them."""
+    """Copy the original's weights into ``made``; return the ids of the parameters written."""
     how, title = candidate.how, candidate.title
     if heritage.lost and how.arguments is not None:
         raise NotDistributableError(
@@ -289,12 +289,12 @@ def _left_alone(title: str, why: str, group: TensorGroup) -> None:
 
 
 def _paths(module: nn.Module) -> Counter[int]:
-    """How many names each module has, by its id."""
+    """Return the number of names of each module, by its id."""
     return Counter(id(part) for _, part in module.named_modules(remove_duplicate=False))
 
 
 def _put_in_place(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """Every reference to a replaced module becomes one to its replacement."""
+    """Replace every reference to a replaced module by its replacement."""
     if id(module) in made:
         return made[id(module)]
     for part in list(module.modules()):

@@ -1,4 +1,4 @@
-"""Which modules are to be distributed: marked while they are created inside a scope, or afterwards by name."""
+"""Marks on modules to distribute: set while they are created inside a scope, or afterwards by a function."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ _NO_MARK = Mark()
 def tensor_parallelism(
     enabled: bool = True, *, keep_weights: bool = True, plan: Mapping[str, str] | None = None, **overrides: Any
 ) -> Iterator[None]:
-    """Distribute the supported modules created inside, when ``smp.DistributedModel`` wraps the model.
+    """Distribute the supported modules created inside the block, when ``smp.DistributedModel`` wraps the model.
 
-    Of modules inside each other the outermost is distributed. Of scopes inside each other the innermost counts. A
-    module that shares weights with another, or whose sizes the tensor parallel degree does not divide, is left as it
-    is, with a warning.
+    Of nested modules the outermost is distributed. Of nested scopes the innermost counts. Some modules are left as
+    they are, with a warning: those that share weights with another, and those with sizes that the tensor parallel
+    degree does not divide.
 
     Args:
         enabled: False leaves the modules created inside as they are.
-        keep_weights: False lets the distributed modules draw new weights, in place of those that a module has when it is
-            wrapped: saves the time of handing them over where they do not matter.
-        plan: how linear maps in the outermost module created inside are split, where no distributed class stands for it: from
-            names, with ``*`` for any part of one, to the styles of Transformers. Default: the model's own plan, if it has one;
-            an empty one splits each linear map by itself.
-        overrides: arguments of the distributed modules, in place of those that the original's would give.
+        keep_weights: False lets the distributed modules draw new weights, instead of those that a module has when it
+            is wrapped. This saves the time to copy them if they do not matter.
+        plan: how linear maps in the outermost module created inside are split, if no distributed class replaces it:
+            from names, with ``*`` for any part of one, to the styles of Transformers. Default: the model's own
+            plan, if it has one. An empty plan splits each linear map separately.
+        overrides: arguments of the distributed modules, instead of those of the original.
 
     Raises:
         SMPUserError: an unknown keyword or style, or a switch that is not true or false.
@@ -85,8 +85,8 @@ def set_tensor_parallelism(
 ) -> None:
     """Distribute the outermost supported modules in ``module``, itself included, or leave all of them as they are.
 
-    For models whose creation a script cannot put a scope around; call it before ``smp.DistributedModel``. A later
-    call for a part of the module counts for that part.
+    Use it if a script cannot put a scope around the creation of a model. Call it before ``smp.DistributedModel``.
+    A later call for a part of the module counts for that part.
 
     Args:
         module: the model, or a part of it.
@@ -110,12 +110,12 @@ def set_tensor_parallelism(
 
 
 def mark_of(module: nn.Module) -> Mark:
-    """What a script asked for ``module``."""
+    """Return a script's mark on ``module``."""
     return module.__dict__.get(_MARK, _NO_MARK)
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether a script has said of any part of ``module`` whether it is to be distributed."""
+    """Return whether a script has marked any part of ``module``, to be distributed or not."""
     return any(_MARK in part.__dict__ for part in module.modules())
 
 

@@ -1,4 +1,4 @@
-"""What is changed on a module that is split in place, beside its linear maps: numbers of heads, and shared parameters."""
+"""Changes on a module that is split in place, besides its linear maps: numbers of heads, and shared parameters."""
 
 from __future__ import annotations
 
@@ -34,19 +34,21 @@ Number = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class BlockSplit:
-    """How a block is split.
+    """The way in which a block is split.
 
     Attributes:
         leaves: of its linear maps, by path.
-        numbers: heads and features of one rank, as (path of the module, attribute, value); of a configuration that the module
-            has, the attribute is ``config.num_heads``.
+        numbers: heads and features of one rank, as (path of the module, attribute, value); in a module's
+            configuration, the attribute is ``config.num_heads``, for example.
         regions: modules in which all gradients are partial: their first result is summed, by path.
-        tables: modules with parameters of which a rank has a part, by path: those of many experts, of heads, of norms.
-        summed: parameters that each rank has whole and uses on its own features, by name, so that their gradients are summed.
-        replicated: linear maps that stay whole, and whose results each rank uses in its own way.
+        tables: modules with parameters that are split over the ranks, by path: those of many experts, of heads, of
+            norms.
+        summed: parameters that each rank has whole and uses on its own features, by name; their gradients are
+            summed.
+        replicated: linear maps that stay whole; each rank uses their results in its own way.
         views: modules that make views by the width of their input: these are of this rank's features.
-        arguments: tensors of which the block takes this rank's slice.
-        results: tensors of which it returns this rank's slice: they are gathered when somebody uses them.
+        arguments: tensors; the block takes this rank's slice of each.
+        results: tensors; the block returns this rank's slice of each, which is gathered when it is used.
     """
 
     leaves: Mapping[str, LinearSplit]
@@ -61,10 +63,10 @@ class BlockSplit:
 
 
 def require_all(block: nn.Module, split: BlockSplit, made: Container[int]) -> None:
-    """All linear maps of a split must have been replaced: ``made`` has the ``id`` of those that were.
+    """Check that all linear maps of a split were replaced: ``made`` has the ``id`` of each replaced one.
 
     Raises:
-        SMPUserError: one was not, and the rest of the block counts on it.
+        SMPUserError: one was not, and the rest of the block needs it.
     """
     for path in (*split.leaves, *split.tables):
         if id(block.get_submodule(path)) not in made:
@@ -76,7 +78,10 @@ def require_all(block: nn.Module, split: BlockSplit, made: Container[int]) -> No
 
 
 def adapt(block: nn.Module, split: BlockSplit, group: TensorGroup) -> None:
-    """Scale the numbers of a block whose linear maps were replaced, let shared parameters be summed, and watch its calls."""
+    """Scale a block's numbers, let shared parameters be summed, and watch its calls.
+
+    Its linear maps must have been replaced.
+    """
     prepare(block, split, group)
     BlockEntry(group).watch(block)
     for shared in {
@@ -86,7 +91,7 @@ def adapt(block: nn.Module, split: BlockSplit, group: TensorGroup) -> None:
 
 
 def prepare(block: nn.Module, split: BlockSplit, group: TensorGroup) -> None:
-    """The same but for the calls: they have the group's batch already."""
+    """Scale a block's numbers and let shared parameters be summed; calls must have the group's batch already."""
     for path, attribute, value in split.numbers:
         part = block.get_submodule(path)
         holder, _, name = attribute.rpartition(".")
@@ -126,7 +131,7 @@ def _watch_tables(part: nn.Module, tables: Tables, group: TensorGroup) -> None:
 
 
 def number_of(block: nn.Module, path: str, attribute: str) -> Any:
-    """What a :data:`Number` is on a module that is not split."""
+    """Return the value of a :data:`Number` on a module that is not split."""
     found: Any = block.get_submodule(path)
     for name in attribute.split("."):
         found = getattr(found, name)
@@ -134,18 +139,18 @@ def number_of(block: nn.Module, path: str, attribute: str) -> Any:
 
 
 def become_whole(module: nn.Module) -> None:
-    """A copy of a module that is not split any more has its own numbers again."""
+    """Restore the whole numbers on a copy of a module that is not split any more."""
     for attribute, whole in module.__dict__.pop(_WHOLE_NUMBERS, {}).items():
         setattr(module, attribute, whole)
 
 
 class _OnOwnFeatures:
-    """Hooks that hand a module's parameter to its forward pass so that its gradients are summed over the group.
+    """Hooks that pass a module's parameter to its forward pass so that its gradients are summed over the group.
 
-    Where results are summed, what is added to them by every rank is a share of it.
+    If results are summed, every rank adds only a share of the parameter.
 
-    The module's own dictionary goes before its parameters: while the pass runs, the name there is that of what autograd
-    sums behind.
+    The module's own dictionary takes precedence over its parameters. While the pass runs, the name there refers to
+    the value that autograd sums behind.
     """
 
     def __init__(self, name: str, group: TensorGroup, *, is_summed: bool, is_divided: bool) -> None:

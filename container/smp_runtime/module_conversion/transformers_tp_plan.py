@@ -40,10 +40,10 @@ Leaves = Mapping[str, LinearSplit]
 
 
 def checked_plan(plan: object) -> dict[str, str]:
-    """A script's plan.
+    """Return a script's plan after a check.
 
     Raises:
-        SMPUserError: it is not one, or has a style that cannot be had.
+        SMPUserError: it is no plan, or has an unknown style.
     """
     if not isinstance(plan, Mapping) or not all(isinstance(s, str) for pair in plan.items() for s in pair):
         raise SMPUserError(
@@ -60,14 +60,14 @@ def checked_plan(plan: object) -> dict[str, str]:
 
 
 def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bool) -> dict[str, LinearSplit]:
-    """How a plan splits the linear maps in a module, by their paths.
+    """Return how a plan splits the linear maps in a module, by their paths.
 
     Args:
-        is_scripts: a script wrote it, so that every name in it must mean something; in a model's own one some may be those of
-            variants that this one is not.
+        is_scripts: a script wrote it, so that every name in it must exist. In a model's own plan some names may be
+            those of other variants of the model.
 
     Raises:
-        SMPUserError: in a script's plan a name is that of nothing in the module, or of what is no linear map.
+        SMPUserError: in a script's plan, a name does not exist in the module, or is no linear map.
     """
     found: dict[str, LinearSplit] = {}
     left: set[str] = set()

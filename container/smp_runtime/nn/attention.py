@@ -1,4 +1,4 @@
-"""``DistributedAttentionLayer``, of whose heads each rank computes some, and ``FlashAttentionLayer``, of a stacked ``qkv``."""
+"""``DistributedAttentionLayer``, split by heads over the ranks, and ``FlashAttentionLayer``, for a stacked ``qkv``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class DistributedAttentionLayer(HalfBlock):
-    """Self or cross attention, a linear map and dropout; added to the input, and normalised if asked for.
+    """Self or cross attention, a linear map and dropout; added to the input, and normalized if asked for.
 
-    It is checkpointed if the configuration says ``checkpoint_attentions``.
+    It is checkpointed if the configuration sets ``checkpoint_attentions``.
 
     Args:
         num_attention_heads, attention_head_size, hidden_size: as in :class:`DistributedTransformerLayer`.
@@ -87,7 +87,7 @@ class DistributedAttentionLayer(HalfBlock):
             mark(self)
 
     def forward(self, inputs: tuple[Any, ...]) -> torch.Tensor:
-        """Attention of ``(hidden_states, attention_mask)``, or of ``(hidden_states, cross_states, attention_mask)``.
+        """Compute attention of ``(hidden_states, attention_mask)``, with ``cross_states`` second in cross attention.
 
         Args:
             inputs: ``hidden_states`` and ``cross_states`` are ``[batch, seq, hidden]``, ``attention_mask`` is added to
@@ -132,7 +132,7 @@ class DistributedAttentionLayer(HalfBlock):
         self._scoring = self._make_scoring()
 
     def ready(self) -> list[torch.Tensor | None]:
-        """The parameters that work on rows, ready for use."""
+        """Return the parameters that work on rows, ready for use."""
         return self._row_parameters(self.dense.bias)
 
     def change(
@@ -144,7 +144,7 @@ class DistributedAttentionLayer(HalfBlock):
         ready: list[torch.Tensor | None],
         cache: Any = None,
     ) -> torch.Tensor:
-        """What attention adds to the residual stream; activations lie as inside.
+        """Return the attention's addition to the residual stream; activations are laid out as inside the block.
 
         Args:
             cache: has keys and values of earlier tokens for this rank's heads, and gets those of these; or None.
@@ -168,7 +168,7 @@ class DistributedAttentionLayer(HalfBlock):
     def _heads(
         self, normed: torch.Tensor, cross: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of this rank's heads, each ``[batch, heads, seq, head size]``."""
+        """Return queries, keys and values of this rank's heads, each ``[batch, heads, seq, head size]``."""
         size = self.settings.attention_head_size
         if self.settings.fused_qkv:
             weights, biases = [self.query_key_value.weight], [self.query_key_value.bias]
@@ -265,11 +265,11 @@ class FlashAttentionLayer(nn.Module):
             self.scale /= layer_idx + 1
 
     def forward(self, qkv: torch.Tensor, attn_mask: torch.Tensor | None = None, causal: bool = False) -> torch.Tensor:
-        """Attention of ``qkv``, ``[batch, seq, 3, heads, head size]``.
+        """Compute attention of ``qkv``, ``[batch, seq, 3, heads, head size]``.
 
         Args:
-            attn_mask: added to the scores, broadcastable to ``[batch, heads, seq, seq]``; under ``use_alibi`` it holds the
-                linear biases.
+            attn_mask: added to the scores, broadcastable to ``[batch, heads, seq, seq]``; under ``use_alibi`` it holds
+                the linear biases.
             causal: each token attends to itself and those before it.
 
         Returns:
@@ -282,5 +282,5 @@ class FlashAttentionLayer(nn.Module):
     def weigh(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
     ) -> torch.Tensor:
-        """The same of heads that are apart; see :func:`.attend`."""
+        """Compute attention of separate queries, keys and values; see :func:`.attend`."""
         return attend(query, key, value, mask, scoring, self.attention_dropout_prob if self.training else 0.0)

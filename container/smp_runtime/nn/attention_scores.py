@@ -1,4 +1,4 @@
-"""Attention itself: scores, masks and biases through PyTorch's scaled dot product attention."""
+"""Attention from queries, keys and values: scores, masks and biases, by PyTorch's scaled dot product attention."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def attend(
     scoring: Scoring,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Weighted sums of the values.
+    """Return weighted sums of the values.
 
     Args:
         query: ``[batch, heads, queries, head size]``.
         key: ``[batch, heads or a divisor, keys, head size]``; value likewise.
-        mask: added to the scores, ``[batch or 1, heads or 1, queries or 1, keys]``; booleans are True for a position that
-            takes part.
+        mask: added to the scores, ``[batch or 1, heads or 1, queries or 1, keys]``; booleans are True for a
+            position that takes part.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -97,7 +97,7 @@ def is_grouped_by_kernel(
 
 
 def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Scoring) -> torch.Tensor | None:
-    """Everything that is added to the scores; None when the kernel's own causal mask is all there is."""
+    """Return the sum of all biases of the scores; None if the kernel's own causal mask is enough."""
     queries = query.shape[2]
     window = scoring.window if scoring.window is not None and scoring.window < keys else None
     before = keys - queries if scoring.causal else 0  # tokens that only a cache has
@@ -121,9 +121,9 @@ def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Sc
 
 
 def alibi_slopes(heads: int, bias_max: int = 8) -> tuple[float, ...]:
-    """Slope of each head's linear bias: a geometric series that ends at ``2^-bias_max`` (arXiv 2108.12409).
+    """Return each head's slope: a geometric series that ends at ``2^-bias_max`` (arXiv 2108.12409).
 
-    For a number of heads that is no power of two, those of the next power, the odd ones first.
+    For a number of heads that is no power of two, return those of the next power, the odd ones first.
     """
     power = 2 ** math.ceil(math.log2(heads))
     slopes = [2.0 ** (-bias_max * (head + 1) / power) for head in range(power)]
@@ -151,7 +151,7 @@ def _kept_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 def _angles(
     frequencies: tuple[float, ...], length: int, scale: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, each ``[length, pairs]`` in float32."""
+    """Return cosine and sine, each ``[length, pairs]`` in float32."""
     # Kept for later calls, also those that train.
     with torch.inference_mode(False), torch.no_grad():
         return _computed_angles(frequencies, length, scale, device)
@@ -172,12 +172,12 @@ def rotate(
     scale: float = 1.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotary position embedding of the first ``2 · pairs`` channels.
+    """Apply rotary position embedding to the first ``2 · pairs`` channels.
 
     Args:
         tensor: ``[batch, heads, seq, head size]``.
         frequencies: angle per position of each pair of channels.
-        interleaved: pairs are neighbours; else channel i goes with i + pairs.
+        interleaved: pairs are neighbors; else channel i goes with i + pairs.
         positions: ``[batch or 1, seq]``; None means 0, 1, 2, …
     """
     pairs = len(frequencies)

@@ -1,4 +1,4 @@
-"""``DistributedModule``: the base of modules whose parameters are split over tensor parallel ranks."""
+"""``DistributedModule``: the base of modules with parameters that are split over tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 
 
 def current_group() -> TensorGroup:
-    """The tensor parallel group of the current session."""
+    """Return the tensor parallel group of the current session."""
     group = TensorGroup.of(sessions.current().ranks)
     traced.serve(group)
     return group
@@ -53,7 +53,7 @@ _creation = _Creation()
 
 @contextlib.contextmanager
 def parameters_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Distributed modules made inside have parameters of this type; None means PyTorch's default."""
+    """Give distributed modules made inside the block parameters of this type; None means PyTorch's default."""
     before, _creation.dtype = _creation.dtype, dtype
     try:
         yield
@@ -62,7 +62,7 @@ def parameters_in(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 class _DrawnFromOneSeed(type):
-    """Everything that the outermost distributed module creates is drawn from one seed, which the ranks agree on."""
+    """A metaclass: the outermost distributed module draws all its weights from one seed that the ranks agree on."""
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -113,11 +113,11 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         owner: int | None = None,
         exists: bool = True,
     ) -> None:
-        """A parameter of which each rank has a part along ``dim``, or None.
+        """Register a parameter that is split over the ranks along ``dim``, or None.
 
         Args:
             shape: of the whole.
-            pieces: lengths along ``dim`` that are shared out one by one, each of which the ranks divide; empty for one piece.
+            pieces: lengths along ``dim`` that are split one by one; the ranks divide each. Empty for one piece.
             owner: a rank of the group that has all of it, if the others have nothing.
         """
         if not exists:
@@ -135,7 +135,10 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
     def add_whole(
         self, name: str, shape: tuple[int, ...], fill: Fill, reduction: Group = Group.RDP, *, exists: bool = True
     ) -> None:
-        """A parameter that every rank has whole, or None; over ``DP`` if its gradient is that of this rank's own batch."""
+        """Register a parameter that every rank has whole, or None.
+
+        Pass ``DP`` as the reduction if its gradient is that of this rank's own batch.
+        """
         if not exists:
             self.register_parameter(name, None)
             return
@@ -143,7 +146,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         self.reductions[name] = reduction
 
     def share_of(self, what: str, size: int) -> int:
-        """This rank's part of ``size``.
+        """Return this rank's part of ``size``.
 
         Raises:
             IndivisibleError: the ranks do not divide it.
@@ -157,23 +160,23 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         return size // degree
 
     def become_whole(self, alone: TensorGroup) -> None:
-        """This copy of the module has got its parameters whole, and computes by itself; ``alone`` is a group of this rank.
+        """Turn this copy of the module into one with whole parameters that computes alone.
 
-        Subclasses that keep what follows from the group set it anew.
+        ``alone`` is a group of only this rank. Subclasses that store values derived from the group set them again.
         """
         self.tensor_group = alone
         self.tensor_slices = {name: TensorSlice.of(w.shape, w.dim, 0, 1) for name, w in self.tensor_slices.items()}
 
     def _own_part(self, name: str) -> Any:
-        """This rank's part of a parameter, for the module's own ``forward``.
+        """Return this rank's part of a parameter, for the module's own ``forward``.
 
-        What stands in its place goes before it: the module's own dictionary may have one that autograd sums behind, or that
-        is pruned or normed, and its class one with a parametrization.
+        A replacement takes precedence. The module's own dictionary may have one that autograd sums behind, or that is
+        pruned or normed; its class may have one with a parametrization.
         """
         return getattr(self, name) if name in self.__dict__ or name not in self._parameters else self._parameters[name]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Whole weights load too: each rank takes its part of them."""
+        """Load whole weights too: each rank takes its part of them."""
         for name, where in self.tensor_slices.items():
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor) and tuple(value.shape) == where.shape != where.local_shape:
@@ -182,9 +185,9 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
 
 
 class ReadByOthers(DistributedModule):
-    """A module that may stand in the place of one of the script's, whose weights code around it may read.
+    """A module that may replace one of the script's; code around it may read its weights.
 
-    While a forward pass runs they are whole for others than itself; it reads its part by :meth:`_own_part`.
+    While a forward pass runs, other code gets the whole weights. The module reads its part by :meth:`_own_part`.
     """
 
     #: Set where it stands for a module of the script's.

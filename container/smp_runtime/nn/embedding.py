@@ -33,7 +33,7 @@ class DistributedEmbedding(ReadByOthers):
         embedding_dim: channels, over all ranks.
         padding_idx: a row that stays zero and gets no gradient.
         max_norm: must be None: a row's norm is spread over the ranks.
-        norm_type: of ``max_norm``; as in ``nn.Embedding`` it has no effect without that, which a warning says.
+        norm_type: of ``max_norm``; it has no effect without that, as in ``nn.Embedding``, and logs a warning.
         scale_grad_by_freq: as in ``nn.Embedding``.
         sparse: must be False.
         initializer_range: standard deviation of the weights.
@@ -87,7 +87,7 @@ class DistributedEmbedding(ReadByOthers):
                 self.weight.copy_(self.tensor_slices["weight"].cut(_weight))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of the ids ``[batch, …]``, ``[batch, …, embedding_dim]``."""
+        """Return the rows of the ids ``[batch, …]``, as ``[batch, …, embedding_dim]``."""
         group = self.tensor_group
         own = group.size > 1 and not group.prescaled
         ids = whole_batch(agreeing_on_shape(input, group), group) if own else input
@@ -99,20 +99,22 @@ class DistributedEmbedding(ReadByOthers):
         return gathered(mine, group, -1, partial=False)
 
     def extra_repr(self) -> str:
-        """The sizes over all ranks, as PyTorch prints them."""
+        """Return the sizes over all ranks, as PyTorch prints them."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
 def rows_of_all(
     input: torch.Tensor, weight: torch.Tensor, here: range, padding: int | None, group: TensorGroup
 ) -> torch.Tensor:
-    """What an embedding gives of ids, when each rank has some rows of it: those of other ranks are zeros, until all are summed.
+    """Look up ids in an embedding that is split by rows, and sum the ranks' results.
+
+    Ids with rows on other ranks are zeros in a rank's own result.
 
     Args:
         input: ids ``[batch, …]``; with a batch per rank, this rank's.
         weight: ``[rows, hidden]`` of this rank.
         here: the ids that they are for.
-        padding: an id whose row gets no gradient.
+        padding: an id that gets no gradient for its row.
 
     Returns:
         ``[batch, …, hidden]``.
@@ -159,7 +161,7 @@ class VocabularyEmbedding(DistributedModule):
         self.start, self.stop = 0, self.vocab_size
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of the ids ``[batch, seq]``, ``[batch, seq, hidden]``."""
+        """Return the rows of the ids ``[batch, seq]``, as ``[batch, seq, hidden]``."""
         group = self.tensor_group
         if group.size == 1:
             return F.embedding(input, self.weight, self.padding_idx)
@@ -184,7 +186,7 @@ class WholeEmbedding(DistributedModule):
         self.add_whole("weight", (num_embeddings, embedding_dim), _rows(std, padding_idx), reduction)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of the ids ``[batch, seq]``, ``[batch, seq, embedding_dim]``."""
+        """Return the rows of the ids ``[batch, seq]``, as ``[batch, seq, embedding_dim]``."""
         return F.embedding(input, self.weight, self.padding_idx)
 
 

@@ -57,7 +57,7 @@ class DistributedTransformerOutputLayer(HalfBlock):
         self._add_norms(with_pre=not settings.single_pre_layernorm)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """``[batch, seq, hidden]`` to the same."""
+        """Map ``[batch, seq, hidden]`` to the same shape."""
         if not self.converts:
             return self._inside(inputs)
         return self.flow.leave(self._inside(self.flow.enter(inputs)), inputs)
@@ -67,11 +67,11 @@ class DistributedTransformerOutputLayer(HalfBlock):
         return self._residual(states, self.change(self.normed(states, ready), ready), ready[2:4])
 
     def ready(self) -> list[torch.Tensor | None]:
-        """The parameters that work on rows, ready for use."""
+        """Return the parameters that work on rows, ready for use."""
         return self._row_parameters(self.dense2.bias)
 
     def change(self, normed: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
-        """What the layer adds to the residual stream; activations lie as inside."""
+        """Return the layer's addition to the residual stream; activations are laid out as inside the block."""
         maps = [self.dense1, self.gate] if self.settings.gated_mlp else [self.dense1]
         first, *gates = self.flow.columns(normed, [m.weight for m in maps], [m.bias for m in maps])
         activate = ACTIVATIONS[self.settings.activation]

@@ -34,9 +34,9 @@ class DistributedTransformerLayer(DistributedModule):
         initializer_range: standard deviation of the weights under ``use_normal_initialization``.
         use_normal_initialization: else as PyTorch does.
         causal_mask_size: longest sequence under a causal mask, in positions; None attends everywhere.
-        add_cross_attention: a second attention, whose keys and values come from ``cross_states``.
-        pre_layernorm: normalise the input of each half; one of the two must be true.
-        post_layernorm: normalise the output of each half.
+        add_cross_attention: a second attention, with keys and values from ``cross_states``.
+        pre_layernorm: normalize the input of each half; one of the two must be true.
+        post_layernorm: normalize the output of each half.
         options: more of :class:`smp_runtime.nn.settings.LayerSettings`, such as ``use_alibi`` and ``alibi_bias_max``.
 
     Raises:
@@ -96,7 +96,7 @@ class DistributedTransformerLayer(DistributedModule):
         self.flow = choose_flow(alone)
 
     def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The layer's output, in a tuple like ``inputs``.
+        """Return the layer's output, in a tuple like ``inputs``.
 
         Args:
             inputs: ``(hidden_states, attention_mask)``; with cross attention ``(hidden_states, cross_states,
@@ -124,7 +124,7 @@ class DistributedTransformerLayer(DistributedModule):
     def _parallel(
         self, states: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None = None, cache: Any = None
     ) -> torch.Tensor:
-        """Both halves read the same input."""
+        """Run both halves on the same input."""
         ready = self.attention.ready()
         normed = self.attention.normed(states, ready)
         attend = self.attention.change
@@ -138,12 +138,12 @@ class DistributedTransformerLayer(DistributedModule):
         return self._narrowed(self.output.added(states, change, self.output.change(normed, ready)), states)
 
     def _narrowed(self, stream: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Within the layer the stream may be in float32; what leaves has the type of what entered."""
+        """Return the stream, which may be in float32 inside the layer, in the type of the layer's input."""
         return stream.to(states.dtype) if self.settings.fp32_residual_addition else stream
 
 
 def enter_all(flow: ActivationFlow, settings: LayerSettings, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A layer's inputs, laid as inside."""
+    """Return a layer's inputs, laid out as inside the block."""
     causal = settings.causal_mask_size is not None
     states = inputs[0]
     if settings.add_cross_attention:

@@ -59,7 +59,7 @@ class DistributedLinear(ReadByOthers):
         self.add_whole("bias", (self.out_features,), fill, reduction, exists=bias)
 
     def _map(self) -> torch.Tensor:
-        """The weight, ``[out, in / tp]``."""
+        """Return the weight, ``[out, in / tp]``."""
         return self._own_part("weight")
 
     def _lie_on(self, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class DistributedLinear(ReadByOthers):
             self.to(device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[batch, …, in]`` to ``[batch, …, out]``."""
+        """Map ``[batch, …, in]`` to ``[batch, …, out]``."""
         group = self.tensor_group
         if group.size == 1:
             return F.linear(input, self._map(), self.bias)
@@ -89,7 +89,7 @@ class DistributedLinear(ReadByOthers):
         return output if self.bias is None else output + self.bias
 
     def extra_repr(self) -> str:
-        """The sizes over all ranks, as PyTorch prints them."""
+        """Return the sizes over all ranks, as PyTorch prints them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 

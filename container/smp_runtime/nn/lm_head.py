@@ -31,7 +31,7 @@ IGNORED = -100
 
 
 class DistributedTransformerLMHead(DistributedModule):
-    """A transformer with word, position and token type embeddings, and a head whose weight is the word embedding's.
+    """A transformer with word, position and token type embeddings, and a head that shares the word embedding's weight.
 
     Args:
         num_layers: transformer layers.
@@ -44,9 +44,9 @@ class DistributedTransformerLMHead(DistributedModule):
         num_positions: rows of the position embedding; 0 for none.
         num_token_types: rows of the token type embedding; 0 for none.
         add_lm_head: False returns the transformer's output.
-        distribute_embedding: share the vocabulary of embedding and head out over the ranks, and compute the loss
+        distribute_embedding: split the vocabulary of embedding and head over the ranks, and compute the loss
             without whole logits; else every rank has both whole.
-        final_layernorm: normalise the transformer's output.
+        final_layernorm: normalize the transformer's output.
         tie_word_embeddings: False gives the head a weight of its own.
         lm_head_bias: whether the head has a bias.
         embedding_dropout_prob: of the embeddings' sum; None means ``hidden_dropout_prob``.
@@ -130,7 +130,7 @@ class DistributedTransformerLMHead(DistributedModule):
         self.distributes_vocabulary = False
 
     def forward(self, inputs: tuple[Any, ...]) -> Any:
-        """Logits, or with labels loss and logits; without the head the transformer's output.
+        """Return the logits, or with labels the loss and the logits; without the head the transformer's output.
 
         Args:
             inputs: ``(input_ids, attention_mask, token_type_ids, position_ids, labels)``; with cross attention
@@ -158,13 +158,13 @@ class DistributedTransformerLMHead(DistributedModule):
     def _agree_on_inputs(
         self, ids: torch.Tensor, token_types: torch.Tensor | None, labels: torch.Tensor | None
     ) -> None:
-        """Make sure that the ranks' batches fit together where the vocabulary is shared out; else the transformer asks."""
+        """Check that the ranks' batches fit together if the vocabulary is split; else the transformer checks them."""
         if self.distributes_vocabulary:
             agree_on_shape(self.tensor_group, ids, token_type_ids=token_types, labels=labels)
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Type of the activations."""
+        """Return the type of the activations."""
         return self.word_embedding.weight.dtype
 
     def hidden_states(
@@ -177,7 +177,7 @@ class DistributedTransformerLMHead(DistributedModule):
         cache: Any = None,
         past: int = 0,
     ) -> torch.Tensor:
-        """The transformer's output, ``[batch, seq, hidden]``; masks are additive here.
+        """Return the transformer's output, ``[batch, seq, hidden]``; masks are additive here.
 
         Args:
             cache: keys and values of ``past`` tokens before these, to which the layers add theirs; or None.
@@ -225,14 +225,14 @@ class DistributedTransformerLMHead(DistributedModule):
         return weight, self.lm_head.bias
 
     def _local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of this rank's part of the vocabulary, for the batches of the whole group."""
+        """Return the logits of this rank's part of the vocabulary, for the batches of the whole group."""
         group = self.tensor_group
         own = not group.prescaled
         rows = collectives.gathered(hidden, group, 0, partial=True) if own else collectives.replicated(hidden, group)
         return F.linear(rows, *self._head())
 
     def _whole_logits(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's batch with the whole vocabulary."""
+        """Return the logits of this rank's batch, with the whole vocabulary."""
         group = self.tensor_group
         size = -(-self.vocab_size // group.size)
         if local.shape[-1] < size:
@@ -244,7 +244,7 @@ class DistributedTransformerLMHead(DistributedModule):
         return whole[..., : self.vocab_size]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[batch, seq, hidden]`` to ``[batch, seq, vocabulary]``."""
+        """Map ``[batch, seq, hidden]`` to ``[batch, seq, vocabulary]``."""
         if not self.distributes_vocabulary:
             return F.linear(hidden, *self._head())
         return self._whole_logits(self._local_logits(hidden))
@@ -252,7 +252,10 @@ class DistributedTransformerLMHead(DistributedModule):
     def loss_and_logits(
         self, hidden: torch.Tensor, labels: torch.Tensor, count: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mean loss over this rank's labels, and the logits; ``count`` divides the sum instead of their number."""
+        """Return the mean loss over this rank's labels, and the logits.
+
+        If ``count`` is passed, the sum is divided by it instead of by the number of labels.
+        """
         if self.shifts_labels:
             labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         targets = labels.reshape(-1)
@@ -291,7 +294,7 @@ class _Head(DistributedModule):
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """``[batch, seq]`` with 1 for a masked position, as what is added to scores, ``[batch, 1, 1, seq]``."""
+    """Turn ``[batch, seq]`` with 1 for a masked position into a summand for scores, ``[batch, 1, 1, seq]``."""
     if mask is None:
         return None
     lowest = torch.finfo(dtype).min

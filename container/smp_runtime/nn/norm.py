@@ -61,9 +61,9 @@ class RowNorm(DistributedModule):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``[..., hidden]`` normalised; with other tensors in place of its own weight and bias.
+        """Normalize ``[..., hidden]``; ``weight`` and ``bias`` replace the module's own.
 
-        Of a residual stream in float32 the norm is computed so, and comes in the type of a weight in half precision.
+        A residual stream in float32 is normalized in float32. If the weight is in half precision, so is the result.
         """
         if weight is None:
             weight, bias = self.weight, self.bias

@@ -1,8 +1,8 @@
-"""Losses of tensor parallel ranks that depend on different results of split modules, where each rank has a batch of its own.
+"""Losses of tensor parallel ranks with a batch each that depend on different results of split modules.
 
-A split module puts the ranks' batches together, so its backward pass has collectives, and every rank has to take part in them.
-Before anything of a backward pass runs, PyTorch knows which nodes of the graph it will reach. The ranks tell each other, and one
-whose loss leaves out a result that another's loss takes begins backward there, too, with a gradient of zero.
+A split module joins the ranks' batches, so its backward pass has collectives that need every rank. Before a
+backward pass runs, PyTorch knows which nodes of the graph it will reach. The ranks exchange this. If a rank's
+loss leaves out a result that another rank's loss uses, it also begins backward there, with a gradient of zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Result(NamedTuple):
-    """A tensor that a module has returned, without the tensor, whose memory may be needed.
+    """A tensor that a module has returned, without its data, so that the memory can be freed.
 
     Attributes:
         module: its path.
@@ -41,7 +41,7 @@ class _Result(NamedTuple):
     device: torch.device
 
     def zero(self) -> torch.Tensor:
-        """A gradient of zero, which takes no memory."""
+        """Return a gradient of zero that takes no memory."""
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
@@ -77,7 +77,7 @@ class ReachedCalls:
             self._follow(child, f"{path}.{name}" if path else name)
 
     def note(self, path: str, output: Any) -> None:
-        """A module has returned ``output``; only inside a step, whose results do not outlast it."""
+        """Record a module's ``output``, only inside a step: the results do not outlast it."""
         step = self._ranks.step
         if step.microbatch is None or step.is_tracing or not torch.is_grad_enabled() or backward_pass() != -1:
             return
@@ -89,14 +89,14 @@ class ReachedCalls:
                 self._results.append(_Result(path, edge, leaf.shape, leaf.dtype, leaf.device))
 
     def begin(self, microbatch: int | None = None) -> None:
-        """A step or a microbatch begins."""
+        """Forget the results at the start of a step or a microbatch."""
         self._results = []
         self._microbatch = microbatch
 
     def backward(
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], **options: Any
     ) -> None:
-        """Run backward, on every rank through all that any rank's loss takes.
+        """Run backward, on every rank through all results that any rank's loss uses.
 
         Raises:
             SMPUserError: the ranks have called different modules.
@@ -111,7 +111,7 @@ class ReachedCalls:
     def _attempt(
         self, results: Sequence[_Result], roots: Sequence[Any], seeds: Sequence[torch.Tensor | None], options: Any
     ) -> list[_Result] | None:
-        """Run backward if it reaches the same results on all ranks; else return what this rank's pass leaves out."""
+        """Run backward if it reaches the same results on all ranks; else return those that this rank leaves out."""
         agreed = False
         left_out: list[_Result] | None = None
 
@@ -138,7 +138,10 @@ class ReachedCalls:
         return None
 
     def _left_out(self, results: Sequence[_Result]) -> list[_Result] | None:
-        """Return what this rank's backward pass will not reach, and another's will; None if it is the same on all."""
+        """Return the results that this rank's backward pass will not reach, but another's will.
+
+        Return None if all ranks reach the same results.
+        """
         reached = tuple(will_run(result.edge.node) for result in results)
         every = self._ranks.control.allgather(reached, self._members)
         counts = [len(theirs) for theirs in every]

@@ -42,7 +42,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[bool, str]] = {
 
 
 def tell_without_effect(given: Mapping[str, Any]) -> None:
-    """Warn, once per job, of switches in ``given`` that are set and change nothing."""
+    """Warn, once per job, about switches in ``given`` that are set but have no effect."""
     for name, (usual, why) in WITHOUT_EFFECT.items():
         if given.get(name, usual) is not usual:
             sessions.say_once(f"{name}={given[name]} ignored: {why}")
@@ -54,22 +54,22 @@ class LayerSettings:
 
     Attributes:
         causal_mask_size: longest sequence under a causal mask; None attends everywhere.
-        fp32_residual_addition: add residuals in float32. A sum that no norm follows stays in float32 between the halves
-            of a layer; what leaves the layer has the type of what entered.
+        fp32_residual_addition: add residuals in float32. A sum that no norm follows stays in float32 between
+            the halves of a layer. The output of the layer has the type of its input.
         attention_in_fp32: compute attention in float32.
         query_key_layer_scaling: keeps scores of half precision in range by dividing them by the layer's number and
             multiplying inside the softmax; PyTorch's kernels keep scores in float32, so the result is the same and
-            nothing is left to do, which a warning says.
+            the switch has no effect, as a warning reports.
         fused_softmax, fused_dropout, fused_bias_gelu, flash_attention: choose kernels; PyTorch's attention is fused
-            whatever they are, which a warning says.
-        use_alibi: linear biases of attention, with base ``alibi_bias_max``.
+            in any case, as a warning reports.
+        use_alibi: add linear biases to attention scores, with base ``alibi_bias_max``.
         scale_attention_scores: divide scores by √head size.
         scale_attn_by_layer_idx: divide scores by the layer's number, ``layer_idx + 1``.
         num_key_value_heads: fewer heads of keys and values than of queries; None means as many.
         rotary_frequencies: angle per position of each pair of channels; None means no rotary embedding.
-        rotary_interleaved: pairs are neighbours; else channel i goes with i + rotary dim / 2.
+        rotary_interleaved: pairs are neighbors; else channel i goes with i + rotary dim / 2.
         rotary_scale: factor of the rotated channels.
-        window_size: each token attends to so many last ones.
+        window_size: each token attends to so many last tokens.
         fused_qkv: queries, keys and values in one matrix, head by head.
         use_qkv_bias, use_attn_dense_bias, use_mlp_bias: whether the linear maps have biases.
         parallel_attn_output: attention and output layer both read the layer's input.
@@ -149,7 +149,7 @@ class LayerSettings:
 
     @classmethod
     def of(cls, constructor: Mapping[str, Any]) -> LayerSettings:
-        """The settings that a layer's constructor was called with.
+        """Return the settings from the arguments of a layer's constructor.
 
         Args:
             constructor: its ``locals()``.
@@ -166,14 +166,14 @@ class LayerSettings:
 
     @classmethod
     def given(cls, constructor: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a constructor's ``locals()``, what a layer inside it gets: settings by name, and all ``options``."""
+        """Return the settings for an inner layer from a constructor's ``locals()``: those by name, and all ``options``."""
         return {name: constructor[name] for name in cls.names() if name in constructor} | constructor["options"]
 
     @classmethod
     def names(cls) -> list[str]:
-        """All settings' names."""
+        """Return the names of all settings."""
         return [field.name for field in fields(cls)]
 
     def as_arguments(self) -> dict[str, Any]:
-        """Keyword arguments that make a layer like this."""
+        """Return keyword arguments that make a layer like this."""
         return asdict(self)

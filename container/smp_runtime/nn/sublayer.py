@@ -1,4 +1,4 @@
-"""What the attention and the output layer have in common: norms, residual, and the way in and out of a block."""
+"""The common part of attention and output layer: norms, residual, and entering and leaving a block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class HalfBlock(DistributedModule):
     compiled_method = "_inside"
 
     def around_compiled(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers of a compiled call, but for those that agree over the ranks, which :meth:`Flow.dropout` draws."""
+        """Run a compiled call with this rank's own random numbers.
+
+        Numbers that must be the same on all ranks are drawn by :meth:`Flow.dropout`.
+        """
         return split_dropout(
             self.tensor_group, self.tensor_group.device, self.training and self.settings.attention_dropout_prob > 0.0
         )
@@ -68,27 +71,27 @@ class HalfBlock(DistributedModule):
         return special if ends_in_residual and special is not None else settings.initializer_range
 
     def _row_parameters(self, *biases: nn.Parameter | None) -> list[torch.Tensor | None]:
-        """Weight and bias of the norm before, of the norm behind, then ``biases``; ready for use on rows."""
+        """Return weight and bias of the norm before, of the norm after, then ``biases``; ready for use on rows."""
         norms = [
             (None, None) if norm is None else (norm.weight, norm.bias) for norm in (self.pre_layernorm, self.layernorm)
         ]
         return self.flow.shared(*norms[0], *norms[1], *biases)
 
     def normed(self, states: torch.Tensor, ready: list[torch.Tensor | None]) -> torch.Tensor:
-        """What the layer reads."""
+        """Return the layer's input after the norm in front of it, if there is one."""
         return states if self.pre_layernorm is None else self.pre_layernorm(states, ready[0], ready[1])
 
     def added(self, states: torch.Tensor, *changes: torch.Tensor) -> torch.Tensor:
-        """The residual sum; under ``fp32_residual_addition`` in float32."""
+        """Return the residual sum; under ``fp32_residual_addition`` in float32."""
         if self.settings.fp32_residual_addition:
             states, changes = states.float(), tuple(change.float() for change in changes)
         return sum(changes, start=states)
 
     def _residual(self, states: torch.Tensor, change: torch.Tensor, norm: list[torch.Tensor | None]) -> torch.Tensor:
-        """``states + change``, normalised if the layer does it behind; ``norm`` is that norm's weight and bias.
+        """Return ``states + change``, normalized if the layer has a norm after it.
 
-        Under ``fp32_residual_addition`` a sum that no norm follows stays in float32, for the next half of the layer
-        around this one.
+        ``norm`` is the weight and bias of that norm. Under ``fp32_residual_addition`` a sum that no norm follows stays in
+        float32, for the next half of the layer around this one.
         """
         total = self.added(states, change)
         if not self.settings.fp32_residual_addition:

@@ -78,7 +78,7 @@ class DistributedTransformer(DistributedModule):
         self.flow = choose_flow(alone)
 
     def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The last layer's output, in a tuple like ``inputs``; see :class:`DistributedTransformerLayer`."""
+        """Return the last layer's output, in a tuple like ``inputs``; see :class:`DistributedTransformerLayer`."""
         if self._settings is None:
             return inputs
         entered = enter_all(self.flow, self._settings, inputs)
@@ -94,7 +94,10 @@ class DistributedTransformer(DistributedModule):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether layers keep only their inputs for backward; Transformers' models set it on what is inside them."""
+        """Return whether layers keep only their inputs for backward.
+
+        Transformers' models set this property on their inner modules.
+        """
         return any(is_marked(layer) for layer in self.seq_layers)
 
     @gradient_checkpointing.setter

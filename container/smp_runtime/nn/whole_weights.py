@@ -1,4 +1,4 @@
-"""The whole of a split weight, for code that reads it past the module that has it: ``F.linear(x, self.enter.weight)``."""
+"""The whole of a split weight, for code outside its module that reads it: ``F.linear(x, self.enter.weight)``."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class WholeWeight(LazyTensor):
 
     @staticmethod
     def __new__(cls, source: _Source) -> WholeWeight:
-        """Without memory of its own."""
+        """Create a tensor without memory of its own."""
         made = cls.like(source.where.shape, source.mine.dtype, source.mine.device)
         made.source = source
         return made
 
     def elements(self) -> torch.Tensor:
-        """All ranks' parts; every rank of the group calls it."""
+        """Gather all ranks' parts; every rank of the group calls it."""
         return gather_whole(self.source.mine.detach(), self.source.where, self.source.group)
 
     @classmethod
@@ -174,13 +174,13 @@ class _WholeWeight(torch.autograd.Function):
 
 
 def is_read_in_forward(group: TensorGroup) -> bool:
-    """Whether the script's own code runs as a part of a forward pass, or what repeats it in backward."""
+    """Return whether the script's code runs inside a forward pass, or its recomputation in backward."""
     step = group.ranks.step
     return step.microbatch is not None or step.is_in_forward or backward_pass() != -1
 
 
 def whole_weight(name: str, mine: torch.Tensor, where: TensorSlice, group: TensorGroup) -> torch.Tensor:
-    """A tensor of the whole's shape, to be gathered when it is used; gradients go to each rank's part."""
+    """Return a tensor of the whole's shape that is gathered on use; gradients go to each rank's part."""
     if group.is_tracing:  # of the right shape, and seen to use the parameter
         runs = -(-where.shape[where.dim] // max(1, mine.shape[where.dim]))
         return torch.cat([mine] * runs, where.dim).narrow(where.dim, 0, where.shape[where.dim])

@@ -1,7 +1,7 @@
-"""Gradients that have only accumulated so far are reduced before they are clipped or an update takes them.
+"""Reduction of accumulated gradients before they are clipped or an update takes them.
 
-``backward_passes_per_step`` reduces after complete groups of passes. An epoch may end in the middle of one, and a script then
-updates with what there is, as in one process.
+``backward_passes_per_step`` reduces after complete groups of passes. An epoch may end in the middle of one. A script
+then updates with the gradients so far, as in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def reduce_accumulated(session: Session, parameters: Iterable[torch.Tensor]) -> None:
-    """Reduce what the models of these parameters have accumulated; every rank calls it."""
+    """Reduce the accumulated gradients of the models of these parameters; every rank calls it."""
     models = [model for model in session.models if model.has_accumulated]
     wanted = {id(parameter) for parameter in parameters} if models else set()
     for model in models:
@@ -43,5 +43,5 @@ class _BeforeUpdates:
 
 
 def reduce_before_updates(session: Session) -> None:
-    """Until the session closes, optimizers that are not wrapped find reduced gradients, too."""
+    """Reduce gradients before updates of optimizers that are not wrapped, until the session closes."""
     session.ranks.keep(_BeforeUpdates, lambda: _BeforeUpdates(session))

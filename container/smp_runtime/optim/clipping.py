@@ -1,8 +1,8 @@
-"""PyTorch's functions that clip and measure gradients do so as in one process on a wrapped model, wherever the gradients lie.
+"""PyTorch's functions that clip and measure gradients, made to act on a wrapped model as in one process.
 
 These are ``clip_grad_norm_``, ``clip_grads_with_norm_``, ``get_total_norm`` and ``clip_grad_value_`` of ``torch.nn.utils``.
-PyTorch's functions measure what this rank has. Where that is a part of the gradient, every rank would scale by another
-factor; where gradients lie in shards, it would find none. Scripts and libraries call it all the same.
+PyTorch's functions measure this rank's own gradients. If these are a part of the gradient, every rank would scale by
+another factor. If gradients lie in shards, the functions would find none. Scripts and libraries call them all the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Pairs = list[tuple["nn.Parameter", torch.Tensor]]
 
 
 def needs_other_ranks(session: Session) -> bool:
-    """Whether gradients are not what one process has, on the parameters of one rank."""
+    """Return whether the norm of this rank's own gradients differs from the norm over the whole model."""
     parameters = session.ranks.cfg
     return (
         session.ranks.size(Group.PP) > 1
@@ -56,7 +56,7 @@ def needs_other_ranks(session: Session) -> bool:
 
 
 def clip_over_ranks(session: Session, *, accumulates: bool = False) -> None:
-    """Until the session closes, PyTorch's function clips parameters of wrapped models over all ranks that have some.
+    """Make PyTorch's function clip wrapped models' parameters over all their ranks, until the session closes.
 
     Args:
         accumulates: whether gradients may still be those of this rank when a script clips them.
@@ -90,7 +90,7 @@ def clip_over_ranks(session: Session, *, accumulates: bool = False) -> None:
 
 
 def wrapped_function(wrapper: Callable[..., Any]) -> types.CellType:
-    """Where a wrapper made with ``functools.wraps`` keeps the function that it calls.
+    """Return the closure cell in which a wrapper made with ``functools.wraps`` keeps its function.
 
     Raises:
         SMPRuntimeError: the function is not wrapped, in a PyTorch that the runtime is not tested with.
@@ -107,7 +107,7 @@ def wrapped_function(wrapper: Callable[..., Any]) -> types.CellType:
 
 
 class _Measured(threading.local):
-    """How the norm was asked for that this thread scales by next."""
+    """The arguments of the last norm measurement, by which this thread scales next."""
 
     norm_type: float = 2.0
     error_if_nonfinite: bool = False
@@ -122,7 +122,7 @@ class _Clipping:
         self._said = False
 
     def measuring(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Note what the norm is measured by; whether it is to be finite is looked at when it is known."""
+        """Record the kind of norm; the check that it is finite follows when it is known."""
 
         @functools.wraps(original)
         def measure(
@@ -152,7 +152,7 @@ class _Clipping:
         return scale
 
     def clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for a PyTorch that does both in one function."""
+        """Measure and scale gradients, for a PyTorch that does both in one function."""
 
         @functools.wraps(original)
         def clip(
@@ -222,7 +222,10 @@ class _Clipping:
         return clamp
 
     def _owner(self, parameters: list[nn.Parameter]) -> tuple[TrainedModel | None, TrainedOptimizer | None]:
-        """The wrapped model that parameters belong to, and the wrapped optimizer that updates them; None where it is not one."""
+        """Return the wrapped model that has the parameters, and the wrapped optimizer that updates them.
+
+        Either is None if there is not exactly one.
+        """
         session = self._session()
         wanted = {id(parameter) for parameter in parameters}
         models = [] if session is None else [m for m in session.models if wanted & _own(m)]
@@ -242,7 +245,7 @@ class _Clipping:
         return models[0], None
 
     def _total(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """The norm over all ranks; None if PyTorch's own way is right, or nothing better is known."""
+        """Return the norm over all ranks; None if PyTorch's own result is right, or the best available."""
         session = self._session()
         if session is None or not session.models:
             return None

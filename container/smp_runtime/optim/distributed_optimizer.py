@@ -39,7 +39,7 @@ logger = logging.getLogger("smp")
 
 
 def _inner(name: str, meaning: str) -> property:
-    """An attribute that is read and set on the inner optimizer."""
+    """Return a property that reads and sets an attribute of the inner optimizer."""
     return property(
         lambda self: getattr(self.optimizer, name),
         lambda self, value: setattr(self.optimizer, name, value),
@@ -114,7 +114,7 @@ class DistributedOptimizer(SavedOptimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The groups of the inner optimizer."""
+        """Return the groups of the inner optimizer."""
         if self._model is not None:  # a script that goes through them finds what it has written into the model before
             self._model.adopt_writes()
         return self.optimizer.param_groups
@@ -133,10 +133,10 @@ class DistributedOptimizer(SavedOptimizer):
             self._replace(self.optimizer.param_groups[-1])
 
     def bind(self, model: TrainedModel) -> None:
-        """Update what ``model`` keeps for updating, instead of its parameters; called once both are wrapped.
+        """Update the optimizer shards of ``model`` instead of its parameters; called once both are wrapped.
 
-        With pipeline parallelism it is called again when the model has been partitioned. All stages then bind an optimizer
-        that has any of the model's parameters, or none does: later they communicate.
+        With pipeline parallelism it is called again after the model has been partitioned. Either all stages then bind an
+        optimizer that has any of the model's parameters, or none does: later they communicate.
         """
         if model is not self._model:
             self._follow_replaced()
@@ -178,9 +178,9 @@ class DistributedOptimizer(SavedOptimizer):
             self._replace(group)
 
     def release(self) -> None:
-        """Let go of parameters and state, for a model that is laid out anew; :meth:`take_over` comes next.
+        """Release parameters and state, for a model that is laid out anew; :meth:`take_over` comes next.
 
-        Groups keep their settings, and stay the same objects, which schedulers hold.
+        Groups keep their settings, and stay the same objects, since schedulers hold them.
         """
         self._model = None
         self._originals = []
@@ -206,7 +206,7 @@ class DistributedOptimizer(SavedOptimizer):
         self.bind(model)
 
     def _follow_replaced(self) -> None:
-        """An optimizer of the unwrapped model updates what tensor parallelism has put in place of its parameters."""
+        """Update the parameters that tensor parallelism has put in place of the unwrapped model's."""
         successors = self._ranks.kept(Successors)
         if successors is None:
             return
@@ -221,7 +221,7 @@ class DistributedOptimizer(SavedOptimizer):
         return WholeNorms(self._ranks, model, self._optimizer_shards, lambda: session.records)
 
     def updates(self, model: TrainedModel) -> bool:
-        """Whether this optimizer updates shards of ``model``."""
+        """Return whether this optimizer updates shards of ``model``."""
         return self._model is model
 
     def drop_gradients_of(self, model: TrainedModel, *, to_zero: bool) -> None:
@@ -307,7 +307,7 @@ class DistributedOptimizer(SavedOptimizer):
         reduce_accumulated(self._session, self._parameters())
 
     def _reducing_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The same closure, whose gradients are reduced when it returns."""
+        """Return a closure that calls ``closure`` and then reduces its gradients."""
 
         def reducing() -> Any:
             result = closure()
@@ -321,9 +321,9 @@ class DistributedOptimizer(SavedOptimizer):
             heard(self)
 
     def update_master_grads(self) -> None:
-        """Bring the reduced gradients to what is updated: in float32, without the loss scale, checked for overflow.
+        """Bring the reduced gradients to the optimizer shards: in float32, without the loss scale, checked for overflow.
 
-        Again only for what backward has added to since.
+        A later call brings only the gradients that backward has added to since.
 
         Raises:
             SMPUserError: it was added, with the loss scale, to sharded gradients that were divided by it already.
@@ -396,12 +396,12 @@ class DistributedOptimizer(SavedOptimizer):
     ) -> float:
         """Scale the gradients down to a norm of at most ``max_norm``; call it on every rank, before :meth:`step`.
 
-        What ``torch.nn.utils.clip_grad_norm_`` does in one process, with any kind of parallelism and in any precision.
+        It equals ``torch.nn.utils.clip_grad_norm_`` in one process, with any kind of parallelism and in any precision.
 
         Args:
             max_norm: of the whole gradient.
             norm_type: ``p`` of the p-norm; ``float("inf")`` for the greatest element.
-            among: the parameters whose gradients are measured and scaled, by default all of this optimizer.
+            among: the parameters to measure and scale, by default all of this optimizer.
 
         Returns:
             The norm before, the same on all ranks that train one replica; infinity after an overflow of fp16.
@@ -415,7 +415,7 @@ class DistributedOptimizer(SavedOptimizer):
     def clip_on_device(
         self, max_norm: float, norm_type: float = 2.0, among: Iterable[nn.Parameter] | None = None
     ) -> torch.Tensor:
-        """:meth:`clip_master_grads`, whose norm stays on the device: the host does not wait for it."""
+        """Clip as :meth:`clip_master_grads`, but return the norm on the device; the host does not wait for it."""
         among = None if among is None else list(among)
         norm = self.norm_on_device(norm_type, among)
         if not self.overflow:
@@ -442,7 +442,7 @@ class DistributedOptimizer(SavedOptimizer):
 
     @torch.no_grad()
     def scale_on_device(self, max_norm: float, norm: torch.Tensor, among: Iterable[nn.Parameter] | None = None) -> None:
-        """Scale gradients whose norm is known down to ``max_norm``, all of them or those of some parameters."""
+        """Scale gradients of a known norm down to ``max_norm``, all of them or those of some parameters."""
         self.update_master_grads()
         if not self.overflow:
             self._scale_down(max_norm, norm, among)
@@ -472,18 +472,22 @@ class DistributedOptimizer(SavedOptimizer):
     def _gradients_of(
         self, among: Iterable[nn.Parameter] | None
     ) -> tuple[list[tuple[nn.Parameter, torch.Tensor]], list[OptimizerShard]]:
-        """Parameters that are updated themselves, with their gradients, and optimizer shards; all, or those of some parameters."""
+        """Return the parameters that are updated directly, with their gradients, and the optimizer shards.
+
+        Args:
+            among: the parameters to consider, by default all.
+        """
         wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
         whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
         return whole, [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
 
     @property
     def _global_grad_norm(self) -> float | None:
-        """The norm of the last gradient that was clipped, before that."""
+        """Return the norm of the last clipped gradient, measured before it was clipped."""
         return None if self._norm is None else float(self._norm)
 
     def _updated_themselves(self) -> list[nn.Parameter]:
-        """Parameters on this rank that are updated themselves, not through optimizer shards."""
+        """Return the parameters on this rank that are updated directly, not through optimizer shards."""
         optimizer_shards = self._model.optimizer_shards or {} if self._model is not None else {}
         return [parameter for parameter in self._parameters() if parameter not in optimizer_shards]
 

@@ -25,14 +25,14 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Norms(Protocol):
-    """Squared norms of whole tensors, of which a rank has parts; all ranks that have one call it together."""
+    """Squared norms of whole tensors, from the parts on several ranks; all ranks with a part call it together."""
 
     def squares(self, tensors: Pairs, known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each whole tensor; ``known`` are all parameters of the optimizer."""
+        """Return the squared norm of each whole tensor; ``known`` are all parameters of the optimizer."""
         ...
 
     def total_square(self, tensors: Pairs, known: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of all whole tensors together, those of other stages too."""
+        """Return the squared norm of all whole tensors together, including other stages' tensors."""
         ...
 
 
@@ -41,14 +41,14 @@ class TakesNorms(Protocol):
     """An optimizer that is right about parts of parameters once it is given the norms of the whole ones."""
 
     def use_norms(self, norms: Norms) -> None:
-        """From now on parameters may be parts, and other ranks have the rest."""
+        """Use ``norms`` from now on, since parameters may be parts and other ranks have the rest."""
 
 
 class _ApexOptimizer(torch.optim.Optimizer):
-    """What all of them do alike; ``settings`` are those of a group, by name.
+    """The common part of these optimizers; ``settings`` are those of a group, by name.
 
     Attributes:
-        set_grad_none: what :meth:`zero_grad` does if it is not told: None for gradients, or zeros.
+        set_grad_none: the default of :meth:`zero_grad`: None for gradients, or zeros.
     """
 
     def __init__(self, params: Iterable[Any], *, set_grad_none: bool = True, **settings: Any) -> None:
@@ -61,7 +61,7 @@ class _ApexOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update."""
+        """Update the parameters once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -73,7 +73,7 @@ class _ApexOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _trained(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The group's parameters that have a gradient, with it."""
+        """Return the group's parameters that have a gradient, with their gradients."""
         return [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
 
 
@@ -83,14 +83,14 @@ class NormedOptimizer(_ApexOptimizer):
     _norms: Norms | None = None
 
     def use_norms(self, norms: Norms) -> None:
-        """From now on parameters may be parts, and other ranks have the rest."""
+        """Use ``norms`` from now on, since parameters may be parts and other ranks have the rest."""
         self._norms = norms
 
     def _squares(self, tensors: Pairs) -> list[torch.Tensor]:
-        """The squared norm of the whole that each tensor is a part of.
+        """Return, for each tensor, the squared norm of the whole tensor that it is a part of.
 
         Args:
-            tensors: pairs of a parameter and the tensor of its shape whose norm is wanted.
+            tensors: pairs of a parameter and the tensor of its shape to measure.
         """
         if self._norms is None:
             return squares([tensor for _, tensor in tensors])
@@ -348,7 +348,7 @@ FusedLamb = FusedLAMB
 
 
 def bias_corrections(group: dict[str, Any], step: int, beta_1: float, beta_2: float) -> tuple[float, float]:
-    """What the averages of gradient and squared gradient are divided by, after so many steps."""
+    """Return the divisors for the averages of gradient and squared gradient after ``step`` steps."""
     if not group["bias_correction"]:
         return 1.0, 1.0
     return 1 - beta_1**step, 1 - beta_2**step

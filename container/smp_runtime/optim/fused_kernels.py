@@ -30,9 +30,9 @@ _DEVICES = ("cpu", "cuda")
 
 @contextlib.contextmanager
 def fused_where_open(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, ``optimizer.step()`` takes the fused form where its script has left that open.
+    """Let ``optimizer.step()`` use the fused form inside the block, unless its script chose otherwise.
 
-    Groups are as they were afterwards, and counters of steps lie on the CPU, so that a saved state says nothing of it.
+    Afterwards groups are restored and step counters lie on the CPU, so a saved state shows no trace of it.
     ``foreach=False`` or ``fused=False`` at the optimizer's creation keeps PyTorch's own choice.
     """
     groups = [group for group in optimizer.param_groups if type(optimizer) in _KINDS and _is_open(group, optimizer)]
@@ -84,13 +84,16 @@ def _is_counter(step: Any) -> bool:
 
 
 def _has_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer has a fused form there."""
+    """Return whether the optimizer has a fused form on the device."""
     return device.type == "cpu" or not isinstance(optimizer, torch.optim.Adagrad) or _has_adagrad_kernel()
 
 
 @functools.cache
 def _has_adagrad_kernel() -> bool:
-    """Whether Adagrad has a fused form for CUDA: releases that have it for the CPU only say so in its source."""
+    """Return whether Adagrad has a fused form for CUDA.
+
+    Releases that support only the CPU state that in their source.
+    """
     return "cuda_unsupported" not in inspect.getsource(torch.optim.Adagrad)
 
 
@@ -131,7 +134,7 @@ def counters_beside(parameters: Sequence[torch.Tensor], values: Sequence[float])
 
 
 def are_fusible(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether fused kernels take them together: they walk through memory, whatever strides say."""
+    """Return whether fused kernels take the tensors together; the kernels ignore strides."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     return len(devices) <= 1 and all(
         tensor is not None

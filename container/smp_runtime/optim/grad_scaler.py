@@ -50,7 +50,7 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
 
     def _begin(self) -> None:
-        """What PyTorch does when the first loss is scaled, which other stages never see."""
+        """Initialize as PyTorch does when the first loss is scaled, since other stages never scale one."""
         if self._enabled and self._scale is None:
             self._lazy_init_scale_growth_tracker(sessions.current().ranks.device)
 

@@ -1,4 +1,4 @@
-"""Norms of gradients and parameters whose elements lie on several ranks; every element counts once."""
+"""Norms of gradients and parameters that are spread over several ranks; every element counts once."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Several tensors at a time, so that copies of them do not take memory for all."""
+    """Yield several tensors at a time, so that copies of them do not take memory for all."""
     chunk: list[torch.Tensor] = []
     elements = 0
     for tensor in tensors:
@@ -90,14 +90,15 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 class WholeNorms:
-    """Knows which ranks have the other parts of what an optimizer updates on this one.
+    """Norms of whole tensors, computed with the ranks that have the other parts of an optimizer's tensors.
 
-    Tensor parallel ranks have parts of split parameters and the same of all others, ranks of a sharding group other
-    parts of most parameters, and stages other parameters. All ranks of these groups call every method together.
+    Tensor parallel ranks have parts of split parameters and the same of all others. Ranks of a sharding group have other
+    parts of most parameters. Stages have other parameters. All ranks of these groups call every method together.
 
     Args:
-        model: the one whose optimizer shards are updated; None if the parameters themselves are, and no stage has others.
-        optimizer_shards: of the model, what is updated here instead of parameters; may grow.
+        model: the model with the optimizer shards to update; None if the parameters themselves are updated and no
+            stage has others.
+        optimizer_shards: of the model; updated here instead of its parameters; may grow.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class WholeNorms:
         self._sharing: Group | None = None if state is None else state.sharing
 
     def split_parameters(self) -> set[int]:
-        """By ``id``, the parameters of which every tensor parallel rank has another part."""
+        """Return the parameters that tensor parallel ranks have different parts of, by ``id``."""
         if self._ranks.size(Group.TP) == 1:
             return set()
         return {id(p) for p, record in self._records().items() if record.placement.tensor_axis is not None}
@@ -129,13 +130,13 @@ class WholeNorms:
         *,
         all_stages: bool = True,
     ) -> torch.Tensor:
-        """The norm of the whole gradient, a float64 without dimensions on this rank's device.
+        """Return the norm of the whole gradient, a float64 scalar tensor on this rank's device.
 
         Args:
             gradients: pairs of a parameter of the model and this rank's gradient of it or of its shard.
             split_ids: of this optimizer's parameters, the :meth:`split_parameters`; empty on all ranks or on none.
             norm_type: ``p`` of the p-norm, above 0; infinity for the greatest absolute value.
-            all_stages: False measures what this stage has, and only its ranks call it.
+            all_stages: False measures only this stage's gradients, and only its ranks call it.
 
         Raises:
             SMPUserError: ``norm_type`` is 0, negative or not a number.
@@ -176,11 +177,11 @@ class WholeNorms:
     def squares(
         self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The squared L2 norm of the whole tensor that each is a part of.
+        """Return, for each tensor, the squared L2 norm of the whole tensor that it is a part of.
 
         Args:
-            tensors: pairs of what is updated and the tensor of its shape whose norm is wanted.
-            known: everything that is updated, in the same order on all ranks of a tensor parallel group.
+            tensors: pairs of an updated tensor and the tensor of its shape to measure.
+            known: all updated tensors, in the same order on all ranks of a tensor parallel group.
         """
         vector, numbers = self._vector(tensors, known)
         narrow = vector.float()  # of narrow parameters, as in one process
@@ -193,7 +194,7 @@ class WholeNorms:
     def total_square(
         self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The squared L2 norm of all whole tensors together, of every stage; arguments as of :meth:`squares`."""
+        """Return the squared L2 norm of all whole tensors of every stage together; arguments as in :meth:`squares`."""
         vector, _ = self._vector(tensors, known)
         total = vector.sum().view(1)
         return (self._summed(total, Group.PP) if self._model is not None else total)[0]
@@ -201,7 +202,7 @@ class WholeNorms:
     def _vector(
         self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], known: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[int, int]]:
-        """Squares by number, and the numbers by ``id`` of what is updated."""
+        """Return squares by number, and the numbers by ``id`` of the updated tensors."""
         state = self._model.sharded_state if self._model is not None else None
         # The sharding numbers what it shares out, also that of which nothing is here; all else, whole on every rank of a
         # sharding group, comes behind. So the vector is as long on every rank.
@@ -227,7 +228,7 @@ class WholeNorms:
         return vector, numbers
 
     def _groups(self, any_split: bool, all_stages: bool) -> Iterator[Group]:
-        """Over which ranks the elements lie."""
+        """Yield the groups that the elements are spread over."""
         if any_split:
             yield Group.TP
         if self._sharing is not None:
@@ -249,7 +250,7 @@ class WholeNorms:
 
 
 def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The squared L2 norm of each, in float64 of a tensor of that precision and in float32 of all others."""
+    """Return the squared L2 norm of each tensor, in float64 for float64 tensors and in float32 otherwise."""
     numbers = [as_real(tensor) for tensor in tensors]
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(numbers):
@@ -262,19 +263,19 @@ def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _stacked(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Numbers of perhaps different precisions as a vector of float64."""
+    """Stack numbers, perhaps of different precisions, into a vector of float64."""
     if len({number.dtype for number in numbers}) > 1:
         numbers = [number.double() for number in numbers]
     return torch.stack(list(numbers)).double()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which tensors of a type are measured."""
+    """Return the precision in which tensors of a type are measured."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _norms(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> list[torch.Tensor]:
-    """The norms of tensors, in vectors of float64, measured by one operation for each of their types."""
+    """Return the norms of tensors in vectors of float64, measured by one operation for each of their types."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         # The greatest of no elements is nothing that PyTorch would return. Of complex numbers their lengths count.

@@ -136,5 +136,5 @@ class FusedLANS(NormedOptimizer):
 
 
 def _ratio(size: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """Of two norms, given squared; 1 where one of them is 0."""
+    """Return the ratio of two norms, given squared; 1 where one of them is 0."""
     return torch.where((size > 0) & (length > 0), (size / length).sqrt(), torch.ones_like(size))

@@ -19,10 +19,10 @@ class LossScaler(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` goes on from."""
+        """Return the state for :meth:`load_state_dict`."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`."""
+        """Continue from a state of :meth:`state_dict`."""
 
 
 class StaticLossScaler:
@@ -139,7 +139,7 @@ DYNAMIC_DEFAULTS: dict[str, float | int | bool] = {
 def make_loss_scaler(
     static_loss_scale: float | None, dynamic_loss_scale: bool, dynamic_loss_args: Mapping[str, Any]
 ) -> LossScaler:
-    """The scaler that the arguments of ``smp.DistributedOptimizer`` describe.
+    """Return the scaler for the arguments of ``smp.DistributedOptimizer``.
 
     Raises:
         SMPUserError: an unknown argument, or one out of its range.

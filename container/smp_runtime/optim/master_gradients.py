@@ -43,7 +43,7 @@ class MasterGradients:
 
     @torch.no_grad()
     def bring(self, scale: float | None, *, edits_only: bool = False) -> bool | None:
-        """Give every optimizer shard its gradient, in the type of what is updated, divided by ``scale``; every rank calls it.
+        """Bring every optimizer shard its gradient, in the shard's type, divided by ``scale``; every rank calls it.
 
         Args:
             scale: the loss scale of fp16; None leaves the gradients as they are, and no rank waits for another.
@@ -114,7 +114,7 @@ class MasterGradients:
         self._note_versions()
 
     def _held(self, shards: Sequence[OptimizerShard]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The gradients that were brought, and those of the model that lie elsewhere."""
+        """Return the gradients on the optimizer shards, and the model's gradients that lie elsewhere."""
         found_here = (get_gradient(shard.optimized) for shard in shards)
         held = [gradient for gradient in found_here if gradient is not None]
         places = {_place(gradient) for gradient in held}
@@ -148,17 +148,20 @@ class MasterGradients:
         return bool(found.item() > 0)
 
     def _note_versions(self) -> None:
-        """What was just done to the model's gradients is known."""
+        """Record the versions of the model's gradients after the library has changed them."""
         self._brought = {shard: (gradient, gradient._version) for shard, (gradient, _) in self._brought.items()}
 
 
 def _place(gradient: torch.Tensor) -> int:
-    """Where a gradient's numbers lie; a sparse tensor itself lies nowhere."""
+    """Return the address of a gradient's elements; a sparse tensor itself has no address."""
     return elements_of(gradient).data_ptr()
 
 
 def _widened(pairs: Sequence[tuple[OptimizerShard, torch.Tensor]]) -> list[torch.Tensor]:
-    """Copies of gradients in the type of what is updated, which becomes their owner; by one operation for each pair of types."""
+    """Copy gradients into the type of the updated tensors, which become their owners.
+
+    One operation copies all gradients of a pair of types.
+    """
     by_kind: dict[tuple[torch.dtype, torch.dtype], list[tuple[OptimizerShard, torch.Tensor]]] = {}
     for shard, gradient in pairs:
         by_kind.setdefault((gradient.dtype, shard.optimized.dtype), []).append((shard, gradient))

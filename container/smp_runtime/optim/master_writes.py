@@ -1,4 +1,4 @@
-"""What a script, or a method of the inner optimizer, does to the tensors that the optimizer updates instead of parameters."""
+"""Writes by a script, or by a method of the inner optimizer, into the tensors that are updated instead of parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MasterWrites:
         self._is_ignored = False
 
     def watch(self, shard: OptimizerShard) -> None:
-        """From now on notice what is written into an optimizer shard."""
+        """Watch an optimizer shard for writes from now on."""
         if shard.optimized is not shard.parameter:
             own(shard.optimized, WatchedValues(shard.optimized, self))
             self._watched[id(shard.optimized)] = shard
@@ -52,7 +52,7 @@ class MasterWrites:
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Inside, the library or the inner optimizer in its update reads and sets gradients, and finds them as they are."""
+        """Let the library or the inner optimizer read and set gradients as they are inside the block."""
         before, self._is_ignored = self._is_ignored, True
         try:
             yield
@@ -60,7 +60,7 @@ class MasterWrites:
             self._is_ignored = before
 
     def note(self) -> None:
-        """Take what optimizer shards hold now as known, after an update."""
+        """Record the current values of optimizer shards, after an update."""
         with DisableTorchFunctionSubclass():
             for shard in self._watched.values():
                 values = owner_of(shard.optimized)
@@ -68,7 +68,7 @@ class MasterWrites:
                     values.note_plain(shard.optimized)
 
     def store(self) -> bool:
-        """Write what has changed of optimizer shards into the model; returns whether anything has."""
+        """Write changed optimizer shards into the model; return whether any has changed."""
         with DisableTorchFunctionSubclass():
             changed = [shard for shard in self._watched.values() if _is_changed(shard)]
         store_all(changed)

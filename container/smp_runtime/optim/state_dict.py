@@ -52,33 +52,33 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied with before backward."""
+        """Return the factor that losses are multiplied by before backward."""
         return self.loss_scaler.scale
 
     @property
     def gradient_norm(self) -> float | None:
-        """Of the whole gradient, as the last clipping has measured it; None where nothing was clipped."""
+        """Return the norm of the whole gradient as the last clipping measured it; None if nothing was clipped."""
         return None if self._norm is None else float(self._norm)
 
     @property
     def step_was_skipped(self) -> bool:
-        """For ``accelerate``: whether the last step was skipped."""
+        """Return whether the last step was skipped; ``accelerate`` reads this."""
         return self.overflow
 
     def original_groups(self) -> list[list[nn.Parameter]]:
-        """The model's parameters by parameter group, as the script gave them, of all stages and ranks."""
+        """Return the script's own parameters by parameter group, for all stages and ranks."""
         if self._model is not None:
             return [list(parameters) for parameters in self._originals]
         return [list(group["params"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state, numbered and shaped as in one process without half precision.
+        """Return the full state, numbered and shaped as in one process without half precision.
 
-        Where tensor parallelism has put a model of its own in a Transformers model's place, numbers and shapes are those of its
-        parameters, whose names are under ``smp_param_names``; a full checkpoint has those of one process.
+        If tensor parallelism has replaced a Transformers model by its own, numbers and shapes are those of the replacement's
+        parameters. Their names are under ``smp_param_names``. A full checkpoint has the numbers and shapes of one process.
 
-        With sharded state it is gathered over the data parallel group, with tensor and pipeline parallelism over the
-        ranks of a replica, so every rank of these groups calls it.
+        Sharded state is gathered over the data parallel group. With tensor and pipeline parallelism the state is gathered
+        over the ranks of a replica. So every rank of these groups calls this.
         """
         state = self._gathered_state(to_first=False)
         if not self._session.module_manager.translate_functions:
@@ -88,7 +88,10 @@ class SavedOptimizer(torch.optim.Optimizer):
         return {**state, NAMES_KEY: names}
 
     def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
-        """:meth:`state_dict` on every rank, or on the first rank of the job and nothing of worth elsewhere."""
+        """Gather :meth:`state_dict` on every rank, or only on the first rank of the job.
+
+        In the second case, the other ranks' results are meaningless.
+        """
         ranks, keeps = self._ranks, not to_first or self._ranks.rank_in(Group.RDP) == 0
         state = self._stage_state(keep=keeps)
         if not keeps:
@@ -102,9 +105,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         return {**state, "state": {number: state["state"].get(number, merged[number]) for number in sorted(merged)}}
 
     def full_state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
-        """:meth:`state_dict`, and under ``fp16_states`` the whole float32 weights and the loss scale in half precision.
+        """Return :meth:`state_dict` plus, in half precision, the whole float32 weights and the loss scale.
 
-        Every rank of the job calls it.
+        These are under ``fp16_states``. Every rank of the job calls it.
 
         Args:
             gather_to_rank0: only the first rank of the job gets it; the others take part, and get ``{}``.
@@ -127,11 +130,11 @@ class SavedOptimizer(torch.optim.Optimizer):
         return {**state, HALF_KEY: {**half, "masters": masters}} if first else {}
 
     def _parameters(self) -> list[nn.Parameter]:
-        """The model's parameters by their number in a state."""
+        """Return the model's parameters by their number in a state."""
         return list(dict.fromkeys(parameter for group in self.original_groups() for parameter in group))
 
     def stage_state(self) -> dict[str, Any]:
-        """The state of this stage's parameters, with the numbers that they have in the whole; marked as partial."""
+        """Return the state of this stage's parameters, with their numbers in the whole state; marked as partial."""
         return {**self._stage_state(), PARTIAL_KEY: True}
 
     def _stage_state(self, *, keep: bool = True) -> dict[str, Any]:
@@ -141,10 +144,10 @@ class SavedOptimizer(torch.optim.Optimizer):
         return whole_state(self.optimizer, self._originals, optimizer_shards, gatherer, keep=keep)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """The state of this rank's stage, marked by the key ``_smp_is_partial``.
+        """Return the state of this rank's stage, marked by the key ``_smp_is_partial``.
 
         Args:
-            gather_if_shard: False gives this rank's shard only, to be loaded with the same number of ranks.
+            gather_if_shard: False returns this rank's shard only, to be loaded with the same number of ranks.
         """
         if not gather_if_shard:
             return {**self.optimizer.state_dict(), PARTIAL_KEY: True, SHARD_KEY: True}
@@ -152,11 +155,11 @@ class SavedOptimizer(torch.optim.Optimizer):
         return {**self.stage_state(), **({HALF_KEY: states} if states else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
-        """Load a full state, whatever number of ranks and precision it was saved with, or a rank's own.
+        """Load a full state, saved with any number of ranks and any precision, or a rank's own state.
 
         Args:
             state_dict: from :meth:`state_dict` or :meth:`local_state_dict`.
-            gather_if_shard: as scripts give it to the calls that save; a state says itself which of them it is from.
+            gather_if_shard: accepted because scripts pass it to the calls that save; the state itself shows its origin.
 
         Raises:
             CheckpointError: it is of other parameters, or of another kind of optimizer.
@@ -177,10 +180,10 @@ class SavedOptimizer(torch.optim.Optimizer):
             load_state(self.optimizer, self._originals, self._model.optimizer_shards or {}, state)
 
     def fp16_states(self, *, keep: bool = True) -> dict[str, Any]:
-        """Float32 master weights by parameter name, and the state of loss scaling; empty without half precision.
+        """Return float32 master weights by parameter name, and the state of loss scaling; empty without half precision.
 
-        With sharded state they are gathered, so every rank of the data parallel group calls it; one that does not ``keep``
-        them gets no weights.
+        With sharded state they are gathered, so every rank of the data parallel group calls it. A rank without ``keep``
+        gets no weights.
         """
         if self._model is None or not self._model.precision.is_half:
             return {}
@@ -217,15 +220,15 @@ class SavedOptimizer(torch.optim.Optimizer):
     # -- what older helper scripts call ----------------------------------------------------------------------------
 
     def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """The same as :meth:`local_state_dict`."""
+        """Return :meth:`local_state_dict`."""
         return self.local_state_dict(gather_if_shard=gather_if_shard)
 
     def load_optimizer_backcompat(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
-        """The same as :meth:`load_state_dict`."""
+        """Call :meth:`load_state_dict`."""
         self.load_state_dict(state_dict, gather_if_shard)
 
     def _param_id_to_index(self) -> dict[int, int]:
-        """The number of each of the model's parameters in a state, by the parameter's ``id``."""
+        """Return the number of each of the model's parameters in a state, by the parameter's ``id``."""
         return {id(parameter): number for number, parameter in enumerate(self._parameters())}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -244,13 +247,13 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The model's trained parameters, by parameter group."""
+        """Return the model's trained parameters, by parameter group."""
         self._require_shards("fp16_groups")
         return self.original_groups()
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """By parameter group, a flat copy of what this rank updates of it, in float32."""
+        """Return, for each parameter group, a flat float32 copy of the elements that this rank updates."""
         self._require_shards("fp32_partitioned_groups_flat")
         updated = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
         parts = [[updated[p].reshape(-1).float() for p in group if p in updated] for group in self._originals]
@@ -258,7 +261,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     @property
     def ds_param_shard_group(self) -> torch.distributed.ProcessGroup:
-        """The ranks that share one copy of the parameters."""
+        """Return the process group of the ranks that share one copy of the parameters."""
         self._require_shards("ds_param_shard_group")
         return self._ranks.process_group(Group.SHARD)
 

@@ -30,11 +30,11 @@ def whole_state(
     *,
     keep: bool = True,
 ) -> dict[str, Any]:
-    """The ``state_dict`` that the optimizer would have in one process, in float32.
+    """Return the ``state_dict`` that the optimizer would have in one process, in float32.
 
     Args:
         originals: the model's parameters, group by group, as the script gave them.
-        optimizer_shards: what is updated of each parameter on this rank.
+        optimizer_shards: the part of each parameter that this rank updates.
         gatherer: with sharded state; then every rank of the group calls this, and tensors are on the CPU.
         keep: False on a rank that only takes part in gathering; it gets no tensors.
     """
@@ -72,14 +72,14 @@ def whole_state(
 
 
 def is_elementwise(value: Any, of: torch.Tensor) -> bool:
-    """Whether a value of an optimizer's state has one number for each element of what is updated."""
+    """Return whether a value of an optimizer's state has one number for each updated element."""
     return isinstance(value, torch.Tensor) and value.shape == of.shape and value.dim() > 0
 
 
 def _all_keys(
     found: Mapping[str, Mapping[nn.Parameter, Any]], gatherer: SharedState
 ) -> dict[str, Mapping[nn.Parameter, Any]]:
-    """The same keys in the same order on every rank: one that owns nothing of a parameter knows none."""
+    """Return the same keys in the same order on every rank; a rank that owns no part of a parameter knows none."""
     names = sorted(set().union(*gatherer.gather_names(set(found))))
     return {name: found.get(name, {}) for name in names}
 
@@ -140,7 +140,7 @@ Records = Mapping[nn.Parameter, ParameterRecord]
 
 @torch.no_grad()
 def whole_tensor(ranks: Ranks, record: ParameterRecord | None, value: Any) -> Any:
-    """A value of a parameter's state whole; the ranks of a tensor parallel group call it for the same ones together."""
+    """Return a value of a parameter's state whole; the ranks of a tensor parallel group call this together."""
     if ranks.size(Group.TP) == 1 or record is None or not isinstance(value, torch.Tensor):
         return value
     axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
@@ -158,7 +158,7 @@ def whole_values(
     *,
     to_first: bool = False,
 ) -> dict[int, dict[str, Any]]:
-    """The state of an optimizer, by the numbers of its parameters, with split tensors whole.
+    """Return the state of an optimizer by parameter number, with split tensors whole.
 
     Args:
         to_first: only on the first rank of each tensor parallel group, on the CPU; the others get nothing.
@@ -177,9 +177,9 @@ def whole_values(
 def _of_all_parts(
     ranks: Ranks, records: Records, parameters: Sequence[nn.Parameter], state: Mapping[int, Mapping[str, Any]]
 ) -> Mapping[int, Mapping[str, Any]]:
-    """This rank's state with every value that any rank of its tensor parallel group has.
+    """Return this rank's state with every value that any rank of its tensor parallel group has.
 
-    A rank has no state of a parameter of which it has no element, as of an expert that another rank has.
+    A rank has no state for a parameter without elements here, such as another rank's expert.
     """
     if ranks.size(Group.TP) == 1:
         return state
@@ -220,10 +220,10 @@ def _of_all_parts(
 
 
 def of_all_stages(ranks: Ranks, values: Mapping[Any, Any], *, to_first: bool) -> dict[Any, Any]:
-    """What all stages have together, on the CPU; every rank of a replica calls it.
+    """Merge the values of all stages, on the CPU; every rank of a replica calls it.
 
     Args:
-        to_first: only the first rank of the replica gets it, and ranks without its part of tensors take no part.
+        to_first: only the first rank of the replica gets them; other tensor parallel ranks take no part.
     """
     if to_first and ranks.rank_in(Group.TP) != 0:
         return {}
@@ -233,12 +233,12 @@ def of_all_stages(ranks: Ranks, values: Mapping[Any, Any], *, to_first: bool) ->
 
 
 def on_cpu(leaf: Any) -> Any:
-    """A tensor on the CPU, anything else as it is."""
+    """Return a tensor on the CPU, or anything else as it is."""
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def own_parts(records: Records, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]) -> dict[str, Any]:
-    """A full state with this rank's parts of split tensors; values that are parts already stay."""
+    """Return a full state with this rank's parts of split tensors; values that are parts already stay."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     of = dict(zip(dict.fromkeys(numbers), parameters, strict=False))
 
@@ -251,10 +251,12 @@ def own_parts(records: Records, parameters: Sequence[nn.Parameter], state: Mappi
 
 
 def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A state that shares no memory with ``state``, whose tensors may lie in a mapped file or be parts of longer ones.
+    """Return a state that shares no memory with ``state``.
+
+    The tensors of ``state`` may lie in a mapped file or be parts of longer ones.
 
     Args:
-        device: where the optimizer copies tensors to; those that it moves to another one are copied then.
+        device: the optimizer copies tensors to it; tensors from another device are copied only then.
     """
 
     def copy(value: Any) -> Any:
@@ -265,7 +267,7 @@ def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def does_clash(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a value of the state is one of a parameter of as many dimensions, and of another shape."""
+    """Return whether a state value has as many dimensions as the parameter, but another shape."""
     if not isinstance(value, torch.Tensor) or value.numel() < 2 or value.dim() != len(shape):
         return False
     return tuple(value.shape) != shape
@@ -298,7 +300,10 @@ def refuse_other_parameters(records: Records, parameters: Sequence[nn.Parameter]
 
 
 def names_by_index(session: Session) -> list[dict[int, str]]:
-    """For each tensor parallel rank, the name of every parameter of the optimizer by its number; the same on all of them."""
+    """Return, for each tensor parallel rank, the names of the optimizer's parameters by number.
+
+    They are the same for all ranks.
+    """
     optimizer = session.optimizer
     if optimizer is None:
         raise SMPUserError("there is no wrapped optimizer; wrap it in smp.DistributedOptimizer first")

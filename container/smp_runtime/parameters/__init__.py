@@ -1,1 +1,1 @@
-"""Parameters: their global names and places, their precision, late creation, and what is updated instead of them."""
+"""Parameters: global names and places, precision, late creation, and the optimizer shards updated instead of them."""

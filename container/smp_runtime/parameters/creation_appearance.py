@@ -1,4 +1,4 @@
-"""How tensors without values look to the code that creates them: like those that an immediate creation would have made.
+"""The appearance of tensors without values: they look to creating code as if they had been created at once.
 
 Initialisers ask where a tensor is: some skip their work on the meta device, others create more tensors on the same device.
 """
@@ -25,10 +25,10 @@ _SET_DATA = _TENSOR.data.__set__
 
 
 class Appearances(TorchFunctionMode):
-    """Tensors of a deferral say that they are on the device that they will be on.
+    """A mode in which a deferral's tensors report the device that they will be on.
 
     Args:
-        device_of: that device; None for a tensor that is what it looks like.
+        device_of: returns that device; None for a tensor that does not belong to the deferral.
         skipped: gets each initialiser of ``torch.nn.init`` that does nothing on the meta device, with its arguments. Scripts
             may have imported it by its name long before, so it is found when it asks.
         stand_in: the tensor without values that stands for a real one in the record.
@@ -77,7 +77,7 @@ class Appearances(TorchFunctionMode):
         return device.type == ("cpu" if func == _IS_CPU else "cuda")
 
     def _is_skipped(self, frame: Any) -> bool:
-        """Whether an initialiser asks; it is told to do nothing, since it is done later as a whole."""
+        """Return whether an initialiser asks; it then does nothing, since it is recorded to run later as a whole."""
         if frame.f_globals is not vars(nn.init):
             return False
         function = next((f for f in vars(nn.init).values() if getattr(f, "__code__", None) is frame.f_code), None)
@@ -88,7 +88,7 @@ class Appearances(TorchFunctionMode):
         return True
 
     def _without_move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Arguments of ``Tensor.to`` by which a tensor that will be on the device that it goes to stays the same one."""
+        """Return arguments of ``Tensor.to`` that keep a tensor unmoved if it will be on the target device."""
         tensor = args[0]
         device = self._device_of(tensor)
         if func == torch.Tensor.cpu:

@@ -77,7 +77,7 @@ class Deferral(TorchDispatchMode):
 
     @classmethod
     def current(cls) -> Deferral | None:
-        """The deferral that the caller runs in, or None."""
+        """Return the deferral that the caller runs in, or None."""
         return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, cls)), None)
 
     def later(self, function: Callable[..., Any], *args: Any) -> None:
@@ -97,9 +97,9 @@ class Deferral(TorchDispatchMode):
 
     @contextlib.contextmanager
     def taking_over(self) -> Iterator[None]:
-        """What is recorded inside runs as soon as what it reads is complete, unless it draws random numbers.
+        """Run operations recorded in the block as soon as their inputs are complete, except random ones.
 
-        So what takes a tensor's place does it before the next one is computed, and not all of them exist at once.
+        So a tensor's replacement takes its place before the next tensor is computed. Not all of them exist at once.
         """
         first = len(self._record)
         self._is_taking_over = True
@@ -179,7 +179,7 @@ class Deferral(TorchDispatchMode):
         return outputs
 
     def _place(self, inputs: Any, asked: torch.device | None) -> torch.device | None:
-        """The device that the results of an operation will be on; None if the script wants them on the meta device."""
+        """Return the device for an operation's results; None if the script wants them on the meta device."""
         if asked is not None:
             return None if torch.device(asked) == _META else torch.device(asked)
         tensors = _tensors(inputs)
@@ -189,18 +189,18 @@ class Deferral(TorchDispatchMode):
         return next((self._device_of(tensor) for tensor in tensors if tensor.dim()), None) or torch.device("cpu")
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was created in this context and has no values yet."""
+        """Return whether a tensor was created in this context and has no values yet."""
         return tensor.device == _META and storage_key(tensor) in self._owned
 
     def _device_of(self, tensor: torch.Tensor) -> torch.device | None:
-        """The device that a tensor of this context will be on; None for others."""
+        """Return the device that a tensor of this context will be on; None for others."""
         if not isinstance(tensor, torch.Tensor) or tensor.device != _META or tensor.layout != torch.strided:
             return None
         return self._devices.get(storage_key(tensor))
 
     @property
     def numbers(self) -> RandomNumbers:
-        """The states of the random generator: when the creation began, and those that the script has set inside."""
+        """Return the random generator's states: at the start of the creation, and those that the script has set inside."""
         if self._start is None:
             raise AssertionError("a deferral that was never entered has no start")
         return RandomNumbers(self._start, self._seedings)
@@ -221,15 +221,15 @@ class Deferral(TorchDispatchMode):
 
     @property
     def left(self) -> torch.Tensor:
-        """The state in which the script found the random generator behind the context."""
+        """Return the state of the random generator at the end of the context."""
         return self._generator
 
     @torch.no_grad()
     def replay(self, numbers: RandomNumbers, finished: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
         """Run the record with real tensors on the CPU.
 
-        No storage lives longer than it must: one that is about to be overwritten is freed and made again, so a model
-        whose weights are all initialised once more at the end of its constructor never exists as a whole.
+        No storage lives longer than it must. A storage is freed and made again if the next operation overwrites it. So a
+        model never exists as a whole if its constructor initialises all weights once more at its end.
 
         Args:
             numbers: the random generator's states to replay from.
@@ -294,7 +294,7 @@ class Deferral(TorchDispatchMode):
         after: dict[int, bool | None],
         finished: Callable[[int, torch.Tensor], None],
     ) -> None:
-        """Let go of the storages whose content nothing looks at any more."""
+        """Release the storages with content that no later operation reads."""
         for storage, is_overwritten_next in after.items():
             if is_overwritten_next is None and storage in self._owned:
                 finished(storage, real[storage])
@@ -302,7 +302,7 @@ class Deferral(TorchDispatchMode):
                 real.pop(storage, None)
 
     def _without_storage(self, leaf: Any) -> Any:
-        """A meta tensor in place of a real one, which becomes a constant of the record."""
+        """Return a meta tensor in place of a real one, which becomes a constant of the record."""
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
         if id(leaf) not in self._constants:
@@ -313,7 +313,7 @@ class Deferral(TorchDispatchMode):
         return self._constants[id(leaf)][1]
 
     def _alias(self, leaf: Any) -> Any:
-        """What stays as it is when parameters are made real, and holds none of them."""
+        """Return an alias of a tensor that stays as it is when parameters are made real, and keeps none alive."""
         is_constant = any(leaf is meta for _, meta in self._constants.values())
         return leaf.data if isinstance(leaf, torch.Tensor) and not is_constant else leaf
 
@@ -326,7 +326,7 @@ class Deferral(TorchDispatchMode):
 
 
 class Deferrals(list[Deferral]):
-    """Records of models whose parameters are not computed yet; kept once per job."""
+    """Records of models with parameters that are not computed yet; kept once per job."""
 
     def agree(self, module: nn.Module, share: Callable[[Any], Any]) -> None:
         """Agree on the random numbers that ``module`` is created from; see :meth:`Deferral.agree`."""
@@ -338,7 +338,10 @@ class Deferrals(list[Deferral]):
 
 @contextlib.contextmanager
 def deferring(deferrals: Deferrals) -> Iterator[None]:
-    """Defer what is created inside, and put the record into the list; inside another deferral that one goes on."""
+    """Defer creations inside the block, and append the record to the list.
+
+    Inside another deferral, that one continues.
+    """
     if Deferral.current() is not None:
         yield
         return
@@ -359,13 +362,13 @@ def unchanged_default_dtype() -> Iterator[None]:
 
 @dataclass
 class _Step:
-    """What a recorded operation does to storages.
+    """The effects of a recorded operation on storages.
 
     Attributes:
         touched: those it reads or writes.
-        overwritten: those whose former content it does not look at.
+        overwritten: those that it writes without reading their former content.
         sizes: in bytes.
-        is_view: it only gives other views of a storage, which are made again when they are used.
+        is_view: it only returns other views of a storage, which are made again when they are used.
     """
 
     touched: list[int]
@@ -393,7 +396,10 @@ def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output
 
 
 def _following(steps: list[_Step]) -> list[dict[int, bool | None]]:
-    """For each step and storage that it touches: whether the next that happens to it overwrites it; None if nothing does."""
+    """Return, for each step and touched storage, whether the next step that touches it overwrites it.
+
+    The value is None if no later step touches it.
+    """
     following: list[dict[int, bool | None]] = []
     coming: dict[int, bool | None] = {}
     for step in reversed(steps):
@@ -403,12 +409,12 @@ def _following(steps: list[_Step]) -> list[dict[int, bool | None]]:
 
 
 def _draws(func: Any) -> bool:
-    """Whether a recorded operation may draw random numbers."""
+    """Return whether a recorded operation may draw random numbers."""
     return schema_of(func) is None or _SEEDED in func.tags
 
 
 def _is_factory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation creates a tensor from nothing, and so would create a real one."""
+    """Return whether an operation creates a tensor from nothing, and so would create a real one."""
     takes_device = any(argument.name == "device" for argument in schema_of(func).arguments)
     return takes_device and not _tensors((args, dict(kwargs)))
 
@@ -418,7 +424,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def view_like(meta: torch.Tensor, real: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The real tensor that lies in its storage as ``meta`` does in its own."""
+    """Return the real tensor that lies in its storage as ``meta`` does in its own."""
     source = real[storage_key(meta)]
     return torch.empty(0, dtype=meta.dtype, device=source.device).set_(
         source.untyped_storage(), meta.storage_offset(), meta.shape, meta.stride()

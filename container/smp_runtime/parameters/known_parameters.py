@@ -1,8 +1,9 @@
-"""Which parameters a model had when it was laid out: one that comes later is trained on each rank by its own gradient.
+"""The parameters that a model had when it was laid out; training refuses later changes.
 
-Nobody averages such a gradient, updates it in float32, shares out its state or saves it. So a change is refused at the next
-training step or update. Modules are walked only if PyTorch has called a registration hook for a module of the model, or if
-a module has more or fewer entries than before, since hooks do not see what is deleted.
+Each rank would train a later parameter by its own gradient: no rank averages this gradient, updates the parameter in
+float32, shards its state or saves it. So a change is refused at the next training step or update. Modules are walked
+only if PyTorch has called a registration hook for a module of the model, or if a module has more or fewer entries than
+before, since hooks do not see deletions.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class KnownParameters:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first names, and how many there are more."""
+    """Join the first names, with the number of the others."""
     names = list(names)
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more

@@ -66,7 +66,7 @@ def materialize(
 
 
 def values_of(deferrals: Deferrals, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return copies on the CPU, by ``id``, of what will be the values of tensors; the record stays as it is."""
+    """Return copies on the CPU of the later values of tensors, by ``id``; the record stays as it is."""
     found: dict[int, torch.Tensor] = {}
     waiting = _LateReceiver()
     for tensor in tensors:
@@ -132,7 +132,7 @@ def _keep_copy(found: dict[int, torch.Tensor], key: int, value: torch.Tensor) ->
 
 
 class _LateReceiver:
-    """What gets values, by storage.
+    """The receivers of values, by storage.
 
     Attributes:
         replayed: the deferrals that had some of them.

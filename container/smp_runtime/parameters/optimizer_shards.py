@@ -1,9 +1,9 @@
-"""Optimizer shards: what the inner optimizer really updates of each parameter on this rank.
+"""Optimizer shards: the tensors that the inner optimizer really updates for each parameter on this rank.
 
 In plain float32 training that is the parameter itself and there are none. In half precision it is a float32 copy. With
 sharded state it is the part of the parameter that this rank owns, or nothing.
 
-A gradient goes one way: whoever reduces it leaves it with the parameter, or here where only its owner gets it, and the
+A gradient goes one way. The code that reduces it leaves it with the parameter, or here if only its owner gets it. The
 optimizer takes it from here.
 """
 
@@ -25,10 +25,10 @@ class OptimizerShard:
 
     Attributes:
         start: first element of the part, counted in the flattened parameter.
-        stop: behind its last element.
-        optimized: what the optimizer updates; float32, shaped like the parameter if it is whole, else flat.
-        stored: the same elements where the model keeps them; may share storage with ``optimized``.
-        number: of the parameter among all whose state the same ranks share out; None if it is not shared out.
+        stop: index after its last element.
+        optimized: the tensor that the optimizer updates; float32, shaped like the parameter if it is whole, else flat.
+        stored: the same elements in the model's own storage; may share storage with ``optimized``.
+        number: of the parameter among all those with state sharded over the same ranks; None if it is not sharded.
         is_fragment: whether gradients are reduced to the rank that has these elements, and do not reach the parameter.
         reduced: of such a shard, the reduced gradient, or None while there is none.
     """
@@ -44,21 +44,21 @@ class OptimizerShard:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The reduced gradient of these elements, or None if no rank used the parameter."""
+        """Return the reduced gradient of these elements, or None if no rank used the parameter."""
         return self.reduced if self.is_fragment else get_gradient(self.parameter)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the optimizer shard is the whole parameter."""
+        """Return whether the optimizer shard is the whole parameter."""
         return self.stop - self.start == self.parameter.numel()
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor of the parameter's shape, shaped like what is updated; a view if possible."""
+        """Return these elements of a tensor of the parameter's shape, shaped like ``optimized``; a view if possible."""
         return whole.reshape(-1)[self.start : self.stop].view(self.optimized.shape)
 
     @property
     def is_apart(self) -> bool:
-        """Whether what is updated has storage of its own."""
+        """Return whether the updated tensor has its own storage."""
         if self.optimized is self.parameter:
             return False
         return self.optimized.data_ptr() != self.stored.data_ptr()
@@ -77,7 +77,7 @@ class OptimizerShard:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take what a script has written into the model: elements that differ from what is updated, rounded as the model is."""
+        """Take a script's writes into the model: elements that differ from ``optimized``, rounded as the model is."""
         if self.is_apart:
             rounded = self.optimized.to(self.stored.dtype)
             self.optimized.copy_(torch.where(self.stored == rounded, self.optimized, self.stored))
@@ -93,16 +93,16 @@ def store_all(shards: Iterable[OptimizerShard]) -> None:
 
 
 def whole_shard(parameter: nn.Parameter, masters: Mapping[nn.Parameter, torch.Tensor]) -> OptimizerShard:
-    """What is updated of a parameter that is whole here: its float32 master, or itself where it was not cast."""
+    """Return the shard of a whole parameter: its float32 master, or the parameter if it was not cast."""
     return master_shard(parameter, masters[parameter]) if parameter in masters else parameter_shard(parameter)
 
 
 def parameter_shard(parameter: nn.Parameter) -> OptimizerShard:
-    """A shard that is the parameter itself."""
+    """Return a shard that is the parameter itself."""
     return OptimizerShard(parameter, 0, parameter.numel(), parameter, get_data(parameter))
 
 
 def master_shard(parameter: nn.Parameter, master: torch.Tensor) -> OptimizerShard:
-    """A shard for replicated half precision training: the whole parameter with its float32 master."""
+    """Return a shard for replicated half precision training: the whole parameter with its float32 master."""
     optimized = nn.Parameter(master)
     return OptimizerShard(parameter, 0, parameter.numel(), optimized, get_data(parameter))

@@ -1,10 +1,12 @@
-"""Parameters whose new values are under way: whoever reads one waits for it, and nobody else does.
+"""Parameters with an all-gather of new values in progress; only a reader of the values waits for it.
 
-After an update of sharded state each rank has new values of its own part and gets the others' from other ranks. Waiting for
-all of them there would leave the processor idle until the last has come, while the next forward pass needs the first layer's.
+After an update of sharded state each rank has new values of its own part and gets the others' from other ranks. If a
+rank waited for all of them there, its processor would be idle until the last has come. But the next forward pass
+needs the first layer's values first.
 
-Until its values are there a parameter is of the class :class:`PendingParameter`, whose elements every function of PyTorch asks for.
-Modules ask before they are called besides, since a kernel of somebody else's may take a parameter past PyTorch's functions.
+Until its values are there a parameter is of the class :class:`PendingParameter`; every function of PyTorch that needs
+its elements waits for them. Modules also wait before they are called, since a third-party kernel may read a parameter
+without PyTorch's functions.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class PendingWork(Protocol):
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter whose values are under way; a plain one again from the first time that somebody asks for them."""
+    """A parameter with a pending gather; it becomes a plain one at the first read of its values."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +82,7 @@ class _ParameterGather:
             parameter.__class__ = PendingParameter
 
     def wait(self) -> None:
-        """The values are there when this returns, on any thread."""
+        """Block until the values are there; any thread may call it."""
         with self._lock:
             if self._work is None:
                 return
@@ -96,15 +98,15 @@ class _ParameterGather:
 
 
 class PendingGathers:
-    """What is under way to this rank; one for each job, which nobody may leave before all is there."""
+    """The pending gathers of this rank, one instance for each job; a rank must not leave before all are done."""
 
     def __init__(self) -> None:
         self._under_way: list[_ParameterGather] = []
 
     def expect(self, work: PendingWork, parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-        """New values come into ``flat``, of which the parameters are views.
+        """Register a gather of new values into ``flat``; the parameters are views of it.
 
-        Parameters of classes of their own would lose these for a while: of such the values are waited for at once.
+        Parameters of classes of their own would lose these for a while. For such parameters, wait at once.
         """
         if any(type(parameter) is not nn.Parameter for parameter in parameters):
             work.wait()
@@ -118,7 +120,7 @@ class PendingGathers:
 
 
 def wait_for(parameter: nn.Parameter) -> None:
-    """The parameter has its values, and is a plain one, when this returns."""
+    """Block until the parameter's gather is done, and make it a plain parameter."""
     gather = vars(parameter).get(_GATHER)
     if gather is not None:
         gather.wait()
@@ -138,10 +140,10 @@ def _stream_of(device: torch.device) -> Any:
 def wait_before_calls(
     module: nn.Module, parameters: Collection[nn.Parameter], is_one: Callable[[nn.Module], bool]
 ) -> None:
-    """Have modules wait for those of the parameters that they hold themselves before they are called.
+    """Make modules wait for their own parameters, among the given ones, before they are called.
 
     Args:
-        is_one: whether a module is one thing with all in it, whose call must not be interrupted: a compiled one.
+        is_one: whether a module's call must not be interrupted by hooks inside, as that of a compiled one.
     """
     whole = is_one(module)
     held = [parameter for parameter in module.parameters(recurse=whole) if parameter in parameters]

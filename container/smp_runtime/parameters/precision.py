@@ -22,16 +22,16 @@ _ROTARY = "inv_freq"
 
 
 def is_rotary(name: str) -> bool:
-    """Whether a buffer holds rotary frequencies, which stay in float32 (``inv_freq``, ``original_inv_freq``, …).
+    """Return whether a buffer holds rotary frequencies, which stay in float32 (``inv_freq``, ``original_inv_freq``, …).
 
-    A rounded frequency turns the further from the right angle, the later the position. Modules compute the angles from
-    these in float32, and cast what comes of it; buffers that meet activations directly, as masks do, must have their type.
+    The error of the angle from a rounded frequency grows with the position. Modules compute the angles from these in
+    float32, and cast the results. Other buffers, such as masks, meet activations directly and must have their type.
     """
     return name.endswith(_ROTARY)
 
 
 def stays_wide(owner: nn.Module, name: str) -> bool:
-    """Whether a buffer stays in float32: rotary frequencies, and what a module adds to again and again."""
+    """Return whether a buffer stays in float32: rotary frequencies and running buffers."""
     return is_rotary(name) or is_running(owner, name)
 
 
@@ -50,7 +50,7 @@ class Precision:
 
     @classmethod
     def of(cls, parameters: ModelParallelParameters) -> Precision:
-        """What ``fp16`` and ``bf16`` ask for."""
+        """Return the precision that ``fp16`` and ``bf16`` select."""
         if parameters.fp16:
             return cls(torch.float16, torch.float32 if parameters.fp32_grad_accumulation else None)
         if parameters.bf16:
@@ -59,7 +59,7 @@ class Precision:
 
     @property
     def is_half(self) -> bool:
-        """Whether weights live twice: in half precision for computing and in float32 for updating."""
+        """Return whether weights exist twice: in half precision for computing and in float32 for updating."""
         return self.compute is not None
 
     @torch.no_grad()
@@ -119,7 +119,10 @@ class Precision:
 
     @contextlib.contextmanager
     def keeping_wide(self, module: nn.Module) -> Iterator[None]:
-        """In half precision training, rotary frequencies and running buffers in ``module`` are not cast by what runs inside."""
+        """Protect rotary frequencies and running buffers in ``module`` from casts inside the block.
+
+        This applies to half precision training.
+        """
         kept = [
             (owner, name, buffer)
             for owner in (module.modules() if self.is_half else ())
@@ -131,11 +134,11 @@ class Precision:
             setattr(owner, name, buffer.to(getattr(owner, name).device))
 
     def enter(self, value: Any) -> Any:
-        """What the model gets: float32 tensors in the compute type, wherever they lie."""
+        """Cast float32 tensors in the model's inputs to the compute type, at any depth."""
         return value if self.compute is None else _cast(value, torch.float32, self.compute)
 
     def leave(self, value: Any) -> Any:
-        """What the script gets back: float32, so that losses are computed with full range."""
+        """Cast the model's outputs to float32, so that the script computes losses with full range."""
         return value if self.compute is None else _cast(value, self.compute, torch.float32)
 
 

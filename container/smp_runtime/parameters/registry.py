@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """Where a parameter's elements are.
+    """The location of a parameter's elements.
 
     Attributes:
         tensor_axis: dimension that tensor parallelism splits, or None.
         tensor_slice: start and stop of this rank's part along it, or None; of several runs one after the other.
         tensor_longest: longest part along it that a rank has.
-        shard: start and stop of the elements whose state this rank owns, counted in the flattened parameter; None
-            when every replica owns all of it. Equal numbers mean that it owns nothing.
+        shard: start and stop of the elements with state that this rank owns, counted in the flattened parameter; None
+            if every replica owns all of it. Equal numbers mean that this rank owns nothing.
     """
 
     stage: int = 0
@@ -58,7 +58,7 @@ class ParameterRecord:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All global names, the first one first."""
+        """Return all global names, the first one first."""
         return (self.name, *self.aliases)
 
 
@@ -84,10 +84,10 @@ class ParameterRegistry:
         return len(self._records)
 
     def record_of(self, parameter: torch.Tensor) -> ParameterRecord:
-        """The record of a parameter of this model.
+        """Return the record of a parameter of this model.
 
         Raises:
-            SMPUserError: it is not one.
+            SMPUserError: If it is not one.
         """
         record = self._by_parameter.get(id(parameter))
         if record is None:
@@ -103,18 +103,18 @@ class ParameterRegistry:
             record.placement = replace(record.placement, stage=stage_of(record.name.rpartition(".")[0]))
 
     def place_shards(self, shards: Mapping[nn.Parameter, tuple[int, int]]) -> None:
-        """Note which elements' state this rank owns, for parameters whose state is shared out."""
+        """Record the elements with state that this rank owns, for parameters with sharded state."""
         for parameter, shard in shards.items():
             record = self.record_of(parameter)
             record.placement = replace(record.placement, shard=shard)
 
     def reduced_over(self, group: Group) -> Iterator[ParameterRecord]:
-        """Records of the parameters whose gradients are averaged over a kind of group."""
+        """Return the records of the parameters with gradients that are averaged over this kind of group."""
         return (record for record in self._records if record.reduction is group)
 
     @property
     def elements(self) -> int:
-        """Elements of all parameters, tied ones counted once."""
+        """Return the number of elements of all parameters, tied ones counted once."""
         return sum(record.parameter.numel() for record in self._records)
 
 
@@ -125,24 +125,24 @@ class Successors:
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def note(self, replaced: nn.Parameter, made: Sequence[nn.Parameter]) -> None:
-        """A parameter was replaced; ``made`` is empty if it cannot be told by which."""
+        """Record that a parameter was replaced; ``made`` is empty if its successors are unknown."""
         self._made[replaced] = tuple(weakref.ref(parameter) for parameter in made)
 
     def note_freed(self, replaced: nn.Parameter, stand_in: nn.Parameter) -> None:
-        """The replaced module has ``stand_in`` now, which optimizers may be made of too."""
+        """Record that the replaced module has ``stand_in`` now, since optimizers may be built from it too."""
         if (made := self._made.get(replaced, None)) is not None:
             self._made[stand_in] = made
 
     def made_of(self, replaced: nn.Parameter) -> list[nn.Parameter]:
-        """Return the parameters that have the elements of a replaced one; empty if it is not replaced, or if nobody knows."""
+        """Return the parameters with the elements of a replaced one; empty if it is not replaced or they are unknown."""
         references = self._made.get(replaced, None) or ()
         return [made for reference in references if (made := reference()) is not None]
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """``parameters`` with successors in place of replaced ones.
+        """Return ``parameters`` with successors in place of replaced ones.
 
         Raises:
-            SMPUserError: one has none.
+            SMPUserError: If a replaced one has none.
         """
         found: dict[nn.Parameter, None] = {}
         for parameter in parameters:
@@ -163,12 +163,12 @@ class Successors:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Which part of a whole tensor a rank has.
+    """A rank's part of a whole tensor.
 
     Attributes:
         shape: of the whole.
-        dim: along which it is split.
-        bounds: start and stop of this rank's part; where several pieces are shared out, such as queries and keys in one
+        dim: dimension along which it is split.
+        bounds: start and stop of this rank's part; if several pieces are divided, such as queries and keys in one
             tensor, of its part of each, one after the other.
         size: longest part along ``dim`` that a rank has.
     """
@@ -180,10 +180,10 @@ class TensorSlice:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dim: int, rank: int, ranks: int, pieces: Sequence[int] = ()) -> TensorSlice:
-        """Parts of equal size, but for the last when the number of ranks does not divide.
+        """Return a rank's slice of equal size; the last ones are shorter if the number of ranks does not divide.
 
         Args:
-            pieces: lengths of what is shared out by itself, which the number of ranks divides.
+            pieces: lengths of the parts that are divided separately; the number of ranks divides each.
         """
         if len(pieces) > 1:
             ends = itertools.accumulate(pieces)
@@ -195,22 +195,22 @@ class TensorSlice:
 
     @classmethod
     def owned(cls, shape: tuple[int, ...], dim: int, rank: int, owner: int) -> TensorSlice:
-        """All of it on one rank, nothing on the others."""
+        """Return the slice of a tensor that lies whole on rank ``owner``; it is empty on the other ranks."""
         return cls(shape, dim, (0, shape[dim] if rank == owner else 0), shape[dim])
 
     @property
     def start(self) -> int:
-        """First index of this rank's part."""
+        """Return the first index of this rank's part."""
         return self.bounds[0]
 
     @property
     def stop(self) -> int:
-        """Behind its last."""
+        """Return the index after the last of this rank's part."""
         return self.bounds[-1]
 
     @property
     def lengths(self) -> list[int]:
-        """Of this rank's part of each piece."""
+        """Return the lengths of this rank's part of each piece."""
         return [stop - start for start, stop in intervals(self.bounds)]
 
     @property
@@ -219,23 +219,23 @@ class TensorSlice:
         return (*self.shape[: self.dim], sum(self.lengths), *self.shape[self.dim + 1 :])
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor; a view, if it is one run."""
+        """Return this rank's part of a whole tensor; a view if it is one run."""
         return cut(whole, self.dim, self.bounds)
 
 
 def intervals(bounds: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of start and stop."""
+    """Return the pairs of start and stop."""
     return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def cut(whole: torch.Tensor, dim: int, bounds: Sequence[int]) -> torch.Tensor:
-    """Runs along a dim, joined; a view, if it is only one."""
+    """Join runs along a dim; the result is a view if there is only one run."""
     runs = [whole.narrow(dim, start, stop - start) for start, stop in intervals(bounds)]
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
 
 
 def part_of(record: ParameterRecord, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a value that may be whole."""
+    """Return this rank's part of a value that may be whole."""
     axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
     if axis is None or bounds is None or value.shape == record.parameter.shape or tuple(value.shape) != record.shape:
         return value

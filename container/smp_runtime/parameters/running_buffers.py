@@ -1,8 +1,8 @@
-"""Buffers whose new value depends on their old one: running averages, sums and counters, by the source of a module's class.
+"""Buffers with new values that depend on their old ones: running averages, sums and counters.
 
-Such a buffer must not be in half precision: with a decay of 0.999 a change is smaller than the rounding, and it never moves. Which
-buffers these are follows from what ``forward`` and the methods that it calls do to ``self.NAME``. It is the same on every rank and
-before the first step.
+Such a buffer must not be in half precision: with a decay of 0.999 a change is smaller than the rounding, and it never
+moves. The source of a module's class shows the names: they follow from the effects of ``forward``, and of the methods
+that it calls, on ``self.NAME``. The result is the same on every rank and before the first step.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ _FROM_ARGUMENT = {"copy_", "set_"}
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module is a norm with running statistics: PyTorch's kernels want it in float32 as a whole, or not at all."""
+    """Return whether a module is a norm with running statistics.
+
+    PyTorch's kernels need such a module in float32 as a whole, or not at all.
+    """
     return isinstance(module, NORMS_WITH_STATISTICS) and getattr(module, "running_mean", None) is not None
 
 
 def is_running(module: nn.Module, name: str) -> bool:
-    """Whether a buffer that a module holds under this name is a running one."""
+    """Return whether the module's buffer of this name is a running one."""
     if keeps_statistics(module):
         return True
     kind: Any = type(module)
@@ -55,7 +58,7 @@ def is_running(module: nn.Module, name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _running_names(kind: Any) -> frozenset[str] | None:
-    """Names of the running buffers of a class; None for all of them, where it reaches them by names of its own making."""
+    """Return the names of a class's running buffers; None if it computes names, so all buffers count."""
     found: set[str] = set()
     todo, seen = ["forward"], set()
     while todo:
@@ -75,7 +78,7 @@ def _running_names(kind: Any) -> frozenset[str] | None:
 
 
 def _source_of(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The syntax of a function; None where there is no source, as of C++ or of what was typed in."""
+    """Return the syntax tree of a function; None if there is no source, as for C++ or interactive code."""
     function = inspect.unwrap(function) if callable(function) else function
     if not inspect.isfunction(function):
         return None
@@ -88,12 +91,12 @@ def _source_of(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
 
 
 class _Method:
-    """What a function does to the attributes of its first argument, or to other arguments.
+    """The effects of a function on the attributes of its first argument, and on its other arguments.
 
     Attributes:
-        names: of attributes whose new value depends on the old one.
+        names: attributes with new values that depend on the old ones.
         called: methods that it calls.
-        writes_any: whether it changes attributes whose names only the running program knows.
+        writes_any: whether it changes attributes with names that are only known at run time.
         arguments: positions of the arguments that it changes in such a way.
     """
 
@@ -141,7 +144,7 @@ class _Method:
             self.names |= self._memory(target) & self._needs(value)
 
     def _looped(self, loop: ast.For) -> None:
-        """``for name, buffer in self.named_buffers()``."""
+        """Handle ``for name, buffer in self.named_buffers()``."""
         call = loop.iter
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and "buffers" in call.func.attr:
             for name in (each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)):
@@ -161,7 +164,7 @@ class _Method:
                     self.names |= self._memory(call.args[at])
 
     def _method_call(self, call: ast.Call, function: ast.Attribute) -> None:
-        """``self.name.mul_(…)``, and ``self.method(…)``, which is looked at then."""
+        """Handle ``self.name.mul_(…)``, and ``self.method(…)``, which is then analyzed too."""
         name, changed = function.attr, self._memory(function.value)
         if self._is_me(function.value) and not self._depth:
             self.called.add(name)
@@ -174,13 +177,13 @@ class _Method:
             self.names |= changed & set().union(*map(self._needs, values))
 
     def _changed_by(self, name: str) -> list[int]:
-        """Positions of the arguments that a function of the module's file changes."""
+        """Return the positions of the arguments that a function of the module's file changes."""
         function: Callable[..., Any] | None = self._globals.get(name)
         source = _source_of(function) if self._depth < _DEPTH else None
         return [] if source is None else _Method(source, function, self._depth + 1).arguments
 
     def _memory(self, value: ast.AST) -> set[str]:
-        """The attributes whose memory an expression is, perhaps a part of it or another view."""
+        """Return the attributes that an expression shares memory with, as the tensor itself, a part or a view."""
         while True:
             if isinstance(value, ast.Attribute):
                 if self._is_me(value.value) and not self._depth:
@@ -198,7 +201,7 @@ class _Method:
                 return set()
 
     def _needs(self, value: ast.AST) -> set[str]:
-        """The attributes that the value of an expression depends on."""
+        """Return the attributes that the value of an expression depends on."""
         found: set[str] = set()
         for node in ast.walk(value):
             if isinstance(node, ast.Attribute | ast.Call):
@@ -222,7 +225,7 @@ def _name_of(node: ast.expr) -> str:
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """A statement and what is in it, in the order of the text."""
+    """Yield a statement and its parts, in the order of the text."""
     yield node
     for child in ast.iter_child_nodes(node):
         yield from _in_order(child)

@@ -1,11 +1,11 @@
-"""What a script writes into parameters between the library's calls, found and adopted.
+"""Values that a script writes into parameters between the library's calls, found and adopted.
 
-With float32 copies or sharded state the optimizer does not update the parameter itself. A value that the script writes into the
-parameter must reach what the optimizer updates, or the next update would undo it. Three things tell of a write: the version
-counter (in-place operations), the address (``p.data = tensor``), and a read of ``p.data``, through which anything can be written
-unseen. Only then values are compared, on the device: the host does not wait.
+With float32 copies or sharded state the optimizer does not update the parameter itself. A value that the script writes
+into the parameter must reach the updated copy, or the next update would undo it. Three things reveal a write: the
+version counter (in-place operations), the address (``p.data = tensor``), and a read of ``p.data``, which allows any
+unseen write. Only then values are compared, on the device: the host does not wait.
 
-A NumPy array over ``p.detach()`` tells of nothing: what is written through it stays unseen.
+A NumPy array over ``p.detach()`` reveals nothing: writes through it stay unseen.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class ScriptWrites:
-    """Finds and adopts what a script has written into the parameters of one model.
+    """A detector of a script's writes into the parameters of one model, which also adopts them.
 
     Args:
-        parameters: whose optimizer works on something else, in memory that the library gave them.
-        optimizer_shards: what is updated of each on this rank, or None.
+        parameters: those that an optimizer updates through another tensor, in memory from the library.
+        optimizer_shards: the updated part of each on this rank, or None.
         name_of: a parameter's name, for messages.
-        settle: waits for values that are under way to the parameters.
+        settle: waits for pending values of the parameters.
         gradients: of the model, if they are reduced to their owners.
     """
 
@@ -55,7 +55,7 @@ class ScriptWrites:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Let training continue from what the script has written since the last call.
+        """Adopt the values that the script has written since the last call, so that training continues from them.
 
         Raises:
             SMPUserError: ``p.data`` was set to a tensor of another shape.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class GradientSource(Protocol):
-    """Knows gradients that lie elsewhere than with their parameters."""
+    """A source of gradients that lie elsewhere than with their parameters."""
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return ``parameter.grad``."""
@@ -24,12 +24,12 @@ class GradientSource(Protocol):
 
 
 class WatchedValues:
-    """The values of one tensor as the library has last seen them; answers for its ``data`` and ``grad``.
+    """The values of one tensor as the library has last seen them; the source of its ``data`` and ``grad``.
 
-    It does not hold the tensor, nor what holds it, which would keep that alive for ever.
+    It holds neither the tensor nor the tensor's owner, since that would keep them alive for ever.
 
     Args:
-        gradients: asked for the parameter's gradient, while it is there; None if that lies with the parameter.
+        gradients: supplies the parameter's gradient, while it exists; None if the gradient lies with the parameter.
     """
 
     __slots__ = ("_address", "_gradients", "_is_touched", "_version")
@@ -44,7 +44,7 @@ class WatchedValues:
             self.note_plain(parameter)
 
     def note_plain(self, parameter: nn.Parameter) -> None:
-        """The same, where subclasses of tensors are not asked already."""
+        """Record the current values, if the dispatch to tensor subclasses is already disabled."""
         self._version = parameter._version
         self._address = parameter.data_ptr()
         self._is_touched = False
@@ -63,7 +63,7 @@ class WatchedValues:
         return get_data(parameter)
 
     def write_data(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Take ``parameter.data = value``; the address tells of it."""
+        """Apply ``parameter.data = value``; the address reveals it."""
         set_data(parameter, value)
 
     def read_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -85,7 +85,7 @@ class WatchedValues:
 
 
 def note_values(parameter: nn.Parameter) -> None:
-    """The library has written into a tensor itself: what it holds now is known."""
+    """Record a tensor's current values after the library itself has written into it."""
     owner = owner_of(parameter)
     if isinstance(owner, WatchedValues):
         owner.note(parameter)

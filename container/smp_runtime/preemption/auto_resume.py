@@ -42,21 +42,21 @@ class Stateful(Protocol):
     """Anything with a state of plain containers, numbers and tensors: a scheduler, a loss scaler, a data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Go on from a state."""
+        """Load a state."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What a job's state is, and where and when it is saved.
+    """The state of a job, and where and when it is saved.
 
     Attributes:
         others: by name.
-        own: a dictionary, or what gives the script's own content when it is called.
-        every: steps between two checkpoints; None for none but that of a stop.
-        kept: how many checkpoints are.
+        own: a dictionary, or a function that returns the script's own content.
+        every: steps between two checkpoints; None saves only when the job is stopped.
+        kept: number of checkpoints to keep.
     """
 
     model: DistributedModel
@@ -71,11 +71,14 @@ class JobState:
 
 
 class Progress:
-    """How far a job is; what :func:`auto_resume` returns. It stands for the number of finished steps in ``range(progress, steps)``.
+    """The progress of a job, which :func:`auto_resume` returns.
+
+    It stands for the number of finished steps in ``range(progress, steps)``.
 
     Attributes:
-        step: finished steps, those of former jobs too: turns of the loop over :meth:`steps`, else calls of ``optimizer.step()``.
-        user_content: what the script had added to the checkpoint that was resumed; None without one.
+        step: finished steps, including those of former jobs. These are iterations of the loop over :meth:`steps`,
+            or else calls of ``optimizer.step()``.
+        user_content: the script's content in the checkpoint that was resumed; None without one.
         resumed: whether there was one.
     """
 
@@ -102,10 +105,10 @@ class Progress:
         return f"Progress(step={self.step}, resumed={self.resumed})"
 
     def steps(self, total: int) -> Iterator[int]:
-        """The numbers of the steps that are left, from 0 in a job that begins, up to ``total`` − 1.
+        """Yield the numbers of the remaining steps, up to ``total`` − 1; a new job starts at 0.
 
-        What the body of the loop has done is saved, whatever it does after ``optimizer.step()``. Checkpoints are saved, and a job
-        that is asked to stop ends, between two turns.
+        Checkpoints are saved between two iterations, so they include everything that the body of the loop has done,
+        also after ``optimizer.step()``. A job that is asked to stop ends there, too.
         """
         self._in_loop = True
         try:
@@ -123,7 +126,7 @@ class Progress:
     # -- what the session calls ------------------------------------------------------------------------------------
 
     def on_update(self, optimizer: object) -> None:
-        """The optimizer has updated: ask whether to stop, and note what the rest of the turn may change."""
+        """Check for a stop after an update of the optimizer, and record state that the rest of the iteration may change."""
         if optimizer is not self._state.optimizer:
             return
         self._has_updated = True
@@ -136,7 +139,10 @@ class Progress:
                 self._moment = ScriptPosition.now(self._session)
 
     def on_step(self) -> None:
-        """A step begins: what the script does after ``optimizer.step()``, such as a scheduler's, is done."""
+        """Finish the previous iteration when a step begins.
+
+        By now the script has done its work after ``optimizer.step()``, such as a scheduler's step.
+        """
         if self._moment is not None and not self._in_loop:
             self._end_turn(self._moment)
 
@@ -146,14 +152,14 @@ class Progress:
         return bool(self._state.every) and self.step % (self._state.every or 1) == 0
 
     def _end_turn(self, moment: ScriptPosition) -> None:
-        """Of a loop that is not over :meth:`steps`: all that belongs to the step of that moment is done."""
+        """Finish an iteration of a loop that does not use :meth:`steps`: save, stop or copy the state of ``moment``."""
         self._moment = None
         if self._stopped_by or self._is_due():
             self._save_and_stop(moment)
         self._copy(moment)
 
     def _copy(self, moment: ScriptPosition | None) -> None:
-        """Keep the state in shared memory, where the job wants that; see ``memory_checkpoint``."""
+        """Copy the state to shared memory, if the job wants that; see ``memory_checkpoint``."""
         copier = Copier.of(self._session)
         if copier is not None and self._state.model.partitioned:
             with here().within(SAVE):
@@ -185,16 +191,18 @@ class Progress:
             raise SystemExit(0)
 
     def _content(self) -> bytes:
-        """Of rank 0."""
+        """Return the content that rank 0 adds to a checkpoint."""
         own = self._state.own() if callable(self._state.own) else self._state.own
         states = {name: other.state_dict() for name, other in self._state.others.items()}
         return user_content_bytes({_STEP: self.step, _STATES: states, _OWN: own}, trusted=False)
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, or what lies in memory after a restart in place, if there is any; every rank calls it.
+        """Resume from the newest checkpoint, or from the state in memory after a restart in place, if there is any.
+
+        Every rank calls it.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or has not the states that are asked for.
+            CheckpointError: it is damaged, of another model, or lacks a requested state.
         """
         in_memory = newest_state(self._session) is not None
         if not _has_any(self._session, self._state.folder) and not in_memory:
@@ -223,7 +231,10 @@ class Progress:
             logger.info("resumed after step %d from %s", self.step, self._state.folder)
 
     def _refuse(self, why: str) -> None:
-        """Of a checkpoint that has other states than the script wants."""
+        """Raise CheckpointError because the checkpoint has other states than the script asks for.
+
+        If ``strict`` is False, only log a warning.
+        """
         said = f"the checkpoint in {self._state.folder} does not fit: {why}"
         if self._state.strict:
             raise CheckpointError(
@@ -342,11 +353,11 @@ def begin(session: Session, state: JobState) -> Progress:
 
 
 def default_folder() -> Path:
-    """Where a job's checkpoints lie."""
+    """Return the folder of a job's checkpoints."""
     return Path(os.environ.get(_FOLDER_VARIABLE) or _FOLDER)
 
 
 def _has_any(session: Session, folder: Path) -> bool:
-    """Whether any rank sees a checkpoint, so that one must be resumed; all ranks call it."""
+    """Return whether any rank sees a checkpoint, so that one must be resumed; all ranks call it."""
     found = newest_name(folder) is not None or bool(checkpoints_in(folder))
     return any(session.ranks.control.allgather(found, list(range(session.ranks.control.size))))

@@ -1,4 +1,7 @@
-"""``SMP_AUTO_CHECKPOINT=1``: stopping and going on without a line in the script, as far as the library knows its state."""
+"""``SMP_AUTO_CHECKPOINT=1``: stop and resume a job without changes to the script.
+
+Only the state that the library knows is saved.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ _FOLDER = "auto"
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the job's environment asks for it.
+    """Return whether the job's environment enables automatic checkpoints.
 
     Raises:
-        ConfigError: by a value that means nothing.
+        ConfigError: the variable has an invalid value.
     """
     value = environ.get(VARIABLE, "0") or "0"
     if value not in ("0", "1"):
@@ -41,7 +44,10 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 class Automatic:
-    """Begins when the first step of a training does: by then the script has wrapped what it trains."""
+    """The automatic checkpoints of a job; they begin with the first step of a training.
+
+    By then the script has wrapped its model and optimizer.
+    """
 
     outlives_regrouping = True
 
@@ -52,16 +58,18 @@ class Automatic:
         self._is_decided = False
 
     def leave_to(self, whom: str, *, is_told: bool = True) -> None:
-        """Somebody else stops and resumes this job; every rank says so, before the first step.
+        """Turn this off, because something else stops and resumes the job.
+
+        Every rank calls it, before the first step.
 
         Args:
             whom: in a sentence, such as ``Trainer saves by itself``.
-            is_told: whether the user is; not where that does what was asked for.
+            is_told: whether to warn the user; False if the replacement does what the user asked for.
         """
         self._left_to, self._is_told = whom, is_told
 
     def on_step(self) -> None:
-        """A step begins; every rank calls it."""
+        """Start automatic checkpoints when the first training step begins; every rank calls it."""
         session = self._session
         if self._is_decided or not session.optimizers:  # before training, such as a first evaluation
             return
@@ -93,7 +101,7 @@ class Automatic:
             )
 
     def _of_the_script(self) -> str:
-        """How the script stops and resumes by itself on any rank, in words; empty when it does not. All ranks call it."""
+        """Return how the script on any rank stops and resumes on its own; empty if it does not. All ranks call it."""
         ranks = self._session.ranks
         mine = ""
         if script_handles_stops():

@@ -1,4 +1,7 @@
-"""After which step all ranks stop: asked for by a signal to any of them, and agreed on without a message while nobody asks."""
+"""An agreement on the step after which all ranks stop.
+
+A signal to any rank asks for it. As long as there is no request, the ranks exchange no messages.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +42,22 @@ _NEVER = -1
 
 
 class StopAgreement:
-    """Agrees with the other ranks after which step to stop. Every rank makes one, and tells it of each finished step.
+    """An agreement with the other ranks on the step after which all stop.
 
-    While nobody asks, a finished step costs one look at a flag. A thread of every rank looks for a request, its own or another
-    rank's, and when it has found one tells which step its rank finishes next. From then on a rank that finishes a step waits for
-    what rank 0 makes of that, once: the greatest of these numbers. No rank has finished that step, since each that would have
-    waits, and none waits for a step of another, since the threads answer: so all stop after the same one, and none before others
-    have finished what they have begun.
+    Every rank makes one, and calls :meth:`finished_step` after each step. As long as there is no request, this
+    costs one check of a flag. A thread of every rank looks for a request, its own or another rank's. When it has
+    found one, it announces the step that its rank finishes next. From then on a rank that finishes a step waits,
+    once, for the decision of rank 0. The decision is the greatest of these numbers.
+
+    No rank has finished that step yet, because each rank that could have waits. No rank waits for a step of
+    another rank, because the threads answer. So all ranks stop after the same step, and none before the others
+    have finished the work that they have begun.
 
     Args:
-        told: what rank 0 says when it is agreed, with ``%s`` for the reason.
+        told: rank 0's log message when the ranks have agreed, with ``%s`` for the reason.
 
     Raises:
-        DeadlineError: of :meth:`finished_step`, where rank 0 gives no answer.
+        DeadlineError: from :meth:`finished_step`, if rank 0 does not answer.
     """
 
     def __init__(
@@ -92,10 +98,10 @@ class StopAgreement:
         self._requests.put(reason)
 
     def finished_step(self) -> str | None:
-        """This rank has finished a step; every rank says so equally often.
+        """Record that this rank has finished a step; every rank calls it equally often.
 
         Returns:
-            Why all ranks stop now, after this step; None to go on.
+            The reason why all ranks stop now, after this step; None to continue.
         """
         if self._asks_all:
             said = self._control.allgather(self._asked_here(), list(range(self._control.size)))
@@ -112,7 +118,7 @@ class StopAgreement:
         return self._reason if self._finished == self._last else None
 
     def close(self) -> None:
-        """No more steps: the other ranks are told, and signals mean what they did."""
+        """End the agreement: notify the other ranks, and restore the default signal handler."""
         if self._handler is not None:
             self._handler.remove()
         if self._thread is not None:
@@ -121,7 +127,7 @@ class StopAgreement:
             self._thread = None
 
     def _asked_here(self) -> str | None:
-        """The reason that this rank was given, which stays."""
+        """Return the reason for a stop that this rank was given; it stays."""
         with contextlib.suppress(queue.Empty):
             self._reason = self._reason or self._requests.get_nowait() or ""
         return self._reason or None
@@ -129,7 +135,10 @@ class StopAgreement:
     # -- the script's thread ---------------------------------------------------------------------------------------
 
     def _decision(self, board: _Board) -> int:
-        """After which step all stop. The thread of every rank has answered, or will, whatever its script does."""
+        """Block until rank 0 has decided, and return the step after which all ranks stop.
+
+        Every rank's thread answers, independent of its script.
+        """
         deadline = time.monotonic() + timeout_seconds()
         while True:
             try:
@@ -168,7 +177,7 @@ class StopAgreement:
             pass  # the store is gone: rank 0 has left, and nobody else stops either
 
     def _found_request(self, board: _Board) -> str | None:
-        """Why the job stops, as soon as any rank was asked; None when this rank leaves."""
+        """Block until any rank was asked to stop, and return the reason; None when this rank leaves."""
         pause = max(_LOOK_SECONDS, self._control.size / _LOOKS_PER_SECOND)
         while True:
             with contextlib.suppress(queue.Empty):
@@ -235,20 +244,23 @@ class _Handler:
         os.kill(os.getpid(), number)
 
     def remove(self) -> None:
-        """The signal ends the process again, unless one has come: a second must not end what the first has begun."""
+        """Restore the default handler, unless the signal has come.
+
+        After a first signal, a second one must not end the process while it stops.
+        """
         is_there = signal.getsignal(signal.SIGTERM) is self and threading.current_thread() is threading.main_thread()
         if is_there and not self._was_called:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def script_handles_stops() -> bool:
-    """Whether the script has a handler of its own for SIGTERM, or ignores it."""
+    """Return whether the script has its own handler for SIGTERM, or ignores it."""
     former = signal.getsignal(signal.SIGTERM)
     return former not in (signal.SIG_DFL, None) and not isinstance(former, _Handler)
 
 
 class _Board:
-    """What the ranks tell each other: JSON under keys of the store, each sealed for its key."""
+    """The ranks' messages to each other: JSON under keys of the store, each sealed for its key."""
 
     def __init__(self, connection: SecondConnection) -> None:
         self._store = connection.store
@@ -261,7 +273,7 @@ class _Board:
         self._store.set(key, self._seal.close(key, json.dumps(value).encode()))
 
     def read(self, name: str) -> Any:
-        """What was written; None before. Never waits, so that threads may share the connection.
+        """Return the value that was written, or None; never block, so that threads may share the connection.
 
         Raises:
             ForgedError: no rank of this job has written it.

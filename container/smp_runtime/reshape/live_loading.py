@@ -43,7 +43,7 @@ class LiveLoading(PartialLoad):
         self._live = reader
 
     def groups(self, count: int) -> list[list[nn.Parameter]]:
-        """The model's parameters by the groups of the optimizer in which those that they are made of were."""
+        """Return the model's parameters by optimizer group: each is in the group of its source parameters."""
         made: list[list[nn.Parameter]] = [[] for _ in range(count)]
         saved = self.manifest.optimizer
         owner = {name: index for index, group in enumerate(saved.groups if saved else ()) for name in group["params"]}
@@ -84,11 +84,11 @@ class LiveLoading(PartialLoad):
         return {name for name in self.manifest.buffers if not self.reader.holds(MODULE, name)}
 
     def _state_type(self, saved: torch.dtype, updated: torch.dtype) -> torch.dtype:
-        """The optimizer's own choice stays: it may keep float32 states of bfloat16 weights."""
+        """Return the saved type: the optimizer may keep float32 states of bfloat16 weights."""
         return saved
 
     def _batches(self) -> Iterator[set[str]]:
-        """Names of parameters and buffers, the same on all ranks, in batches."""
+        """Yield names of parameters and buffers in batches, the same on all ranks."""
         names: set[str] = set()
         waiting = 0
         sizes = {**self.manifest.parameters, **self.manifest.buffers}
@@ -105,7 +105,11 @@ class LiveLoading(PartialLoad):
         yield names
 
     def _holdings(self) -> Iterator[tuple[Holding, Callable[[str], str]]]:
-        """Weights from weights and masters from masters; weights that masters here are the source of come with these."""
+        """Yield this rank's tensors with a function from name to state key.
+
+        Weights are read from weights and masters from masters. Weights that have masters on this rank are left out,
+        because they are copied from these.
+        """
         own = list(masters(self._model))
         covered = {(holding.name, holding.region) for holding in own}
         for holding in weights(self._model):
@@ -153,7 +157,7 @@ class LiveLoading(PartialLoad):
                 yield key(source), source, region if found is not None and found.is_leaf_of_checkpoint else whole
 
     def _unsaved(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers of this rank that are in no state, and that some rank has had."""
+        """Yield this rank's buffers that are in no ``state_dict``, if some rank had them before."""
         saved = set(self._model.module.state_dict(keep_vars=True))
         for name, buffer in self._model.local_named_buffers(remove_duplicate=False):
             record = self.manifest.buffers.get(name)

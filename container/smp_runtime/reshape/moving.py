@@ -52,7 +52,7 @@ class LiveReader(CheckpointReader):
 
     @torch.no_grad()
     def fetch(self, wants: Iterable[Want]) -> None:
-        """Bring what this rank wants and does not have; every rank calls it, with wants of its own."""
+        """Receive the regions that this rank wants and does not have; every rank calls it, with its own wants."""
         self._fetched.clear()
         everyone = list(range(self._ranks.control.size))
         asked: dict[int, list[Want]] = {}
@@ -93,7 +93,7 @@ class LiveReader(CheckpointReader):
         return [call(message, rank, group=self._group)] if message.numel() else []
 
     def _packed(self, wants: Iterable[Want]) -> torch.Tensor:
-        """What another rank wants of this one's, in its order, as bytes."""
+        """Return the values that another rank wants from this one as bytes, in the order of its wants."""
         parts = [torch.empty(0, dtype=torch.uint8, device=self._ranks.device)]
         for key, name, region in wants:
             piece, tensor = self._mine.tensors[key, name]
@@ -103,10 +103,10 @@ class LiveReader(CheckpointReader):
         return torch.cat(parts)
 
     def _sources(self, key: str, name: str, wanted: TensorRegion) -> Iterable[tuple[int, Common]]:
-        """Who gives which part of a region; this rank itself, where it can.
+        """Return the ranks that provide a region, each with its part; this rank itself, if it has the part.
 
         Raises:
-            CheckpointError: nobody has some of it.
+            CheckpointError: no rank has some of it.
         """
         holders: dict[Piece, list[int]] = {}
         for rank, piece in self._pieces.get((key, name), ()):
@@ -140,7 +140,7 @@ class LiveReader(CheckpointReader):
         return self._runs[region]
 
     def forget(self, names: set[str]) -> None:
-        """Tensors of these names are not asked for any more, by any rank."""
+        """Free tensors of these names, because no rank asks for them any more."""
         self._fetched.clear()
         self._runs.clear()
         self._mine.drop(names)
@@ -187,7 +187,7 @@ class LiveReader(CheckpointReader):
         return self._found.objects[file, key, name]
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Free everything after the last read."""
         self._fetched.clear()
         self._runs.clear()
         self._mine.tensors.clear()
@@ -204,7 +204,7 @@ def _wanted(told: _Told) -> Want:
 
 
 def _group_for_messages(ranks: Ranks) -> dist.ProcessGroup:
-    """All ranks, in a group that sends from one to another; all of them call it."""
+    """Return a group of all ranks that supports point-to-point messages; all ranks call it."""
     if ranks.backend != smddp.BACKEND:
         return ranks.process_group(Group.WORLD)
     made = dist.new_group(backend="cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo")

@@ -1,4 +1,4 @@
-"""What the ranks of a job have of a model and its optimizer, told to all of them; the tensors stay where they are."""
+"""The catalogue of the parts of a model and its optimizer on all ranks of a job; the tensors stay on their ranks."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ class Offer:
 
     @classmethod
     def of(cls, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None) -> Offer:
-        """What this rank has now.
+        """Return the offer of this rank's present tensors and objects.
 
         Raises:
-            SMPUserError: something that has no name in the whole.
+            SMPUserError: a parameter is not in the model's ``state_dict``, or the optimizer has a parameter that the
+                model does not have.
         """
         made = cls()
         saved = {id(record.parameter) for record in saved_records(model)}
@@ -109,7 +110,7 @@ class Offer:
         self.tensors[key, name] = (_piece(region), tensor.reshape(-1))
 
     def drop(self, names: set[str]) -> None:
-        """Nobody needs tensors with these names any more."""
+        """Free tensors with these names, because no rank needs them any more."""
         for key in [key for key in self.tensors if key[1] in names]:
             del self.tensors[key]
 
@@ -140,7 +141,7 @@ class Catalogue:
 def catalogue(
     session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, mine: Offer
 ) -> Catalogue:
-    """Tell the other ranks what this one has, and hear of theirs; every rank calls it."""
+    """Exchange the offers of all ranks and return their catalogue; every rank calls it."""
     ranks = session.ranks
     everyone = list(range(ranks.control.size))
     told = (

@@ -28,7 +28,10 @@ _LOOK_SECONDS = 0.2
 
 
 class ReshapeRequests:
-    """Listens for requests; every rank has one. Rank 0 looks for files, and all agree on the update after which they act."""
+    """A listener for requests; every rank has one.
+
+    Rank 0 looks for files, and all agree on the update after which they act.
+    """
 
     outlives_regrouping = True
 
@@ -48,7 +51,7 @@ class ReshapeRequests:
         )
 
     def _look(self) -> None:
-        """Rank 0's thread: hands a request on once."""
+        """Run rank 0's thread, which passes each request on once."""
         handed_on: StopAgreement | None = None
         while not self._over.wait(_LOOK_SECONDS):
             if self._agreement is not handed_on and (text := asked(self._folder)) is not None:
@@ -56,7 +59,7 @@ class ReshapeRequests:
                 handed_on.request(text)
 
     def updated(self, _: TrainedOptimizer) -> None:
-        """An update is over; every rank says so."""
+        """Carry out a request after an update, if the ranks have agreed on one; every rank calls it."""
         text = self._agreement.finished_step()
         if text is None:
             return
@@ -74,7 +77,7 @@ class ReshapeRequests:
         self._agreement = self._agreed_anew()
 
     def close(self) -> None:
-        """The job ends."""
+        """Stop listening when the job ends."""
         self._over.set()
         self._agreement.close()
 

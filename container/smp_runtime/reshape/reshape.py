@@ -194,7 +194,7 @@ class _Move:
         self._outcome.received_bytes = self._reader.received
 
     def _say_lost_hooks(self) -> None:
-        """Warn of hooks on gradients of distributed modules, whose parameters may be others in the new layout."""
+        """Warn of lost hooks on gradients of distributed modules; the new layout may have other parameters."""
         names = self._model.blueprint.listened_elsewhere(self._model.module)
         if names and self._session.ranks.rank == 0:
             logger.warning(
@@ -224,7 +224,7 @@ class _Move:
                     part._buffers[key] = made
 
     def _follow_flags(self, module: nn.Module) -> None:
-        """Freeze and unfreeze parameters as those of the former layout are; a strategy may have replaced the script's own."""
+        """Freeze and unfreeze parameters as in the former layout; a strategy may have replaced the script's own."""
         made = dict(module.named_parameters(remove_duplicate=False))
         for name, record in self._found.manifest.parameters.items():
             for known in (name, *record.aliases):
@@ -258,7 +258,7 @@ class _Move:
                 model.partition(None, first_step=False)
 
     def _same_stages(self) -> Assignment | None:
-        """The former partition, if it can stay."""
+        """Return the former partition, if it can stay; else None."""
         ranks, former = self._session.ranks, self._assignment
         if former is None or (ranks.size(Group.PP), ranks.size(Group.TP)) != (self._stages, self._degree):
             return None
@@ -270,7 +270,7 @@ class _Move:
 
 
 def _parameter(shape: ParameterShape) -> nn.Parameter:
-    """One that is created late."""
+    """Return a parameter; inside :func:`deferring` its values are created later."""
     made = nn.Parameter(torch.zeros(shape.shape, dtype=shape.dtype, device="cpu"), shape.requires_grad)
     if shape.kind is not nn.Parameter:
         made.__class__ = shape.kind
@@ -279,10 +279,10 @@ def _parameter(shape: ParameterShape) -> nn.Parameter:
 
 
 def _checked(session: Session, given: Mapping[str, Any]) -> ModelParallelParameters:
-    """All settings, if they can be; the same outcome on every rank.
+    """Return all settings after checking them; the result is the same on every rank.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they are invalid.
         SMPUserError: one of them cannot change, or the ranks want different ones.
     """
     if not isinstance(given, Mapping):
@@ -315,10 +315,10 @@ def _checked(session: Session, given: Mapping[str, Any]) -> ModelParallelParamet
 def _trained(
     session: Session, wanted: ModelParallelParameters
 ) -> tuple[DistributedModel | None, DistributedOptimizer | None]:
-    """What moves.
+    """Return the model and the optimizer to move.
 
     Raises:
-        SMPUserError: it cannot, or it is not between two steps.
+        SMPUserError: one of them cannot move, or this is not between two steps.
     """
     models = [model for model in session.models if isinstance(model, DistributedModel)]
     optimizers = [found for found in session.optimizers if isinstance(found, DistributedOptimizer)]
@@ -339,7 +339,7 @@ def _trained(
 
 
 def _why_not(session: Session, model: DistributedModel, wanted: ModelParallelParameters) -> str:
-    """Why a model cannot be laid out anew, in words; empty if it can."""
+    """Return why a model cannot get another layout; empty if it can."""
     if not model.partitioned:
         return "the model is not partitioned yet; call smp.reshape after the first step, or give smp.init the other degrees"
     if model.is_whole_copy or model._placed.is_away:  # noqa: SLF001
@@ -368,7 +368,7 @@ def _why_not(session: Session, model: DistributedModel, wanted: ModelParallelPar
 
 
 def _agree(session: Session, problem: str) -> None:
-    """Raise on all ranks what any of them has met."""
+    """Raise SMPUserError on all ranks if any of them has a problem."""
     everyone = list(range(session.ranks.control.size))
     for rank, why in enumerate(session.ranks.control.allgather(problem, everyone)):
         if why:
@@ -377,7 +377,7 @@ def _agree(session: Session, problem: str) -> None:
 
 @contextmanager
 def _same_random_numbers(session: Session) -> Iterator[None]:
-    """What is drawn inside is drawn again behind it."""
+    """Restore the random generators after the block, so that the same numbers are drawn again."""
     device = session.ranks.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield

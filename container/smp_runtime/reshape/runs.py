@@ -26,12 +26,12 @@ class Runs(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of all runs together."""
+        """Return the number of elements of all runs together."""
         return int(self.lengths.sum())
 
 
 def runs_of(region: TensorRegion) -> Runs:
-    """The runs of a region."""
+    """Return the runs of a region."""
     if region.axis is None:
         starts, lengths = torch.tensor([0]), torch.tensor([math.prod(region.shape)])
     else:
@@ -49,7 +49,7 @@ def runs_of(region: TensorRegion) -> Runs:
 
 
 def _joined(runs: Runs) -> Runs:
-    """Runs that follow each other without a gap become one."""
+    """Join runs that follow each other without a gap."""
     if len(runs.starts) < 2:
         return runs
     begins = torch.ones(len(runs.starts), dtype=torch.bool)
@@ -67,12 +67,12 @@ class Common(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of all of it."""
+        """Return the number of shared elements."""
         return int(self.lengths.sum())
 
 
 def common(here: Runs, there: Runs) -> Common:
-    """What two regions of one tensor share."""
+    """Return the elements that two regions of one tensor share."""
     first = torch.searchsorted(there.starts + there.lengths, here.starts, right=True)
     last = torch.searchsorted(there.starts, here.starts + here.lengths)
     counts = (last - first).clamp(min=0)
@@ -86,7 +86,7 @@ def common(here: Runs, there: Runs) -> Common:
 
 
 def picked(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Runs of a flat tensor one after the other; a view where it is one run."""
+    """Return runs of a flat tensor one after the other; a view if there is only one run."""
     if len(places) == 1:
         return flat.narrow(0, int(places[0]), int(lengths[0]))
     blocks = _blocks(flat, places, lengths)
@@ -106,7 +106,7 @@ def put(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor, values:
 
 
 def _blocks(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor] | None:
-    """Views, ``[runs, length]``, of runs of one length at equal distances; None if there are too many of them."""
+    """Return views, ``[runs, length]``, of runs of one length at equal distances; None if there are too many of them."""
     count = len(places)
     if count == 0:
         return []
@@ -126,6 +126,6 @@ def _blocks(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> 
 
 
 def _elements(places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The index of every element."""
+    """Return the index of every element."""
     begins = lengths.cumsum(0) - lengths
     return torch.repeat_interleave(places - begins, lengths) + torch.arange(int(lengths.sum()))

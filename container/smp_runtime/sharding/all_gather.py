@@ -1,4 +1,4 @@
-"""How a unit is gathered, which depends on the hosts that its ranks are on: in one collective, or in two phases."""
+"""Gathering of a unit: in one collective or in two phases, depending on the hosts of its ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class HierarchicalGathering:
         return _TwoPhases(self, first, full, mine)
 
     def second(self, full: torch.Tensor, mine: torch.Tensor) -> Work:
-        """The phase inside the host."""
+        """Run the phase inside the host."""
         return self._collectives.all_gather(full, mine, self._inside)
 
 
@@ -102,9 +102,10 @@ class _TwoPhases:
 
 
 def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
-    """Phases between and inside hosts when the sharding groups span hosts evenly and it was asked for; else one.
+    """Choose the gathering: two phases, between and inside hosts, if requested and possible; else one.
 
-    SMDDP's all-gather goes in phases by itself, in pieces that its buffers hold.
+    It is possible if the sharding groups span hosts evenly. SMDDP's all-gather has its own phases, in pieces that fit
+    its buffers.
     """
     members, mine = ranks.members(Group.SHARD), ranks.rank_in(Group.SHARD)
     plain = PlainGathering(ranks.collectives, ranks.groups.group(Group.SHARD), len(members), mine)
@@ -131,7 +132,10 @@ def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
 
 
 def host_layout(members: Sequence[int], host_of: Sequence[str]) -> list[list[int]] | None:
-    """The members host by host, or None where there is one host, one rank per host, or hosts with unequal numbers.
+    """Return the members host by host.
+
+    Returns:
+        None for one host, one rank per host, or hosts with unequal numbers of members.
 
     Args:
         host_of: by global rank, the name of its host.

@@ -1,4 +1,4 @@
-"""What a module's call gets and returns: the tensors in it, and copies of those that would not outlast the call."""
+"""Inputs and results of a module's call: the tensors in them, and copies of those that would not outlast the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
-    """What a call returns, with copies of what is a view of its parameters: their memory goes when the call has ended.
+    """Return a call's output with views of its parameters copied, since their memory is freed after the call.
 
     Raises:
         SMPUserError: an object that cannot be copied has such a view.
@@ -39,7 +39,7 @@ def lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in nested containers, dataclasses and other plain objects."""
+    """Return all tensors in nested containers, dataclasses and other plain objects."""
     found: list[torch.Tensor] = []
     waiting, seen = [value], set()
     while waiting:

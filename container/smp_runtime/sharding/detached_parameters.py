@@ -1,8 +1,8 @@
 """Sharded parameters outside their use: a rank has its own part of the values, and nothing of the rest.
 
-Until its unit is gathered a parameter is of the class :class:`DetachedParameter`. It has a shape, and takes no memory. An operation
-that needs elements gets this rank's part of them, and NaN for the rest. So what a script writes element by element reaches the
-shards of all ranks without any communication: each keeps its own part of it.
+Until its unit is gathered a parameter is of the class :class:`DetachedParameter`. It has a shape, and takes no memory.
+An operation that needs elements gets this rank's part of them, and NaN for the rest. So a script's elementwise writes
+reach the shards of all ranks without any communication: each rank keeps its own part.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class GatheredUnit(Protocol):
     """Parameters that are gathered together.
 
     Attributes:
-        is_touched: whether the script may have written into them where no counter tells.
+        is_touched: whether the script may have written into them without a change of any counter.
     """
 
     is_touched: bool
 
     @property
     def storage_key(self) -> int:
-        """What identifies the memory of the whole."""
+        """Return the key of the whole buffer's memory."""
 
     def detach(self) -> None:
-        """Keep this rank's part of what was written, and free the whole."""
+        """Keep this rank's part of values written into the whole, and free the whole."""
 
 
 class Shards(Protocol):
@@ -50,21 +50,21 @@ class Shards(Protocol):
         """Return the unit that a parameter is in."""
 
     def fill(self, unit: Any) -> bool:
-        """Give a unit's parameters memory with this rank's part of the values; returns whether it had none."""
+        """Fill a unit's parameters with this rank's part of the values; return whether they had no memory."""
 
     def assign(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Take a parameter's whole value."""
 
     @property
     def is_running(self) -> bool:
-        """Whether a module call runs, which gathers what it needs itself."""
+        """Return whether a module call is running; it gathers the parameters that it needs."""
 
     def note_read(self) -> None:
-        """The script has read elements of which this rank has a part."""
+        """Record that the script has read elements of a parameter that this rank has a part of."""
 
 
 class DetachedParameter(nn.Parameter):
-    """A sharded parameter whose unit is not gathered."""
+    """A sharded parameter of a unit that is not gathered."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +72,7 @@ class DetachedParameter(nn.Parameter):
 
 
 class DetachedValues(torch.Tensor):
-    """``data`` of such a parameter: what is written into it is written into the parameter."""
+    """``data`` of such a parameter; a write into it is a write into the parameter."""
 
     of: nn.Parameter
 
@@ -90,7 +90,7 @@ class ShardOwner:
 
     @property
     def shards(self) -> Shards | None:
-        """The shards, while the model is there."""
+        """Return the shards, or None if the model has been freed."""
         return self._shards()
 
     def read_data(self, parameter: nn.Parameter) -> torch.Tensor:

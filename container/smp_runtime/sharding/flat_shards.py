@@ -24,20 +24,20 @@ Unit = TypeVar("Unit", bound=FlatUnit)
 
 
 class FlatShards(Generic[Unit]):
-    """Flat units, what this rank's optimizer updates of them, and the ways to get whole tensors out of all ranks' parts.
+    """Flat units, the parts that this rank's optimizer updates, and ways to gather whole tensors from all ranks' parts.
 
-    The base of two policies: :class:`ShardedState` shares out the optimizer's state, :class:`ShardedParameters` the
+    The base of two policies: :class:`ShardedState` shards the optimizer's state, :class:`ShardedParameters` the
     parameters and gradients too.
 
     Args:
         sharing: the kind of the group that shares the units.
         parameters: of this rank, in the same order on every rank; those in no unit are whole everywhere.
         units: disjoint.
-        precision: in half precision, what is updated are float32 copies.
+        precision: in half precision, the updated tensors are float32 copies.
         shard_of: by position in the group, the number of that rank's shard.
 
     Attributes:
-        optimizer_shards: what the optimizer updates of each trained parameter; None where other ranks have all of it.
+        optimizer_shards: the updated part of each trained parameter; None if other ranks have all of it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FlatShards(Generic[Unit]):
         self.script_gradients = ScriptGradients(self, ranks)
 
     def _share_out(self, unit: Unit) -> None:
-        """From now on this rank updates its part of a unit; the values of float32 copies are still to come."""
+        """Make this rank update its part of a unit; the values of float32 copies follow later."""
         for parameter, fragment in zip(unit.parameters, unit.fragments, strict=True):
             if fragment is None or not unit.trained:
                 continue
@@ -85,7 +85,7 @@ class FlatShards(Generic[Unit]):
 
     @property
     def places(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """First and last element (exclusive) of this rank's part of every sharded parameter; equal if it has none."""
+        """Return start and stop of this rank's part of every sharded parameter; equal if it has none."""
         found = {}
         for parameter, (unit, index) in self._where.items():
             fragment = unit.fragments[index]
@@ -93,7 +93,7 @@ class FlatShards(Generic[Unit]):
         return found
 
     def settle(self) -> None:
-        """Wait for what is under way to this rank, before shards change that others may still be reading."""
+        """Wait for transfers under way to this rank, before shards change that others may still be reading."""
         arrivals = self._ranks.kept(PendingGathers)
         if arrivals is not None:
             arrivals.settle()
@@ -114,11 +114,14 @@ class FlatShards(Generic[Unit]):
                 shard.reduced = unit.slice_of(reduced, fragment)
 
     def take_back_gradients(self) -> None:
-        """Let what the script has done to ``p.grad`` since the reduction count."""
+        """Apply the script's changes to ``p.grad`` since the reduction."""
         self.script_gradients.take_back()
 
     def complete_gradients(self) -> None:
-        """Before an update: what the script has done to ``p.grad`` counts, and what it has set to zero and no pass added to."""
+        """Complete the gradients before an update: add the script's changes to ``p.grad``.
+
+        Gradients that the script set to zero, and that no pass added to, count as zeros.
+        """
         self.script_gradients.take_back()
         self.hand_out_zeros()
 
@@ -150,7 +153,7 @@ class FlatShards(Generic[Unit]):
         raise NotImplementedError
 
     def counts(self, shard: OptimizerShard) -> bool:
-        """Whether this rank adds a shard to sums over the group: every element counts once."""
+        """Return whether this rank adds a shard to sums over the group, so that every element counts once."""
         return shard.parameter in self._where or self._ranks.rank_in(self.sharing) == 0
 
     def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor:
@@ -168,14 +171,14 @@ class FlatShards(Generic[Unit]):
     def gather_whole(
         self, values: Mapping[nn.Parameter, torch.Tensor], *, keep: bool = True
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """Whole tensors from all ranks' parts; every rank of the group calls it.
+        """Gather whole tensors from all ranks' parts; every rank of the group calls it.
 
         Args:
             values: by parameter, a tensor of the shape of this rank's shard; parameters without one are left out.
             keep: False on a rank that only takes part; it gets nothing.
 
         Returns:
-            By parameter, the tensor of the parameter's shape on the CPU, for every parameter that any rank has a value for.
+            By parameter, the tensor of the parameter's shape on the CPU, for every parameter with a value on any rank.
         """
         mine = {self._numbers[p]: v.dtype for p, v in values.items() if p in self._where}
         known: dict[int, torch.dtype] = {}
@@ -209,7 +212,10 @@ class FlatShards(Generic[Unit]):
         return self._whole_of(unit, values, room, self._ranks.collectives, self._group)
 
     def _room(self, units: Iterable[Unit], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for the whole of any of these units; used for one after the other, it is touched for the first time once."""
+        """Allocate memory for the whole of any of these units, to be used for one after the other.
+
+        So the memory is touched for the first time only once.
+        """
         most = max((unit.shard_elements for unit in units), default=0)
         return torch.empty(len(self._members) * most, dtype=dtype, device=device)
 
@@ -221,7 +227,10 @@ class FlatShards(Generic[Unit]):
         collectives: Collectives,
         group: dist.ProcessGroup,
     ) -> list[torch.Tensor]:
-        """Whole tensors of a unit's parameters, views of ``room`` (or of a copy); zero where no rank has a value."""
+        """Gather whole tensors of a unit's parameters, as views of ``room`` (or of a copy).
+
+        Elements are zero where no rank has a value.
+        """
         rows = room[: len(self._members) * unit.shard_elements].view(len(self._members), -1)
         shard = rows[group.rank()].zero_()
         for parameter, fragment in zip(unit.parameters, unit.fragments, strict=True):
@@ -234,11 +243,11 @@ class FlatShards(Generic[Unit]):
         return unit.views_of(flat.view(-1))
 
     def gather_names(self, names: set[str]) -> list[set[str]]:
-        """Every rank's names; every rank of the group calls it."""
+        """Return every rank's names; every rank of the group calls it."""
         return self._ranks.control.allgather(names, self._members)
 
     def gather_objects(self, values: Mapping[nn.Parameter, Any]) -> dict[nn.Parameter, Any]:
-        """One object per parameter, from whichever rank has one; every rank of the group calls it."""
+        """Return one object per parameter, from any rank that has one; every rank of the group calls it."""
         # On the CPU: a device number means another device on another rank.
         by_number = {
             self._numbers[p]: value.cpu() if isinstance(value, torch.Tensor) else value for p, value in values.items()

@@ -1,4 +1,4 @@
-"""Flat units: parameters in one flat buffer, of which each rank of a group owns an equal shard."""
+"""Flat units: parameters in one flat buffer; each rank of a group owns an equal shard."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class FlatUnit:
         self.fragments = [self._fragment(index) for index in range(len(self.parameters))]
 
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a buffer of this unit's layout."""
+        """Return this rank's part of a buffer of this unit's layout."""
         return flat[self.position * self.shard_elements : (self.position + 1) * self.shard_elements]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' shapes in any buffer of this unit's layout."""
+        """Return views of the parameters' shapes in a buffer of this unit's layout."""
         return [
             flat[offset : offset + shape.numel()].view(shape)
             for offset, shape in zip(self.offsets, self.shapes, strict=True)
@@ -92,7 +92,7 @@ class FlatUnit:
         return Fragment(index, start - offset, stop - offset, start - begin) if start < stop else None
 
     def slice_of(self, flat_shard: torch.Tensor, fragment: Fragment) -> torch.Tensor:
-        """A fragment's elements in a buffer of the shard's layout, shaped like the parameter if it is whole."""
+        """Return a fragment's elements in a buffer of the shard's layout, shaped like the parameter if it is whole."""
         part = flat_shard[fragment.offset : fragment.offset + fragment.stop - fragment.start]
         shape = self.shapes[fragment.index]
         return part.view(shape) if part.numel() == shape.numel() else part
@@ -124,10 +124,10 @@ class UnitUse:
     """One call of a module that needs a unit, from its forward to its backward.
 
     Attributes:
-        saved: whether autograd keeps a view of the unit's parameters for backward; None if nobody watched, or if backward may
-            read them without that.
-        watched: whether what autograd keeps is noticed.
-        inputs: input tensors whose gradients are still to come; 0 once backward has passed.
+        saved: whether autograd keeps a view of the unit's parameters for backward; None if saved tensors were not
+            watched, or if backward may read the parameters without a saved view.
+        watched: whether saved tensors are watched.
+        inputs: input tensors with gradients still to come; 0 once backward has passed.
         began: whether backward has reached the call.
         saves_before: the count of the unit's saves when the call began.
         start: when the call began, in ticks.
@@ -146,31 +146,31 @@ class UnitUse:
 
 
 class ShardedUnit(FlatUnit):
-    """A flat unit of which each rank keeps its shard only, and all ranks the whole while it is used.
+    """A flat unit that each rank keeps only its shard of; all ranks have the whole while it is used.
 
-    The whole's storage is empty when the unit is not gathered. Tensors that autograd has saved are views of it, so they
-    are valid again when the unit is gathered again. The parameters themselves then show a placeholder of their shape
-    that is full of NaN: reading it is harmless and loud, and it takes no memory.
+    The whole's storage is empty while the unit is not gathered. Tensors that autograd has saved are views of it, so they
+    are valid again when the unit is gathered again. Meanwhile the parameters show a placeholder of their shape that is
+    full of NaN. Reading it is harmless, the NaN reveal the mistake, and it takes no memory.
 
     Args:
         name: of the module, for messages.
-        module: whose call uses all parameters, or None.
+        module: the module with a call that uses all parameters, or None.
         parameters: see :class:`FlatUnit`, as for the rest.
-        by_tokens: whether a call may need it on some ranks only; what is gathered when then follows from the calls alone.
+        by_tokens: whether a call may need it on some ranks only; then the calls alone determine the order of gathers.
 
     Attributes:
         full: the buffer of the whole; only to be read and written while its storage is there.
         work: the gather under way, or None.
         ready: whether the parameters hold their values.
         calls: module calls that are running and use the unit.
-        open_uses: calls whose backward has begun and not ended.
+        open_uses: calls between the beginning and the end of their backward.
         quiet: backward has passed the calls, but not all gradients have come.
         saves: how often autograd has saved a view of the parameters.
         forward_uses: calls since backward has last passed all of them.
         called: when the unit was first called in this window, in ticks; 0 if it was not.
         uses_per_pass: calls that the last backward pass over the unit reached; 0 before the first one.
         is_filled: whether the parameters hold this rank's part only, for a script that reads or writes them.
-        is_touched: whether the script may have written into the parameters where no counter tells.
+        is_touched: whether the script may have written into the parameters without a change of any counter.
         was_written: whether it has, so that float32 copies must follow.
     """
 
@@ -214,22 +214,22 @@ class ShardedUnit(FlatUnit):
 
     @property
     def storage_key(self) -> int:
-        """What identifies the storage of the whole, for as long as the unit lives."""
+        """Return the key of the whole's storage; it is stable for as long as the unit lives."""
         return storage_key(self.full)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing that runs needs the parameters."""
+        """Return whether no running call or backward needs the parameters."""
         return self.calls == 0 and not self.open_uses
 
     def forget_uses(self) -> None:
-        """Backward has passed all calls that use the unit."""
+        """Reset the uses, since backward has passed all calls that use the unit."""
         self.open_uses.clear()
         self.quiet = False
         self.forward_uses = 0
 
     def allocate(self) -> torch.Tensor:
-        """Give the whole its storage; returns it, with anything in it."""
+        """Allocate the storage of the whole and return it, uninitialized."""
         self.full.untyped_storage().resize_(self._nbytes)
         return self.full
 
@@ -242,7 +242,7 @@ class ShardedUnit(FlatUnit):
         self.note_values()
 
     def detach(self) -> None:
-        """Free the whole, after this rank's part of what was written into it is kept; the parameters show the placeholder."""
+        """Keep this rank's part of values written into the whole, and free it; the parameters show the placeholder."""
         self.keep_written()
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
             set_data(parameter, placeholder)
@@ -260,16 +260,16 @@ class ShardedUnit(FlatUnit):
 
     @torch.no_grad()
     def keep_shard(self) -> None:
-        """Take this rank's shard from the whole, after somebody wrote into the parameters."""
+        """Copy this rank's shard from the whole, after a write into the parameters."""
         self.shard.copy_(self._part)
 
     def note_values(self) -> None:
-        """Take what the parameters hold now as known."""
+        """Record the parameters' current values as known."""
         self._versions = [parameter._version for parameter in self.parameters]
         self.is_touched = False
 
     def keep_written(self) -> None:
-        """Keep this rank's part of what was written into the parameters since they were attached, if anything was."""
+        """Keep this rank's part of values written into the parameters since they were attached, if any."""
         if not self.ready:
             return
         if self.is_touched or self._versions != [parameter._version for parameter in self.parameters]:
@@ -278,7 +278,7 @@ class ShardedUnit(FlatUnit):
             self.note_values()
 
     def assign(self, index: int, value: torch.Tensor) -> None:
-        """Take one parameter's whole value, into what is attached too."""
+        """Write one parameter's whole value into the gathered unit, or else into this rank's shard."""
         if self.ready:
             with torch.no_grad():
                 self._views[index].copy_(value)
@@ -294,7 +294,10 @@ class ShardedUnit(FlatUnit):
 
 
 def mark_parameter(parameter: nn.Parameter, shape: torch.Size, part: torch.Tensor) -> None:
-    """Set what scripts for DeepSpeed read: ``ds_shape``, ``ds_numel`` and ``ds_tensor``, this rank's part, flat, with its own."""
+    """Set the attributes that DeepSpeed scripts read: ``ds_shape``, ``ds_numel`` and ``ds_tensor``.
+
+    ``ds_tensor`` is this rank's part, flat, with its own ``ds_numel``.
+    """
     part.ds_numel = part.numel()  # type: ignore[attr-defined]
     parameter.ds_shape = shape  # type: ignore[attr-defined]
     parameter.ds_numel = shape.numel()  # type: ignore[attr-defined]

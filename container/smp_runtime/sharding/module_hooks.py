@@ -1,4 +1,4 @@
-"""When units are used: hooks on modules, their outputs, inputs and gradients, and on what autograd saves for backward."""
+"""Hooks that follow the use of units: on modules, their outputs, inputs and gradients, and on saved tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _Pass:
 
 
 class _ThreadCalls(threading.local):
-    """The calls that run in a thread, the innermost last, and the hook that sees what they save."""
+    """The calls that run in a thread, the innermost last, and the hook that sees the tensors that they save."""
 
     def __init__(self) -> None:
         self.running: list[_ModuleCall] = []
@@ -78,30 +78,31 @@ class _ThreadCalls(threading.local):
 
 
 def _may_run_again(module: nn.Module) -> bool:
-    """Whether backward may run what is in a module's call once more, as checkpointing does inside somebody's ``forward``.
+    """Return whether backward may run parts of a module's call again, as checkpointing inside ``forward`` does.
 
-    That reads parameters of which autograd has saved nothing, through modules without hooks where their block is compiled.
+    That reads parameters without any saved views, through modules without hooks if their block is compiled.
     """
     return not type(module).__module__.startswith("torch.nn.modules.") or any(True for _ in module.children())
 
 
 class ModuleUses:
-    """Gathers units before a module's forward and backward, and lets go of them after.
+    """Hooks that gather units before a module's forward and backward, and free them after.
 
-    * Forward: before a module is called, the units of its parameters are gathered; after it, they are let go.
+    * Forward: before a module is called, the units of its parameters are gathered; after it, they are freed.
     * Reading a parameter of a module that is not running (``self.child.weight`` in the parent's forward, an
       ``nn.ParameterList``) gathers it too, for the rest of the call that reads it.
-    * Backward: when the gradient of a module's output is there, its units are needed again, unless it is a layer of
-      PyTorch's of whose parameters autograd has saved nothing. What backward unpacks is gathered in any case.
-    * A trained unit is let go when all its gradients have come, a frozen one or one that several calls share when
-      the gradients of the call's inputs have. Not all ranks use the same parameters of a unit, but all must let go of
-      it before it is needed again: at the latest when backward reaches what was called before it, or ends.
+    * Backward: when the gradient of a module's output is there, its units are needed again. The exception is a layer of
+      PyTorch without saved views of its parameters. Tensors that backward unpacks are gathered in any case.
+    * A trained unit is freed when all its gradients have come. A frozen unit, or one that several calls share, is freed
+      when the gradients of the call's inputs have. Not all ranks use the same parameters of a unit, but all must free it
+      before it is needed again: at the latest when backward reaches the calls before it, or ends.
     * The losses of ranks may depend on the results of other calls. Forward makes the same calls on all ranks, and backward
-      runs in the reverse order. So a rank whose backward pass leaves out a call takes part for it all the same, with
-      gradients of zero: when it reaches an earlier call, or ends. A pipeline, whose microbatches overlap, has no such order.
+      runs in the reverse order. So a rank with a backward pass that leaves out a call still takes part for it, with
+      gradients of zero: when it reaches an earlier call, or ends. A pipeline has no such order, since its microbatches
+      overlap.
 
     Args:
-        gradients: sends the gradients of what backward has passed.
+        gradients: sends the gradients of the units that backward has passed.
         in_order: whether backward passes run in the reverse order of forward's calls, one after the other.
     """
 
@@ -155,7 +156,7 @@ class ModuleUses:
 
     @property
     def is_running(self) -> bool:
-        """Whether a module call runs in this thread."""
+        """Return whether a module call runs in this thread."""
         return bool(self._calls.running)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleUses:
@@ -168,10 +169,10 @@ class ModuleUses:
         self._made.clear()
 
     def leave_inside(self, block: nn.Module) -> str | None:
-        """From now on the call of a block counts and no call inside it, so that nothing interrupts it.
+        """Remove the hooks inside a block, so that only the block's own call counts and nothing interrupts it.
 
         Returns:
-            None, or why that cannot be: what the block's own call does not gather.
+            None, or the reason why it is impossible: parameters that the block's own call does not gather.
         """
         inside = [part for part in block.modules() if part is not block]
         for parameter in block.parameters():
@@ -191,7 +192,7 @@ class ModuleUses:
         return None
 
     def units_held_by(self, module: nn.Module) -> list[ShardedUnit]:
-        """The units of the parameters that a module has itself."""
+        """Return the units of the parameters that a module has itself."""
         found: list[ShardedUnit] = []
         for parameter in module._parameters.values():
             unit = self._unit_of.get(id(parameter))
@@ -262,7 +263,7 @@ class ModuleUses:
         return output
 
     def read(self, parameter: torch.Tensor) -> None:
-        """A parameter is read as a module's attribute."""
+        """Gather the unit of a parameter that is read as a module's attribute during a call."""
         if not self._calls.running:
             return
         unit = self._unit_of.get(id(parameter))
@@ -330,7 +331,7 @@ class ModuleUses:
             tensor.register_hook(gradient_came)
 
     def backward_reaches(self, unit: ShardedUnit, use: UnitUse) -> None:
-        """The gradient of an output has come."""
+        """Handle the first gradient of a call's outputs: backward has reached the call."""
         if use.began:
             return
         use.began = True
@@ -344,7 +345,10 @@ class ModuleUses:
         self._begin(now, unit, use)
 
     def _leave_out(self, now: _Pass) -> None:
-        """This rank's backward pass has left out a call, for which other ranks may gather and send gradients."""
+        """Take part in a call that this rank's backward pass has left out, since other ranks may use it.
+
+        Other ranks may gather its unit and send gradients for it.
+        """
         unit, use = now.ahead.pop()
         now.left_out.add(use)
         self._begin(now, unit, use)
@@ -358,13 +362,16 @@ class ModuleUses:
             self.live.need(unit)
 
     def backward_passes(self, unit: ShardedUnit, use: UnitUse) -> None:
-        """One input's gradient has come; another's, if calls share that input, comes only after backward of all."""
+        """Handle the gradient of one input, while gradients of other inputs are missing.
+
+        If calls share another input, its gradient comes only after backward of all of them.
+        """
         # What was seen to be saved is gathered again when it is unpacked, so room may be made of the unit meanwhile.
         if use in unit.open_uses and all(other.saved is not None for other in unit.open_uses):
             unit.quiet = True
 
     def backward_passed(self, unit: ShardedUnit, use: UnitUse) -> None:
-        """The gradients of all inputs have come."""
+        """Handle the gradients of all inputs: end the use of the unit if its own gradients do not show the end."""
         if use not in unit.open_uses:
             return
         if unit.trained and unit.forward_uses <= 1 and not unit.by_tokens:
@@ -376,7 +383,7 @@ class ModuleUses:
         self.live.done(unit)
 
     def _running_pass(self) -> _Pass:
-        """The backward pass that runs; it begins if this is the first use that it reaches."""
+        """Return the running backward pass; begin it if this is the first use that it reaches."""
         task = backward_pass()
         if task not in self._passes:
             weak = weakref.ref(self)
@@ -392,7 +399,7 @@ class ModuleUses:
         return self._passes[task]
 
     def _reach(self, now: _Pass, unit: ShardedUnit, use: UnitUse) -> None:
-        """Backward has reached a use, so it has passed all that were called after the use had ended."""
+        """Record that backward has reached a use, so it has passed all calls that began after the use had ended."""
         for other in [other for other in now.open if other[1].start > use.end]:
             self._leave(now, *other)
         if id(unit) not in now.reached:
@@ -403,7 +410,7 @@ class ModuleUses:
         self.gradients.reach(unit)
 
     def _leave(self, now: _Pass, unit: ShardedUnit, use: UnitUse) -> None:
-        """Backward has passed a use: nothing that it runs from now on reads the weights for it."""
+        """Record that backward has passed a use: later operations do not read the weights for it."""
         now.open.remove((unit, use))
         now.left[id(unit)] -= 1
         if now.left[id(unit)] > 0:
@@ -413,7 +420,7 @@ class ModuleUses:
         self.gradients.leave(unit)
 
     def end_pass(self, task: int) -> None:
-        """Backward has ended: whatever it reached, it has passed."""
+        """End a backward pass: it has passed every use that it reached."""
         now = self._passes.pop(task, None)
         if now is None:  # abandoned
             return
@@ -450,7 +457,7 @@ class ModuleUses:
 
     @contextlib.contextmanager
     def watch_saved(self) -> Iterator[None]:
-        """Notice what autograd saves of gathered parameters inside, and gather it again when backward unpacks it."""
+        """Watch for saved views of gathered parameters in the block, and gather them again when backward unpacks them."""
         weak = weakref.ref(self)
         by_storage = self._by_storage
 

@@ -1,4 +1,4 @@
-"""Parameters that ranks need unequally: each gather is asked for, and all ranks of the group answer until nobody asks."""
+"""Unequal needs for parameters: each gather is requested, and all ranks of the group answer until requests end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DONE = -1
 
 
 class GatherRequests:
-    """What the ranks of a sharding group ask for, a round at a time.
+    """The requests of the ranks of a sharding group, a round at a time.
 
     Ranks that generate text leave the loop after unequal numbers of passes, and a router may send their tokens to other
-    experts. A gather is collective all the same, so before each one the ranks tell each other which unit they need.
+    experts. A gather is still collective. So before each one the ranks exchange the numbers of the units that they need.
 
     Args:
         ranks: of the job; those of this rank's sharding group take part.
@@ -32,7 +32,11 @@ class GatherRequests:
         self._size = ranks.size(Group.SHARD)
 
     def round(self, wanted: int | None) -> list[int]:
-        """Every rank says the number of the unit that it needs next, None if it needs no more; returns all that are needed."""
+        """Exchange the number of the unit that each rank needs next; return all numbers that are needed.
+
+        Args:
+            wanted: this rank's unit, or None if it needs no more.
+        """
         asked = torch.zeros(self._size, dtype=torch.int64, device="cpu")
         asked[self._mine] = _DONE if wanted is None else wanted
         self._collectives.all_reduce(asked, self._group).wait()

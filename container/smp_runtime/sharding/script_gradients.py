@@ -50,10 +50,10 @@ class _Delivered:
 
 
 class ScriptGradients:
-    """Lets a script read and change ``p.grad`` of parameters whose gradients lie in shards.
+    """Access for a script to ``p.grad`` of parameters with gradients in shards, for reading and changing.
 
     The first read after a reduction gathers the gradients of the parameter's whole unit, so every rank of the group must
-    read it, in the same order. What the script does to them counts: :meth:`take_back` puts this rank's part of each into
+    read it, in the same order. The script's changes count: :meth:`take_back` puts this rank's part of each gradient into
     its shard before anything else uses it. A gradient that is set to None is dropped.
 
     Args:
@@ -115,7 +115,7 @@ class ScriptGradients:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Let what the script has done to gradients count."""
+        """Apply the script's changes to gradients."""
         held, self._held = self._held, {}
         for parameter in held:
             place, current = self._shards.place_of(parameter), get_gradient(parameter)
@@ -124,10 +124,10 @@ class ScriptGradients:
                 self._keep(parameter, *place, current)
 
     def forget(self, *, to_zero: bool = False) -> None:
-        """Forget what was delivered, and what the script has in hand of it.
+        """Forget the delivered gradients, and those of them that the script has in hand.
 
         Args:
-            to_zero: it is zero from now on, as is what was forgotten before.
+            to_zero: they are zero from now on, as are those forgotten before.
         """
         if not to_zero:
             self._former.clear()
@@ -142,7 +142,7 @@ class ScriptGradients:
             set_gradient(parameter, None)
 
     def zeroed(self) -> list[FlatUnit]:
-        """Return the units whose gradients the script has set to zero; delivered, they are no more."""
+        """Return the units with gradients that the script has set to zero, except those delivered since."""
         return [unit for unit, _ in self._zeroed.values()]
 
     @property

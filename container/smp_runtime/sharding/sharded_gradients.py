@@ -25,9 +25,9 @@ _SMALLEST = 2**18
 
 
 class ReduceScatterInput:
-    """The gradients of some units on their way together.
+    """The gradients of some units that are sent together.
 
-    The buffer is ``[shards, columns]``: what each rank will get is one row.
+    The buffer is ``[shards, columns]``: each rank gets one row.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ReduceScatterInput:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Nothing arrives any more: what has not is zero, as is the end of a unit behind its parameters."""
+        """Fill the gaps with zeros: gradients that have not arrived, and the padding at the end of a unit."""
         for unit in self.units:
             arrived = self.arrived[id(unit)]
             gaps = [(unit.filled, unit.shards * unit.shard_elements - unit.filled)]
@@ -80,7 +80,7 @@ class ReduceScatterInput:
                     target.zero_()
 
     def _places(self, unit: ShardedUnit, begin: int, elements: int) -> Iterator[torch.Tensor]:
-        """Where some elements of a unit lie in the buffer, piece by piece."""
+        """Yield the places in the buffer of some elements of a unit, piece by piece."""
         if self._in_order:
             yield self.buffer.view(-1)[begin : begin + elements]
             return
@@ -94,13 +94,13 @@ class ReduceScatterInput:
 
 @dataclass
 class PendingReduceScatter:
-    """Gradients on their way.
+    """A pending reduce-scatter of gradients.
 
     Attributes:
-        filling: what was sent.
-        works: collectives that carry them, one after the other.
+        filling: the gradients that were sent.
+        works: its collectives, one after the other.
         parts: of this rank's row, by collective.
-        is_sum: whether the row is the place of these units' sums itself, which are nothing else then.
+        is_sum: whether the row is the storage of these units' sums itself, which hold nothing else then.
     """
 
     filling: ReduceScatterInput
@@ -191,7 +191,7 @@ class ShardedGradients:
         return True
 
     def reach(self, unit: ShardedUnit) -> None:
-        """Backward has reached a call that uses the unit."""
+        """Record that backward has reached a call that uses the unit."""
         if id(unit) not in self._group_of:  # frozen
             return
         self._fix_order()
@@ -200,7 +200,7 @@ class ShardedGradients:
         self._passed.discard(id(unit))
 
     def leave(self, unit: ShardedUnit) -> None:
-        """Backward has passed all calls that use the unit."""
+        """Record that backward has passed all calls that use the unit; send its group's gradients if complete."""
         if id(unit) not in self._reached:
             return
         self._passed.add(id(unit))
@@ -209,7 +209,7 @@ class ShardedGradients:
             self._launch(number)
 
     def end(self, units: Sequence[ShardedUnit]) -> None:
-        """A backward pass has ended that reached these units."""
+        """End a backward pass that reached these units: send the gradients of their groups."""
         for number in sorted({self._group_of[id(unit)] for unit in units if id(unit) in self._reached}):
             self._launch(number)
         self._reached.difference_update(id(unit) for unit in units)
@@ -279,7 +279,7 @@ class ShardedGradients:
         return self._sums[kind]
 
     def _row_of(self, filling: ReduceScatterInput) -> torch.Tensor:
-        """The place of the sums of all units that travel together."""
+        """Return the view of the sums for all units that are sent together."""
         first = filling.units[0]
         begin = self._begin_of[id(first)]
         return self._sum_of(first)[begin : begin + filling.columns]
@@ -292,7 +292,11 @@ class ShardedGradients:
 
     @torch.no_grad()
     def finish_window(self, *, reduces: bool) -> None:
-        """A window has ended; with ``reduces`` send what is left and average over the sharding groups, for the update."""
+        """End a window.
+
+        Args:
+            reduces: send the remaining gradients, and average over the sharding groups, for the update.
+        """
         self._is_amid = False
         self._finish()
         if not reduces or not self._units:
@@ -337,7 +341,7 @@ class ShardedGradients:
         return [number for number in range(groups) if news[used + number] > 0]
 
     def begin_window(self) -> None:
-        """Forget what arrived for a window that was abandoned; what is left of one that ended waits for the update."""
+        """Forget gradients of an abandoned window; those left over from a finished one wait for the update."""
         if self._is_amid:
             self._filling = {}
         self._is_amid = False
@@ -357,7 +361,7 @@ class ShardedGradients:
         self._used_anywhere.zero_()
 
     def zeros_of(self, unit: ShardedUnit) -> torch.Tensor:
-        """Return a unit's part of what is ready for the update, which begins with zeros where there is nothing."""
+        """Return a unit's part of the gradients ready for the update; create it as zeros if there is none."""
         kind = self._dtype or unit.dtype
         # Reduced gradients must keep their place, even before the first forward pass has shown the order of the units.
         self._order_is_fixed = True
@@ -366,7 +370,10 @@ class ShardedGradients:
         return self._part(self._ready[kind], unit)
 
     def ready(self) -> Iterator[tuple[ShardedUnit, torch.Tensor, list[bool]]]:
-        """Yield each unit with its shard of the averaged gradients and which parameters any rank used since the last reduction."""
+        """Yield each unit with its shard of the averaged gradients, and which parameters have been used.
+
+        These are the parameters that any rank used since the last reduction.
+        """
         for unit in self._units:
             flat = self._ready.get(self._dtype or unit.dtype)
             if flat is not None:
@@ -376,7 +383,10 @@ class ShardedGradients:
     # -- order -----------------------------------------------------------------------------------------------------
 
     def _fix_order(self) -> None:
-        """Units that forward used last are the first to be complete; it uses the same ones on all ranks."""
+        """Order units by their last use in forward, latest first, since their gradients are complete first.
+
+        Forward uses the same units on all ranks, so the order is the same too.
+        """
         if not self._order_is_fixed:
             self._order_is_fixed = True
             numbers = {id(unit): number for number, unit in enumerate(self._units)}

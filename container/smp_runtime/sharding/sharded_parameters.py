@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 
 class ShardedParameters(FlatShards[ShardedUnit]):
-    """The sharded part of a model, and what the optimizer updates of it.
+    """The sharded part of a model, and the tensors that the optimizer updates for it.
 
     Args:
-        module: the model; its parameters are whole and equal on all replicas, or placeholders whose values come later
-            by :meth:`take`.
+        module: the model; its parameters are whole and equal on all replicas, or placeholders; :meth:`take` sets the
+            placeholders' values later.
         parameters: those of this rank, all to be trained or kept; small ones stay whole.
-        deferred: by ``id``, parameters whose values come later.
-        split: by ``id``, parameters of which every tensor parallel rank has another part.
+        deferred: by ``id``, parameters that get their values later.
+        split: by ``id``, parameters that tensor parallel ranks have different parts of.
 
     Attributes:
-        optimizer_shards: what the optimizer updates of each trained parameter, small ones included.
+        optimizer_shards: the tensors that the optimizer updates for each trained parameter, small ones included.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 self.take(parameter, value)
 
     def add_whole(self, optimizer_shards: Mapping[nn.Parameter, OptimizerShard]) -> None:
-        """Add what is updated of the small parameters that stay whole on every rank."""
+        """Add the optimizer shards of the small parameters that stay whole on every rank."""
         for parameter, shard in optimizer_shards.items():
             shard.number = self._numbers[parameter]
             self.optimizer_shards[parameter] = shard
@@ -152,7 +152,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         return self._where[parameter][0]
 
     def fill(self, unit: ShardedUnit) -> bool:
-        """Give a unit's parameters memory with this rank's part of the values; returns whether it had none."""
+        """Fill a unit's parameters with this rank's part of the values; return whether they had no memory."""
         if unit.work is not None:
             self.live.free(unit)
         if unit.ready:
@@ -172,7 +172,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             shard.take(value.detach())
 
     def adopt_writes(self) -> None:
-        """Keep what the script has written into parameters, in float32 too."""
+        """Keep the script's writes into parameters, in float32 too."""
         for unit in self.units:
             if unit.is_filled:
                 unit.detach()
@@ -185,11 +185,11 @@ class ShardedParameters(FlatShards[ShardedUnit]):
 
     @property
     def is_running(self) -> bool:
-        """Whether a module call runs, which gathers what it needs itself."""
+        """Return whether a module call is running; it gathers the parameters that it needs."""
         return self.uses.is_running
 
     def note_read(self) -> None:
-        """Say once that a rank reads its own part only."""
+        """Warn once that a rank reads its own part only."""
         if self._warns_of_reads:
             self._warns_of_reads = False
             logger.warning(
@@ -200,17 +200,17 @@ class ShardedParameters(FlatShards[ShardedUnit]):
 
     @property
     def clipping(self) -> float:
-        """Norm that every update clips its gradients to."""
+        """Return the norm that every update clips its gradients to."""
         return self.options.clipping
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        """Those that are sharded."""
+        """Return the sharded parameters."""
         return set(self._where)
 
     @property
     def elements(self) -> tuple[int, int]:
-        """Elements that are sharded, and that stay whole."""
+        """Return the numbers of elements that are sharded, and that stay whole."""
         whole = (p.numel() for p in self._numbers if p not in self._where)
         return sum(unit.filled for unit in self.units), sum(whole)
 
@@ -218,20 +218,20 @@ class ShardedParameters(FlatShards[ShardedUnit]):
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a call of the model, or of a part of it."""
+        """Run a call of the model, or of a part of it, in the block, and watch what autograd saves."""
         self._autocast.check()
         with self.uses.watch_saved():
             yield
 
     @contextlib.contextmanager
     def on_request(self) -> Iterator[None]:
-        """Around an evaluation that takes another course on each rank; every rank of the sharding group enters it."""
+        """Run an evaluation that differs between ranks in the block; every rank of the sharding group enters it."""
         with self.live.on_request(GatherRequests(self._ranks)):
             yield
         self.uses.reset()
 
     def begin_window(self, kind: str) -> None:
-        """A training step, an evaluation, or whatever repeats begins; anything left over is let go."""
+        """Begin a training step, an evaluation or another repeated window; free anything left over."""
         self.adopt_writes()
         self.uses.reset()
         self.live.free_all()
@@ -239,7 +239,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         self.live.order.begin(kind)
 
     def finish_window(self, *, reduces: bool) -> None:
-        """It ends: gradients are summed over the group, and over all replicas if ``reduces``."""
+        """End the window: sum gradients over the group, and over all replicas if ``reduces``."""
         self.gradients.finish_window(reduces=reduces)
         if reduces:
             for unit, reduced, used in self.gradients.ready():
@@ -249,22 +249,22 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         self.gradients.touched = False
 
     def abandon_window(self) -> None:
-        """It ended with an error; its order is forgotten."""
+        """End the window after an error, and forget its order."""
         self.begin_window("")
 
     @property
     def touched(self) -> bool:
-        """Whether backward has added to any gradient in this window."""
+        """Return whether backward has added to any gradient in this window."""
         return self.gradients.touched
 
     # -- for the optimizer -----------------------------------------------------------------------------------------
 
     def gather_parameters(self) -> None:
-        """After an update; parameters are gathered when they are needed, those that were left gathered too."""
+        """Free parameters that are still gathered after an update; they are gathered again on demand."""
         self.release()
 
     def release(self) -> None:
-        """Shards change, or are about to: what a forward pass without backward has left gathered is let go."""
+        """Free units that a forward pass without backward has left gathered, since shards change."""
         for unit in self.units:
             self.live.free(unit)
 
@@ -282,11 +282,13 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     def whole_parameters(
         self, *, keep: bool = True, only: Container[int] | None = None
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Every sharded parameter with its whole value on the CPU, unit by unit; every rank of the group iterates.
+        """Yield every sharded parameter with its whole value on the CPU; every rank of the group iterates.
+
+        The parameters come unit by unit.
 
         Args:
-            keep: a rank that does not only takes part, and gets nothing.
-            only: by ``id``, those that are wanted; units without one are not gathered.
+            keep: False on a rank that only takes part; it gets nothing.
+            only: by ``id``, the requested parameters; units without one are not gathered.
         """
         for unit in self.units:
             asked = [parameter for parameter in unit.parameters if only is None or id(parameter) in only]
@@ -306,7 +308,9 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     def whole_values(
         self, values: Mapping[nn.Parameter, torch.Tensor], apart: torch.distributed.ProcessGroup | None = None
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Whole tensors from optimizer shards, one unit's at a time; every rank of the group iterates to the end.
+        """Yield whole tensors from optimizer shards, one unit's at a time; every rank iterates to the end.
+
+        The ranks are those of the group.
 
         Args:
             values: by parameter, a tensor of the shape of this rank's shard, for trained ones.
@@ -331,7 +335,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     # -- loading ---------------------------------------------------------------------------------------------------
 
     def _follow_writes(self, module: nn.Module) -> None:
-        """``load_state_dict``, also of a submodule, finds parameters to write into, and this rank keeps its shard."""
+        """Let ``load_state_dict``, also of a submodule, write into filled parameters, and keep this rank's shard."""
         weak = weakref.ref(self)
         for part in module.modules():
             units = self.uses.units_held_by(part)
@@ -353,7 +357,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             part.register_load_state_dict_post_hook(after)
 
     def keep(self, units: Sequence[ShardedUnit]) -> None:
-        """Take over what was loaded into gathered parameters, and free them."""
+        """Keep this rank's part of values loaded into gathered parameters, and free the parameters."""
         for unit in units:
             if not unit.ready:
                 continue
@@ -365,7 +369,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                     shard.refresh()
 
     def reading_state(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``state_dict`` of the module is allowed: :meth:`complete` puts the values into it."""
+        """Allow ``state_dict`` of the module inside the block; :meth:`complete` puts the values into it."""
         return self._reads.allowed()
 
     def complete(
@@ -378,7 +382,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                     state[prefix + name] = value
 
     def refuse_partial_load(self, loads: Sequence[int]) -> None:
-        """Say that a state reached only some ranks.
+        """Raise the error for a state that reached only some ranks.
 
         Raises:
             SMPUserError: always.
@@ -390,7 +394,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
 
 
 def make_stand_ins(ranks: Ranks, module: nn.Module) -> list[StandIn]:
-    """Parameters without values, in place of those whose creation was deferred; small ones have memory already."""
+    """Make parameters without values in place of deferred ones; small ones have memory already."""
     options = ShardingOptions.of(ranks.cfg)
     wide = Precision.of(ranks.cfg).wide_parameters(module.modules())
 
@@ -433,7 +437,7 @@ class StateReads:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Inside, somebody puts the values into the state afterwards."""
+        """Allow reads of the state inside the block, since the caller adds the values afterwards."""
         before, self._allowed = self._allowed, True
         try:
             yield
@@ -442,7 +446,7 @@ class StateReads:
 
 
 class AutocastWarning:
-    """Says once that ``torch.autocast`` makes a copy of every weight, which autograd keeps.
+    """A one-time warning that ``torch.autocast`` makes a copy of every weight, which autograd keeps.
 
     Args:
         speaks: whether this rank is the one that warns.
@@ -454,7 +458,7 @@ class AutocastWarning:
         self._waits = speaks
 
     def check(self) -> None:
-        """A forward pass begins."""
+        """Warn at the beginning of a forward pass, if autocast casts weights."""
         if not self._waits or not torch.is_autocast_enabled(self._kind):
             return
         cast = torch.get_autocast_dtype(self._kind)

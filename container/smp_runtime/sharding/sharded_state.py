@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _SummedFurther:
-    """A bucket whose sum over one group is summed over another when it has landed, in the same order on all ranks."""
+    """A bucket that is summed over one group, and after its arrival over another, in the same order on all ranks."""
 
     def __init__(self, first: Travel, collectives: Collectives, group: dist.ProcessGroup) -> None:
         self._first = first
@@ -41,18 +41,18 @@ class _SummedFurther:
 
 
 class ShardedState(FlatShards[WholeUnit]):
-    """Shares out optimizer state and master weights over replicas; parameters stay whole on every rank.
+    """Optimizer state and master weights sharded over replicas; parameters stay whole on every rank.
 
-    Is the transport of the gradient reducer: buckets are reduce-scattered, so this rank gets the averaged gradients
-    of its own shard only. After the update, the shards of parameters are gathered again, while the script goes on.
+    It is the transport of the gradient reducer. Buckets are reduce-scattered, so this rank gets the averaged gradients of
+    its own shard only. After the update, the shards of parameters are gathered again, while the script continues.
 
     Args:
         sharing: the kind of the group of replicas.
         parameters: those with ``requires_grad``, in the same order on every rank.
-        precision: in which gradients are summed, and whether float32 copies are updated.
+        precision: the precision in which gradients are summed, and whether float32 copies are updated.
         masters: values of these float32 copies, by parameter.
-        most_bytes: largest unit, but for a parameter that is larger itself.
-        own_batch: parameters whose gradients are of this rank's own batch while its tensor parallel group has others: they
+        most_bytes: largest unit, except for a single larger parameter.
+        own_batch: parameters with gradients of this rank's own batch while its tensor parallel group has others: they
             are summed over that group too. Of the same sizes, and in the same order, on all its ranks.
 
     Attributes:
@@ -119,7 +119,7 @@ class ShardedState(FlatShards[WholeUnit]):
         self.deliver(position, self.units[position].part_of(average).clone(), used)
 
     def clear_gradients(self, *, to_zero: bool = False) -> None:
-        """Forget what was delivered; see :meth:`.FlatShards.clear_gradients`."""
+        """Forget the delivered gradients; see :meth:`.FlatShards.clear_gradients`."""
         super().clear_gradients(to_zero=to_zero)
         self._shard_gradients = [None] * len(self.units)
 
@@ -130,9 +130,10 @@ class ShardedState(FlatShards[WholeUnit]):
         return zeros
 
     def follow_calls(self, module: nn.Module) -> None:
-        """From now on the others' shards may come while ``module``, whose parameters these are, is running.
+        """Let the others' shards arrive while ``module``, the owner of these parameters, is running.
 
-        Each part waits for its own. What TorchScript has compiled reads its parameters where nobody can be asked.
+        Each part waits for its own parameters. Code compiled by TorchScript reads its parameters without any hook, so
+        nothing changes for a module that contains such code.
         """
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             return
@@ -142,7 +143,7 @@ class ShardedState(FlatShards[WholeUnit]):
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """After an update, hand out this rank's shards; the others' come until somebody reads the parameters."""
+        """Start to gather all parameters after an update; the first read of a parameter waits for its values."""
         arrivals = self._ranks.keep(PendingGathers, PendingGathers)
         for unit in reversed(self.units):  # what forward needs first goes first
             # With a version counter of its own: a transport's write must not look like one of the script to the shards.

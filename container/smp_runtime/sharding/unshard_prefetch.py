@@ -27,21 +27,21 @@ LOOKAHEAD = 2
 
 
 class UnshardPrefetch:
-    """Decides which units are gathered.
+    """The scheduler that decides which units are gathered.
 
     All ranks of a sharding group need the same units in the same order, so they gather in the same order; except inside
     :meth:`on_request`.
 
     Args:
         units: all of this rank's.
-        most: cap on gathered elements, those under way included; more are there only while more are used at once.
+        most: cap on gathered elements, including pending gathers; exceeded only while more are used at once.
         speaks: whether this rank is the one that warns.
 
     Attributes:
         elements: gathered now or under way.
         peak: the greatest value of ``elements`` so far.
         gathers: number of gathers so far.
-        trace: tells whether all ranks have gathered the same units.
+        trace: shows whether all ranks have gathered the same units.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], gathering: Gathering, most: int, *, speaks: bool = True) -> None:
@@ -61,7 +61,7 @@ class UnshardPrefetch:
     # -- use -------------------------------------------------------------------------------------------------------
 
     def need(self, unit: ShardedUnit) -> None:
-        """The unit's parameters hold their values when this returns."""
+        """Block until the unit's parameters hold their values, and fetch the next units ahead."""
         if unit.is_filled:
             unit.detach()
         if self._requests is not None:
@@ -73,7 +73,7 @@ class UnshardPrefetch:
         self._fetch_ahead()
 
     def fetch(self, unit: ShardedUnit) -> None:
-        """The same for somebody who is no part of the window: nothing is noted, nothing fetched ahead."""
+        """Block until the unit's parameters hold their values, outside the window: record and prefetch nothing."""
         if unit.is_filled:  # for a script that wrote into this rank's part
             unit.detach()
         if not unit.ready:
@@ -83,7 +83,7 @@ class UnshardPrefetch:
             self._finish(unit)
 
     def done(self, unit: ShardedUnit) -> None:
-        """A use of the unit has ended; it is freed unless something else uses it, or will next."""
+        """End a use of the unit; free it unless it is still in use or needed next."""
         if not unit.is_idle or not (unit.ready or unit.work):
             return
         following = next(self.order.upcoming(1), None)
@@ -100,7 +100,7 @@ class UnshardPrefetch:
             self.elements -= unit.filled
 
     def free_all(self) -> None:
-        """Nothing is used any more: after a window, or after an error."""
+        """Free all units and forget their uses, after a window or an error."""
         for unit in list(self._gathered.values()):
             self.free(unit)
         for unit in self._units:
@@ -109,9 +109,10 @@ class UnshardPrefetch:
 
     @contextlib.contextmanager
     def on_request(self, requests: GatherRequests) -> Iterator[None]:
-        """Inside, ranks may need other units than each other, and stop earlier; every rank of the group enters and leaves it.
+        """Let ranks gather different units, on demand, and leave at different times.
 
-        Nothing is fetched ahead meanwhile. A rank that leaves it waits, and gives its parts, until all have left.
+        Every rank of the group enters and leaves the block. Nothing is fetched ahead meanwhile. A rank that leaves it waits,
+        and supplies its parts, until all have left.
         """
         self.free_all()
         self.order.end()
@@ -130,7 +131,7 @@ class UnshardPrefetch:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _answer(self, asked: Sequence[int], wanted: ShardedUnit | None) -> None:
-        """Gather what somebody has asked for; only ``wanted`` stays."""
+        """Gather the requested units; only ``wanted`` stays."""
         for unit in (self._units[number] for number in asked):
             if unit is wanted:
                 self.fetch(unit)
@@ -165,9 +166,9 @@ class UnshardPrefetch:
             self._start(unit)
 
     def _make_room(self, unit: ShardedUnit) -> None:
-        """Free what nobody uses until ``unit`` fits: first what was fetched too early, then what backward has passed.
+        """Free unused units until ``unit`` fits: first those fetched too early, then those that backward has passed.
 
-        What is used stays, and ``unit`` is needed now: then there are more elements than the cap.
+        Units in use stay, and ``unit`` is needed now. So there may be more elements than the cap.
         """
         if self.elements + unit.filled <= self._most:
             return
@@ -180,7 +181,7 @@ class UnshardPrefetch:
         self._warn(unit)
 
     def _warn(self, unit: ShardedUnit) -> None:
-        """Say once that parameters which are needed at the same time are more than the cap; they are gathered all the same."""
+        """Warn once that parameters needed at the same time exceed the cap; they are gathered all the same."""
         used = [f"{_name(other)} uses {other.filled:,}" for other in self._gathered.values()]
         if not self._speaks or not used:  # of one that is too large by itself the plan of the units tells
             return
@@ -194,7 +195,7 @@ class UnshardPrefetch:
 
 
 def warn_of_large_units(units: Sequence[ShardedUnit], most: int) -> None:
-    """Say which units are more than the cap by themselves."""
+    """Warn of single units that exceed the cap."""
     large = [unit for unit in units if unit.filled > most]
     if not large:
         return
@@ -219,9 +220,10 @@ _EXACT = 2**24
 
 
 class NeedOrder:
-    """What was needed one after the other in the last window of a kind, and where the present one stands.
+    """The order of needs in the last window of a kind, and the position of the present window in it.
 
-    A *window* is what repeats: a training step with all its microbatches, forward and backward, or an evaluation.
+    A *window* is a repeated unit of work: a training step with all its microbatches, forward and backward, or an
+    evaluation.
     """
 
     def __init__(self) -> None:
@@ -232,14 +234,14 @@ class NeedOrder:
         self._follows = False
 
     def begin(self, kind: str) -> None:
-        """A window begins; one that was open is forgotten."""
+        """Begin a window; forget one that was open."""
         self._kind = kind
         self._recorded = []
         self._position = 0
         self._follows = kind in self._known
 
     def note(self, number: int) -> None:
-        """A unit is needed."""
+        """Record that a unit is needed."""
         if self._kind is None:
             return
         self._recorded.append(number)
@@ -252,14 +254,14 @@ class NeedOrder:
             self._follows = False
 
     def end(self) -> None:
-        """The window ends; its order is what the next one of its kind will follow."""
+        """End the window; the next one of its kind is expected to follow its order."""
         if self._kind is not None and self._recorded:
             self._known[self._kind] = self._recorded
         self._kind = None
         self._follows = False
 
     def upcoming(self, count: int) -> Iterator[int]:
-        """The next units that are expected, at most ``count`` different ones; nothing while the order is unknown."""
+        """Yield the next expected units, at most ``count`` different ones; none while the order is unknown."""
         if not self._follows or self._kind is None:
             return
         seen: set[int] = set()
@@ -283,11 +285,11 @@ class GatherTrace:
 
     @property
     def digest(self) -> int:
-        """Of the sequence so far."""
+        """Return the digest of the sequence so far."""
         return self._checksum % _EXACT
 
     def note(self, number: int) -> None:
-        """A unit is gathered."""
+        """Record that a unit is gathered."""
         self._checksum = zlib.crc32(number.to_bytes(4, "little"), self._checksum)
 
     def forget(self) -> None:
@@ -317,6 +319,6 @@ def refuse_unequal(sharing: Sequence[Sequence[int]], digests: Sequence[int]) -> 
 
 
 def sharing_positions(ranks: Ranks) -> list[list[int]]:
-    """The sharding groups among the ranks that hold the same parameters, as positions among these."""
+    """Return the sharding groups among the ranks with the same parameters, as positions among these ranks."""
     alike = ranks.members(Group.RDP)
     return [[alike.index(r) for r in ranks] for ranks in ranks.topology.groups(Group.SHARD) if ranks[0] in alike]

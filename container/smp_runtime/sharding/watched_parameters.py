@@ -20,17 +20,17 @@ REGISTERED = "_smp_registered_parameters"
 
 
 class Reads(Protocol):
-    """Is told of reads."""
+    """A receiver of reports of reads."""
 
     def read(self, parameter: torch.Tensor) -> None:
-        """A parameter is read as a module's attribute."""
+        """Handle a read of a parameter as a module's attribute."""
 
 
 # Of a read such as ``self.child.weight`` in the parent's forward no hook tells: they tell of calls. A parametrization
 # would, but it renames parameters and changes the module's class, which state dictionaries and scripts see. A function mode
 # would see every operation of the step, on every thread that is in one, and not what a function takes by itself.
 class WatchedParameters(dict):
-    """A module's parameters, which tell when one is read."""
+    """A module's parameters, which report each read of one."""
 
     def __init__(self, parameters: Mapping[str, Any], uses: Reads) -> None:
         super().__init__(parameters)
@@ -50,7 +50,7 @@ class WatchedParameters(dict):
 
 
 def refuse_copy(how: str) -> SMPUserError:
-    """Return the error for a module whose parameters are shards."""
+    """Return the error for copying a module with sharded parameters."""
     return SMPUserError(
         f"a module inside smp.DistributedModel cannot be {how} with sharded data parallelism, since this rank has only its shard "
         "of the parameters; call model.state_dict() on every rank and save it, or load it into an unwrapped model"
@@ -58,17 +58,17 @@ def refuse_copy(how: str) -> SMPUserError:
 
 
 def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Tell that ``module`` uses a parameter of another module in its ``forward``.
+    """Declare that ``module`` uses a parameter of another module in its ``forward``.
 
     With sharded data parallelism the parameter then has its values whenever ``module`` is called. Call it while the
     model is created or any time before ``smp.DistributedModel``; without sharding it changes nothing.
 
     Args:
-        module: that uses the parameter.
-        parameter: that another module has.
+        module: the module that uses the parameter.
+        parameter: a parameter of another module.
 
     Raises:
-        SMPUserError: the first argument is no module, or the second no parameter.
+        SMPUserError: the first argument is not a module, or the second not a parameter.
 
     Example:
         >>> smp.register_parameter(head, embedding.weight)  # head multiplies by it

@@ -1,4 +1,4 @@
-"""Which parameters are gathered together: one unit per block of the model, cut finer where a block is too large."""
+"""Grouping of parameters for gathering: one unit per block of the model, cut finer if a block is too large."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """What sharded data parallelism was asked for; all sizes count elements.
+    """The options of sharded data parallelism; all sizes count elements.
 
     Attributes:
         bucket_elements: most gradient elements that one collective carries.
         persistence_threshold: parameters with fewer elements stay whole on every rank; 0 shards all.
         max_live: most elements of gathered parameters at any time, but for those that are needed together.
-        hierarchical: gather in phases between and inside hosts, where a sharding group spans several.
+        hierarchical: gather in phases between and inside hosts, if a sharding group spans several.
         clipping: L2 norm to which the whole gradient is scaled down before each update.
     """
 
@@ -36,7 +36,7 @@ class ShardingOptions:
 
     @classmethod
     def of(cls, parameters: ModelParallelParameters) -> ShardingOptions:
-        """The options of a configuration."""
+        """Return the options of a configuration."""
         return cls(
             bucket_elements=parameters.sdp_reduce_bucket_size,
             persistence_threshold=parameters.sdp_param_persistence_threshold,
@@ -52,9 +52,9 @@ class WrapPlan:
 
     Attributes:
         name: of the module they belong to, for messages.
-        module: whose call uses them all; None if they only belong to single modules below it.
+        module: the module with a call that uses them all; None if they only belong to single modules below it.
         parameters: of one type, all trained or all frozen.
-        by_tokens: whether the call uses them only if one of its tokens wants that.
+        by_tokens: whether the call uses them only if one of its tokens needs them.
     """
 
     name: str
@@ -64,12 +64,12 @@ class WrapPlan:
 
     @property
     def elements(self) -> int:
-        """Of all parameters together."""
+        """Return the number of elements of all parameters together."""
         return sum(parameter.numel() for parameter in self.parameters)
 
 
 def is_sharded(parameter: torch.Tensor, options: ShardingOptions) -> bool:
-    """Whether a parameter is divided over ranks, rather than small enough to stay whole; complex ones stay whole, too."""
+    """Return whether a parameter is divided over ranks; small and complex ones stay whole."""
     return parameter.is_floating_point() and parameter.numel() >= max(1, options.persistence_threshold)
 
 
@@ -132,7 +132,7 @@ def _elements(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether a module runs through several blocks, each of some modules."""
+    """Return whether a module runs through several blocks, each of some modules."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return sum(any(True for _ in child.parameters()) for child in module.children()) > 1
     blocks = [child for child in module.children() if any(True for _ in child.children())]

@@ -1,4 +1,4 @@
-"""SMDDP: a backend of ``torch.distributed`` whose all-gather sends every byte between two hosts only once."""
+"""SMDDP: a backend of ``torch.distributed`` with an all-gather that sends every byte between two hosts only once."""
 
 from smp_runtime.smddp.registration import BACKEND, register
 

@@ -29,7 +29,7 @@ class BufferPiece:
 
 
 class RingBuffer:
-    """Gives out pieces in turn; their memory is free again in the order in which they were taken.
+    """A buffer that gives out pieces in turn; their memory is free again in the order in which they were taken.
 
     Args:
         size: bytes of the whole.
@@ -45,15 +45,15 @@ class RingBuffer:
         self._broken: BaseException | None = None
 
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes in a row are free, or will never be because something has failed."""
+        """Return whether ``size`` bytes in a row are free; also True after a failure, since they will never be."""
         with self._lock:
             return self._broken is not None or self._place(size) is not None
 
     def take(self, size: int) -> BufferPiece:
-        """A piece of ``size`` bytes, for which there is room.
+        """Return a piece of ``size`` bytes, for which there is room.
 
         Raises:
-            RuntimeError: those who have pieces cannot give them back any more.
+            RuntimeError: an earlier all-gather failed, so that pieces are not given back any more.
         """
         with self._lock:
             if self._memory is None:
@@ -69,18 +69,18 @@ class RingBuffer:
 
     @property
     def in_use(self) -> bool:
-        """Whether someone has a piece."""
+        """Return whether a piece is taken."""
         return bool(self._taken)
 
     def give_back(self, piece: BufferPiece) -> None:
-        """Let others have a piece, once all older ones are back too."""
+        """Free a piece, once all older ones are back too."""
         with self._lock:
             piece.is_back = True
             while self._taken and self._taken[0].is_back:
                 self._taken.popleft()
 
     def check(self) -> None:
-        """See that nothing has failed.
+        """Check that nothing has failed.
 
         Raises:
             RuntimeError: something has.
@@ -89,12 +89,12 @@ class RingBuffer:
             raise SMPOperationError(f"an earlier all-gather of this group failed: {self._broken}")
 
     def fail(self, error: BaseException) -> None:
-        """Pieces will not come back; who asks for one later gets an error."""
+        """Record that pieces will not come back; a later request for one raises an error."""
         with self._lock:
             self._broken = self._broken or error
 
     def _place(self, size: int) -> int | None:
-        """Where ``size`` bytes are free; None for nowhere."""
+        """Return the start of ``size`` free bytes; None if there are none."""
         if not self._taken:
             return 0
         oldest, newest = self._taken[0], self._taken[-1]

@@ -1,4 +1,4 @@
-"""What an all-gather is asked to do, in bytes: the same for one tensor, a list of tensors, and several at once."""
+"""All-gather requests in bytes: the same form for one tensor, a list of tensors, and several at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class GatherItem:
     Attributes:
         outputs: by group rank, where its shard goes: contiguous, ``[bytes]`` of uint8.
         shard: this rank's, ``[bytes]``; may be its output.
-        report: what the future is completed with: the same as that of the plain backend of the device.
-        finish: copies to these what is in the outputs; None where it is there already.
+        filled: the caller's tensors that get the result.
+        report: returns the value of the future: the same as that of the plain backend of the device.
+        finish: copies the outputs into ``filled``; None if they are there already.
     """
 
     outputs: Sequence[torch.Tensor]
@@ -28,7 +29,7 @@ class GatherItem:
 
     @classmethod
     def into_one(cls, output: torch.Tensor, shard: torch.Tensor, size: int) -> GatherItem | None:
-        """All shards into ``output``, one after the other; None where shapes or types do not fit each other."""
+        """Return the gather of all shards into ``output``, one after the other; None if shapes or types do not fit."""
         if not (_alike(output, shard) and output.numel() == size * shard.numel()):
             return None
         dense = output if _is_dense(output) else _dense_like(output)
@@ -45,7 +46,7 @@ class GatherItem:
 
     @classmethod
     def into_pieces(cls, output: torch.Tensor, shard: torch.Tensor, size: int, step: int) -> list[GatherItem]:
-        """The same, one after the other, for every ``step`` bytes of the shards; both tensors are contiguous."""
+        """Return one gather for every ``step`` bytes of the shards, in order; both tensors are contiguous."""
         rows, mine = as_bytes(output).view(size, -1), as_bytes(shard)
         parts = [slice(begin, begin + step) for begin in range(0, mine.numel(), step)]
         return [cls([row[part] for row in rows], mine[part], [output], lambda: [output]) for part in parts]
@@ -54,7 +55,7 @@ class GatherItem:
     def into_list(
         cls, outputs: Sequence[torch.Tensor], shard: torch.Tensor, size: int, *, through_one: bool = False
     ) -> GatherItem | None:
-        """Each shard into a tensor of its own; None where shapes or types do not fit each other.
+        """Return the gather of each shard into a tensor of its own; None if shapes or types do not fit.
 
         Args:
             outputs: by rank.
@@ -82,12 +83,12 @@ class GatherItem:
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its values in memory as they are: neither conjugated nor negated only when they are read."""
+    """Return the tensor with its actual values in memory: not conjugated or negated only when they are read."""
     return tensor.resolve_conj().resolve_neg() if tensor.layout is torch.strided else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, ``[bytes]`` of uint8."""
+    """Return the memory of a contiguous tensor, ``[bytes]`` of uint8."""
     # Contiguous tensors may still have odd strides where a dimension has one element.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -99,7 +100,7 @@ def _alike(output: torch.Tensor, shard: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether what arrives can be written to a tensor's memory as it is."""
+    """Return whether received bytes can be written to a tensor's memory as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

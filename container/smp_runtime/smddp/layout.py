@@ -1,4 +1,4 @@
-"""Where the ranks of a group lie: a grid of hosts and local ranks, or why they form none."""
+"""The layout of a group's ranks: a grid of hosts and local ranks, or the reason why they form none."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ class HostGrid:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
+        """Return the number of hosts."""
         return len(self.rows)
 
     @property
     def ranks_per_host(self) -> int:
-        """Number of ranks on each host."""
+        """Return the number of ranks on each host."""
         return len(self.rows[0])
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.hosts * self.ranks_per_host
 
     @property
     def column(self) -> tuple[int, ...]:
-        """Ranks with this one's position on their hosts."""
+        """Return the ranks with this one's position on their hosts."""
         return tuple(row[self.local] for row in self.rows)
 
     @property
     def row(self) -> tuple[int, ...]:
-        """Ranks on this one's host."""
+        """Return the ranks on this one's host."""
         return self.rows[self.host]
 
     @classmethod
     def of(cls, host_of: Sequence[str], rank: int) -> HostGrid | str:
-        """The grid, or the reason why an all-gather in phases is not possible or has no use.
+        """Return the grid, or the reason why an all-gather in phases is not possible or has no use.
 
         Args:
             host_of: by group rank, the name of its host.
@@ -70,14 +70,14 @@ class HostGrid:
 
 
 def agree(store: dist.Store, rank: int, size: int) -> tuple[list[str], BufferSizes]:
-    """Tell the group this rank's host and buffer sizes; every rank of it calls this once.
+    """Exchange hosts and buffer sizes in the group; every rank of it calls this once.
 
     Returns:
         By group rank the names of the hosts, and the sizes.
 
     Raises:
-        ConfigError: sizes that are no multiples of 8192, or not the same on all ranks, who then would not fall back
-            together.
+        ConfigError: sizes that are not multiples of 8192, or not the same on all ranks, so that the ranks would
+            not fall back together.
     """
     sizes = BufferSizes.from_environment(os.environ)
     store.set(f"place/{rank}", json.dumps([host_name(), sizes.scratch, sizes.sort]))

@@ -41,10 +41,10 @@ class _PendingAllGather:
     """One all-gather under way.
 
     Attributes:
-        arriving: from other hosts, in the order in which they are waited for: the message, the host, where in a shard
+        arriving: from other hosts, in the order in which they are awaited: the message, the host, where in a shard
             its bytes belong, and the tag with which they are handed on.
-        works: all messages that are not waited for before the end.
-        blocks: by neighbour, all shards that it hands on at once; empty where they come one by one.
+        works: all messages that are not awaited before the end.
+        blocks: by neighbour, all shards that it hands on at once; empty if they come one by one.
     """
 
     item: GatherItem
@@ -58,13 +58,13 @@ class _PendingAllGather:
 
 
 class MessageGather:
-    """Phases made of messages over a backend that can send and receive.
+    """An all-gather in phases, made of messages over a backend that can send and receive.
 
-    Every rank copies its shard into its scratch buffer, and sends it from there to the ranks with its local number on
-    other hosts. What arrives from there is in the sort buffer, from where it is copied into its place by rank order, and
-    handed on to this host's other ranks. A large shard travels in parts, which are handed on one by one, and its owner
-    gives it to its neighbours at once; they receive it in its place. A small one is handed on together with all that has
-    arrived: fewer messages.
+    Every rank copies its shard into its scratch buffer, and sends it from there to the ranks with its local
+    number on other hosts. Shards from other hosts arrive in the sort buffer. From there they are copied into
+    their places by rank order, and handed on to this host's other ranks. A large shard travels in parts, which
+    are handed on one by one. Its owner gives it to its neighbours at once, and they receive it in its place. A
+    small shard is handed on together with all shards that have arrived: fewer messages.
 
     Args:
         backend: of the group, with a full mesh of connections.
@@ -87,15 +87,16 @@ class MessageGather:
         self._stop = weakref.finalize(self, self._queue.put, None)
 
     def start(self, items: Sequence[GatherItem], *, here: bool = False) -> MessageWork:
-        """Begin; all ranks of the group begin their all-gathers in the same order.
+        """Begin all-gathers; all ranks of the group begin their all-gathers in the same order.
 
-        What the buffers have no room for begins when earlier ones have given some back.
+        If the buffers have no room for one, it begins after earlier ones have freed some.
 
         Args:
             here: the caller waits anyway, so bring them to their end on its thread, unless earlier ones are under way.
 
         Returns:
-            What to wait for. Its future has, by rank, what came from it: a tensor, or of several items a list.
+            The work to wait for. Its future has, by rank, the data from that rank: a tensor, or for several items a
+                list.
 
         Raises:
             RuntimeError: an earlier one failed, or a connection was lost.
@@ -127,7 +128,7 @@ class MessageGather:
         return work
 
     def begin_later(self) -> None:
-        """Begin what had to wait for room, in its order, as far as there is room now."""
+        """Begin all-gathers that had to wait for room, in their order, while there is room."""
         with self._starting:
             while self._later and self._has_room(self._later[0][0]):
                 item, work = self._later.popleft()
@@ -142,7 +143,7 @@ class MessageGather:
         return self.scratch.has_room(size) and self.sort.has_room(self._grid.hosts * size)
 
     def _hand_over(self, gather: _PendingAllGather) -> None:
-        """Let the thread bring it to its end."""
+        """Let the thread bring the all-gather to its end."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_pass_on, args=(weakref.ref(self), self._queue), name="smddp-all-gather", daemon=True
@@ -169,7 +170,10 @@ class MessageGather:
         return gather
 
     def _exchange(self, gather: _PendingAllGather, parts: Sequence[slice]) -> None:
-        """Between hosts; first of all, since what else is to be done can be done while these bytes travel."""
+        """Exchange shards between hosts.
+
+        This comes first, because other work can be done while these bytes travel.
+        """
         grid, rows, sent = self._grid, self._rows(gather), gather.scratch.bytes
         for number, part in enumerate(parts):
             for host in reversed(self._other_hosts):
@@ -183,7 +187,7 @@ class MessageGather:
                 gather.works.append(self._backend.send([sent[part]], grid.column[host], tag))
 
     def _share(self, gather: _PendingAllGather, parts: Sequence[slice]) -> None:
-        """Give the own shard to the neighbours, and make ready for all that they give."""
+        """Send the own shard to the neighbours, and start to receive everything that they send."""
         grid, outputs = self._grid, gather.item.outputs
         for number, part in enumerate(parts):
             tag = self._tag_of(gather, number, grid.host)
@@ -197,7 +201,7 @@ class MessageGather:
                     gather.works.append(self._backend.recv([place], neighbour, tag))
 
     def _expect_blocks(self, gather: _PendingAllGather) -> None:
-        """Make ready for one message from each neighbour, with its shard and what it got from other hosts."""
+        """Start to receive one message from each neighbour, with its shard and those that it got from other hosts."""
         for neighbour in reversed(self._neighbours):
             block = torch.empty(self._grid.hosts, gather.item.shard.numel(), dtype=torch.uint8, device="cpu")
             gather.blocks[neighbour] = block
@@ -223,7 +227,7 @@ class MessageGather:
         self.scratch.give_back(gather.scratch)
 
     def _hand_on(self, gather: _PendingAllGather) -> None:
-        """Give the neighbours what comes from the other hosts."""
+        """Send the neighbours the data from the other hosts."""
         grid, item, rows = self._grid, gather.item, self._rows(gather)
         if gather.blocks:
             rows[grid.host].copy_(gather.scratch.bytes)
@@ -240,31 +244,31 @@ class MessageGather:
                 item.outputs[grid.column[host]].copy_(rows[host])
 
     def failure(self, error: BaseException) -> str:
-        """What those who wait for an all-gather are told."""
+        """Return the error text for those that wait for a failed all-gather."""
         return f"the all-gather over {self._grid.size} ranks failed: {error}"
 
     def close(self) -> None:
-        """End the thread; what is under way may end first."""
+        """End the thread; all-gathers under way may end first."""
         self._stop()
         if self._thread is not None:
             # A thread that is still inside gloo when the interpreter ends would abort the process.
             self._thread.join(_PATIENCE)
 
     def abort(self) -> None:
-        """Nobody waits any longer for pieces; messages end with their backend."""
+        """Stop all waits for pieces; messages end with their backend."""
         self.fail(RuntimeError("the group was aborted"))
 
     def fail(self, error: BaseException) -> None:
-        """No all-gather can complete any more."""
+        """Record that no all-gather can complete any more."""
         self.scratch.fail(error)
         self.sort.fail(error)
 
     def _rows(self, gather: _PendingAllGather) -> torch.Tensor:
-        """The sort buffer's piece, ``[hosts, bytes]``."""
+        """Return the sort buffer's piece, ``[hosts, bytes]``."""
         return gather.sort.bytes.view(self._grid.hosts, -1)
 
     def _tags(self, needed: int) -> int:
-        """The first of enough tags for one all-gather, the same on all ranks."""
+        """Return the first of enough tags for one all-gather, the same on all ranks."""
         if self._tag + needed > _LAST_TAG:
             self._tag = _FIRST_TAG
         first, self._tag = self._tag, self._tag + needed
@@ -275,7 +279,7 @@ class MessageGather:
 
 
 def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_PendingAllGather | None]) -> None:
-    """Complete all-gathers in their order. One thread does it, so that all ranks hand on in the same order."""
+    """Complete all-gathers in their order, on one thread, so that all ranks hand on in the same order."""
     while True:
         gather, owner = waiting.get(), weak()
         if owner is None or (gather is None and waiting.empty()):
@@ -304,5 +308,5 @@ def _parts(size: int) -> list[slice]:
 
 
 def _others(me: int, size: int) -> list[int]:
-    """All but ``me``, the next one first, so that not all send to the same one."""
+    """Return all numbers but ``me``, the next one first, so that not all ranks send to the same one."""
     return [(me + distance) % size for distance in range(1, size)]

@@ -22,7 +22,7 @@ _LOCAL_RANK_VARIABLES = ("SMDATAPARALLEL_LOCAL_RANK", "LOCAL_RANK", "SMP_LOCAL_R
 
 
 def is_available() -> bool:
-    """Whether this PyTorch has ``torch.distributed``."""
+    """Return whether this PyTorch has ``torch.distributed``."""
     return dist.is_available()
 
 
@@ -40,7 +40,7 @@ def init_process_group(*args: Any, **kwargs: Any) -> None:
 
 
 def get_local_rank() -> int:
-    """This rank's number among those of its host.
+    """Return this rank's number among those of its host.
 
     Raises:
         SMPUserError: the process was not started as a rank.
@@ -58,7 +58,7 @@ def get_local_rank() -> int:
 def broadcast(
     tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """``torch.distributed.broadcast``, from rank 0 unless another is named."""
+    """Call ``torch.distributed.broadcast``, from rank 0 unless another is named."""
     return dist.broadcast(tensor, src, group, async_op)
 
 
@@ -70,7 +70,7 @@ def all_to_all_single(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """``torch.distributed.all_to_all_single`` by the names that its arguments had."""
+    """Call ``torch.distributed.all_to_all_single`` with its former argument names."""
     return dist.all_to_all_single(output_t, input_t, output_split_sizes, input_split_sizes, group, async_op)
 
 
@@ -78,7 +78,7 @@ class DistributedDataParallel(_TorchDistributedDataParallel):
     """PyTorch's class with this library's arguments; the default process group is joined if it was not.
 
     Args:
-        module: whose gradients are averaged; on CUDA where there is a device, else on the CPU.
+        module: its gradients are averaged; on CUDA if there is a device, else on the CPU.
         device_ids: the module's one CUDA device; without meaning for a module on the CPU.
         output_device: of the outputs, the same device.
         broadcast_buffers: copy buffers from the first rank at every forward pass.

@@ -1,4 +1,4 @@
-"""The process group of the backend ``smddp``: NCCL's or gloo's collectives, but for the all-gather."""
+"""The process group of the backend ``smddp``: NCCL's or gloo's collectives, except for the all-gather."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _BackendType = dist.ProcessGroup.BackendType
 
 
 class SmddpProcessGroup(dist.ProcessGroup):
-    """A group over the plain backends of its devices, whose all-gather goes in phases between and inside hosts.
+    """A group over the plain backends of its devices, with an all-gather in phases between and inside hosts.
 
-    Everything that is not an all-gather goes straight to the plain backend of the tensor's device. An all-gather does
-    too where the group's ranks form no grid, and when a buffer is too small for it.
+    Everything that is not an all-gather goes straight to the plain backend of the tensor's device. An
+    all-gather does too if the group's ranks form no grid, or if a buffer is too small for it.
 
     Args:
         plain: by type of device, the plain backend's type and itself.
         grid: where the group's ranks are, or why the all-gather cannot go in phases.
-        gathers: by type of device, what gathers in phases there.
+        gathers: by type of device, the implementation that gathers in phases there.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class SmddpProcessGroup(dist.ProcessGroup):
         return cls(rank, size, plain, grid, sizes, gathers)
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch calls it
-        """The name that PyTorch shows for the group."""
+        """Return the name that PyTorch shows for the group."""
         return BACKEND
 
     def fallback_reason(self, shard_bytes: int, device: str = "cpu") -> str | None:
-        """Why the plain backend does an all-gather; None when it goes in phases.
+        """Return why the plain backend does an all-gather; None if it goes in phases.
 
         Args:
-            shard_bytes: what one rank puts in.
+            shard_bytes: the bytes that one rank contributes.
         """
         if isinstance(self.grid, str):
             return self.grid
@@ -124,7 +124,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
     # -- the all-gather, under all its names -------------------------------------------------------------------------
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
-        """One tensor from all: ``output``, ``[size * input.numel()]`` elements, takes the inputs in rank order."""
+        """Gather the inputs of all ranks, in rank order, into ``output``, ``[size * input.numel()]`` elements."""
         input = resolved(input)
         works = self._phases([GatherItem.into_one(output, input, self.size())], opts)
         return works or all_gather_single(self._plain, output, input, *_given(opts))
@@ -132,14 +132,14 @@ class SmddpProcessGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Several of :meth:`all_gather_single` at once."""
+        """Run several :meth:`all_gather_single` at once."""
         input_list = [resolved(shard) for shard in input_list]
         pairs = zip(output_lists, input_list, strict=True)
         works = self._phases([GatherItem.into_one(output, shard, self.size()) for output, shard in pairs], opts)
         return works or all_gather_single_coalesced(self._plain, output_lists, input_list, *_given(opts))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
-        """A tensor from each: ``output_tensors[0][rank]`` takes ``input_tensors[0]`` of that rank."""
+        """Gather a tensor from each rank: ``output_tensors[0][rank]`` takes ``input_tensors[0]`` of that rank."""
         if isinstance(input_tensors, torch.Tensor):
             # The short form, whose third argument is a timeout.
             output_tensors, input_tensors, opts = [output_tensors], [input_tensors], None
@@ -154,7 +154,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
     def _phases(self, items: Sequence[GatherItem | None], opts: Any) -> MessageWork | StreamWork | None:
-        """Begin all-gathers in phases; None when the plain backend has to do them."""
+        """Begin all-gathers in phases; return None if the plain backend has to do them."""
         wanted = [item for item in items if item is not None]
         if len(wanted) < len(items) or not items:
             return None  # tensors that do not fit each other: the plain backend says what is wrong
@@ -169,9 +169,10 @@ class SmddpProcessGroup(dist.ProcessGroup):
         return self._gathers[items[0].shard.device.type].start(items, here=here)
 
     def gather_in_pieces(self, full: torch.Tensor, shard: torch.Tensor) -> MessageWork | StreamWork | None:
-        """Begin an all-gather in phases, a larger shard in pieces that the buffers hold; None where the plain backend has to.
+        """Begin an all-gather in phases; return None if the plain backend has to do it.
 
-        Both tensors are contiguous. Not what scripts call: an all-gather of theirs falls back as the documents say.
+        A shard that is too large for the buffers is gathered in pieces. Both tensors are contiguous. Scripts do not
+        call this: their all-gathers fall back as documented.
         """
         device = full.device.type
         if isinstance(self.grid, HostGrid) and device in self._gathers and shard.nbytes:
@@ -185,7 +186,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         return None
 
     def tries_phases(self, shard_bytes: int, device: str = "cpu") -> bool:
-        """Whether an all-gather that is to begin goes in phases; counts and logs it where it falls back."""
+        """Return whether an all-gather that is to begin goes in phases; if it falls back, count and log that."""
         reason = self.fallback_reason(shard_bytes, device)
         if reason is not None:
             kind = "place" if isinstance(self.grid, str) else "scratch" if shard_bytes > self.sizes.scratch else "sort"
@@ -193,7 +194,10 @@ class SmddpProcessGroup(dist.ProcessGroup):
         return reason is None
 
     def _fall_back(self, reason: str, shard_bytes: int, kind: str) -> None:
-        """Count what the plain backend does, and log why: once for the ranks' places, for each buffer and for pieces."""
+        """Count an all-gather of the plain backend, and log the reason.
+
+        It is logged once for the ranks' places, once for each buffer and once for pieces.
+        """
         self.fallen_back += 1
         self.bytes_fallen_back += shard_bytes
         if shard_bytes and self.rank() == 0 and kind not in self._said:
@@ -206,20 +210,20 @@ class SmddpProcessGroup(dist.ProcessGroup):
             )
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of all later collectives, also of those that an all-gather is made of."""
+        """Set the timeout of all later collectives, including those that an all-gather is made of."""
         self._plain.set_timeout(timeout)
         for gather in self._gathers.values():
             if isinstance(gather, StreamGather):
                 gather.set_timeout(timeout)
 
     def abort(self) -> None:
-        """End what is under way, also what an all-gather is made of."""
+        """End the collectives under way, including those that an all-gather is made of."""
         for gather in self._gathers.values():
             gather.abort()
         self._plain.abort()
 
     def shutdown(self) -> None:
-        """Let go of connections and threads."""
+        """Release connections and threads."""
         for gather in self._gathers.values():
             gather.close()
         super().shutdown()
@@ -249,12 +253,12 @@ def _given(opts: Any) -> tuple[Any, ...]:
 
 
 def _bare_group(rank: int, size: int) -> dist.ProcessGroup:
-    """A group of PyTorch's own class, without backends."""
+    """Return a group of PyTorch's own class, without backends."""
     return dist.ProcessGroup(rank, size)  # type: ignore[call-arg]  # the stub lacks this constructor
 
 
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, options: Any = None) -> Any:
-    """NCCL over a group; communicators are made at the first use."""
+    """Return NCCL over a group; communicators are made at the first use."""
     options = options if isinstance(options, dist.ProcessGroupNCCL.Options) else dist.ProcessGroupNCCL.Options()
     set_timeout(options, timeout)
     options.group_name = name
@@ -262,7 +266,7 @@ def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta, name: str
 
 
 def _nccl_group(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Some ranks of a group as one that NCCL alone serves."""
+    """Return some ranks of a group as a group that uses only NCCL."""
     backend = _nccl(store, rank, size, timeout, name)
     count_collectives(backend)
     group = _bare_group(rank, size)
@@ -272,14 +276,14 @@ def _nccl_group(store: dist.Store, name: str, rank: int, size: int, timeout: tim
 
 
 class SmddpCollectives(TorchCollectives):
-    """What the strategies call in a job whose backend is ``smddp``."""
+    """The collectives for the strategies in a job with the backend ``smddp``."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
-        """In phases where that is possible and has a use."""
+        """Gather in phases if that is possible and useful, else with the plain backend."""
         work = group.gather_in_pieces(full, shard) if isinstance(group, SmddpProcessGroup) else None
         return work or super().all_gather(full, shard, group)
 
 
 def collectives_of(backend: str) -> Collectives:
-    """The implementation for groups of a backend."""
+    """Return the implementation for groups of a backend."""
     return SmddpCollectives() if backend == BACKEND else TorchCollectives()

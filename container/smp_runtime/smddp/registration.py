@@ -1,4 +1,4 @@
-"""How ``torch.distributed`` comes to know the backend ``smddp``."""
+"""Registration of the backend ``smddp`` with ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _LETTING_GO_SECONDS = 0.05
 
 @functools.cache
 def _wait_at_exit() -> None:
-    """Before the interpreter ends, let gloo's threads let go of the tensors of the last collectives.
+    """Register a short sleep at exit, in which gloo's threads release the tensors of the last collectives.
 
-    They take Python's lock for it, and one that asks for it later ends the process with an abort.
+    They take Python's lock for it. A thread that asks for the lock after the interpreter has ended aborts the
+    process.
     """
     atexit.register(time.sleep, _LETTING_GO_SECONDS)
 

@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 
 class StreamGather:
-    """Phases made of collectives over two smaller groups.
+    """An all-gather in phases, made of collectives over two smaller groups.
 
-    The ranks with one number on their hosts gather each other's shards from scratch buffers into sort buffers, host by
-    host. Then the ranks of each host gather, for every host, what it has of it; each of these gathers writes one host's
-    shards in the order of its ranks to where they belong, so that nothing is left to sort.
+    The ranks with one number on their hosts gather each other's shards from scratch buffers into sort buffers,
+    host by host. Then the ranks of each host gather their sort buffers, one gather for every host. Each of
+    these gathers writes one host's shards in the order of its ranks to where they belong, so that nothing is
+    left to sort.
 
     Args:
         across: the ranks with this one's number on their hosts, host by host.
-        plain: the backend of the whole group, whose timeout these groups have; it may change.
+        plain: the backend of the whole group; these groups have its timeout, which may change.
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class StreamGather:
         self._timeout = None if plain is None else timeout_of(plain)
 
     def start(self, items: Sequence[GatherItem], *, here: bool = False) -> StreamWork:
-        """Begin; all ranks of the group begin their all-gathers in the same order.
+        """Begin all-gathers; all ranks of the group begin their all-gathers in the same order.
 
         Args:
             here: of no use on a stream.
 
         Returns:
-            Waiting for it lets the caller's stream wait. Its future has what NCCL reports.
+            The work. Waiting for it lets the caller's stream wait. Its future has the value that NCCL reports.
         """
         device, reported = items[0].shard.device, [tensor for item in items for tensor in item.report()]
         self._follow_timeout()
@@ -100,7 +101,10 @@ class StreamGather:
                 item.finish()
 
     def _share_in_places(self, item: GatherItem, arrived: torch.Tensor, free: torch.Tensor) -> None:
-        """The phase inside a host where its shards lie apart, as pieces of shards do: by the free part of the sort buffer."""
+        """Run the phase inside a host through the free part of the sort buffer.
+
+        Used if the shards of a host are not next to each other in memory, as with pieces of shards.
+        """
         for row, part in zip(self._grid.rows, arrived, strict=True):
             places = [item.outputs[rank] for rank in row]
             if (needed := len(places) * part.numel()) > free.numel():
@@ -111,12 +115,12 @@ class StreamGather:
                 place.copy_(came)
 
     def abort(self) -> None:
-        """End what is under way on the two groups."""
+        """End the collectives under way on the two groups."""
         for group in (self._across, self._inside):
             group.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of later collectives of the two groups."""
+        """Set the timeout of later collectives of the two groups."""
         self._timeout = timeout
         for group in (self._across, self._inside):
             group.set_timeout(timeout)
@@ -139,7 +143,7 @@ def _wait(work: Any) -> None:
 
 
 def _block(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The rows as one tensor, where one begins at the end of another."""
+    """Return the rows as one tensor if they are next to each other in memory, else None."""
     first, size = rows[0], rows[0].numel()
     storage = first.untyped_storage().data_ptr()
     for number, row in enumerate(rows):

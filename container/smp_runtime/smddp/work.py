@@ -1,4 +1,4 @@
-"""An all-gather under way, as both Python and PyTorch's C++ code wait for it."""
+"""The work object of an all-gather under way, for waits from Python and from PyTorch's C++ code."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _LOOK = 0.001
 
 
 class _GatherWork(Work):
-    """What both kinds of work have in common."""
+    """The common part of both kinds of work."""
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
-        """The error with which the collective ended, if any."""
+        """Return the error with which the collective ended, if any."""
         raise NotImplementedError
 
     def result(self) -> Any:
-        """What the future is completed with."""
+        """Return the value of the completed future."""
         return self.get_future().value()
 
     def synchronize(self) -> None:
@@ -37,10 +37,12 @@ class _GatherWork(Work):
 
 
 class MessageWork(_GatherWork):
-    """Ended by the thread that hands messages on, which never runs anybody's callbacks: these may wait for it.
+    """A work object that the thread that hands messages on completes.
+
+    That thread never runs callbacks, since these may wait for it.
 
     Args:
-        report: gives what the future is completed with.
+        report: returns the value to complete the future with.
     """
 
     def __init__(self, report: Callable[[], Any]) -> None:
@@ -52,7 +54,7 @@ class MessageWork(_GatherWork):
         self._lock = threading.Lock()
 
     def finish(self, error: str | None = None) -> None:
-        """The collective is over, with or without an error; called once."""
+        """Mark the collective as ended, with or without an error; called once."""
         with self._lock:
             self._error = error
             self._over.set()
@@ -69,7 +71,8 @@ class MessageWork(_GatherWork):
         """Wait for the end.
 
         Args:
-            timeout: most time to wait; none, zero or less: until each of its messages has come within the group's.
+            timeout: most time to wait. If it is None, zero or less, the wait lasts until each of its messages has
+                come within the group's timeout.
 
         Raises:
             RuntimeError: the collective failed, also because another rank was lost or did not come in time; or the
@@ -87,15 +90,18 @@ class MessageWork(_GatherWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the collective is over, and its future completed."""
+        """Return whether the collective has ended and its future is completed."""
         return self._over.is_set() and (self._future is None or self._future.done())
 
     def exception(self) -> Any:
-        """What it failed with; None if it did not, or not yet."""
+        """Return the error of the collective; None if it did not fail, or not yet."""
         return SMPOperationError(self._error) if self._over.is_set() and self._error is not None else None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completed at the end; callbacks that it has by then run on a thread of their own."""
+        """Return a future that is completed at the end.
+
+        Callbacks that it has by then run on a thread of their own.
+        """
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -113,11 +119,11 @@ class MessageWork(_GatherWork):
 
 
 class StreamWork(_GatherWork):
-    """Queued on a stream: on CUDA, waiting for it lets the caller's stream wait and not the CPU.
+    """A work object queued on a stream: on CUDA, waiting for it blocks the caller's stream and not the CPU.
 
     Args:
-        future: completed already, as a CUDA future is that knows what its stream has yet to do.
-        event: recorded when the stream is through with it; None where nothing is left to do.
+        future: completed already, like a CUDA future that knows the pending work of its stream.
+        event: recorded when the stream has finished it; None if nothing is left to do.
     """
 
     def __init__(self, future: torch.futures.Future[Any], event: torch.cuda.Event | None = None) -> None:
@@ -129,7 +135,7 @@ class StreamWork(_GatherWork):
         """Let the current stream wait for the end.
 
         Args:
-            timeout: where there is one above zero, the CPU waits too, at most so long.
+            timeout: if it is above zero, the CPU waits too, at most this long.
 
         Raises:
             RuntimeError: the timeout has passed, and the collective goes on.
@@ -145,20 +151,20 @@ class StreamWork(_GatherWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the stream is through with it."""
+        """Return whether the stream has finished it."""
         return self._future.done() and (self._event is None or self._event.query())
 
     def exception(self) -> Any:
-        """Never one: a failure on the stream shows where its results are read."""
+        """Return None: a failure on the stream shows where its results are read."""
         return None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The CUDA future it was made with."""
+        """Return the CUDA future that it was made with."""
         return self._future
 
 
 def _seconds(timeout: timedelta | None) -> float | None:
-    """The limit; None where PyTorch's ways of giving none were used."""
+    """Return the limit in seconds; None if the caller set none, in one of PyTorch's ways."""
     return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 

@@ -1,7 +1,8 @@
-"""Whose batch a pipeline trains on: its first rank's, whichever stage runs the step function.
+"""The batch that a pipeline trains on: the one of its first rank, whichever stage runs the step function.
 
-Scripts give the rank with ``smp.pp_rank() == 0`` the data, and the others the same or placeholders. Batches are compared in some
-calls, by a few numbers; once they have differed, every step's arguments travel from the first rank to the one that reads them.
+Scripts give the rank with ``smp.pp_rank() == 0`` the data, and the others the same or placeholders. Batches
+are compared in some calls, by a few numbers. Once they have differed, every step's arguments travel from
+the first rank to the one that reads them.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class _Kept:
 
 
 class FirstStageInputs:
-    """Gives each step of a job the arguments of its pipeline's first rank.
+    """The arguments of a pipeline's first rank, for each step of a job.
 
     Attributes:
-        travel: whether arguments are sent, since ranks of this pipeline were seen with different ones.
+        travel: whether arguments are sent, because ranks of this pipeline have had different ones.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -60,17 +61,18 @@ class FirstStageInputs:
         self.travel = False
 
     def of_step(self, arguments: Arguments, name: str, reader: int | None) -> Arguments:
-        """The arguments of a step; every rank of a pipeline calls it, with its own.
+        """Return the arguments of a step; every rank of a pipeline calls it, with its own.
 
         Args:
             name: of the step, for messages.
-            reader: global rank that runs the step function; None where every rank may, as before the model is partitioned.
+            reader: global rank that runs the step function; None if every rank may, as before the model is partitioned.
 
         Returns:
             On a rank that runs the function the first rank's arguments, otherwise this rank's own.
 
         Raises:
-            SMPUserError: the first rank's arguments hold something that cannot travel, and this rank has nothing in its place.
+            SMPUserError: the first rank's arguments hold something that cannot travel, and this rank has no
+                replacement.
         """
         try:
             return self._of_step(arguments, name, reader)
@@ -103,10 +105,10 @@ class FirstStageInputs:
 
 
 def arguments_of_all(ranks: Ranks, members: Sequence[int], arguments: Arguments, name: str) -> list[Arguments]:
-    """The arguments with which each of ``members`` has called the same; every one of them calls this, with its own.
+    """Return the arguments of each of ``members`` for the same call; every one of them calls this, with its own.
 
     Raises:
-        SMPUserError: those of another rank hold something that cannot travel, and this rank has nothing in its place.
+        SMPUserError: those of another rank hold something that cannot travel, and this rank has no replacement.
     """
     leaves, spec = tree_flatten(arguments)
     every = ranks.control.allgather(_message(leaves, spec), members)
@@ -117,12 +119,12 @@ def arguments_of_all(ranks: Ranks, members: Sequence[int], arguments: Arguments,
 
 
 def _message(leaves: Sequence[Any], spec: TreeSpec) -> Any:
-    """Arguments as they travel."""
+    """Return arguments in the form in which they are sent."""
     return tree_unflatten([_sent(leaf) for leaf in leaves], spec)
 
 
 def _merged(ranks: Ranks, message: Any, source: int, own: tuple[Sequence[Any], TreeSpec], name: str) -> Arguments:
-    """The arguments of rank ``source``, with this rank's own objects where they did not travel."""
+    """Return the arguments of rank ``source``, with this rank's own objects for those that were not sent."""
     leaves, theirs = tree_flatten(message)
     mine, spec = own
     if theirs != spec and (kinds := [leaf.kind for leaf in leaves if isinstance(leaf, _Kept)]):
@@ -144,7 +146,7 @@ def _received(leaf: _Sent, ranks: Ranks) -> Any:
 
 
 def probe(tensor: torch.Tensor) -> float | None:
-    """A number that differs, as a rule, for tensors that do; None for kinds of tensors that are not looked into."""
+    """Return a number that normally differs for different tensors; None for kinds of tensors that are not examined."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
         return None
     some = tensor.detach().reshape(-1)[:_PROBED_ELEMENTS].to(torch.float64)
@@ -152,7 +154,7 @@ def probe(tensor: torch.Tensor) -> float | None:
 
 
 def _described(leaf: Any) -> str:
-    """What must be equal where ranks have read the same."""
+    """Return text that is equal if ranks have read the same leaf."""
     if isinstance(leaf, torch.Tensor):
         return f"{list(leaf.shape)} {leaf.dtype} {probe(leaf)!r}"
     if isinstance(leaf, Mapping):

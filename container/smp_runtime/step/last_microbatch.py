@@ -1,4 +1,4 @@
-"""The microbatch that a job's training step was called with last, without its values: enough to trace the model anew."""
+"""The last microbatch of a job's training step, without its values: enough to trace the model anew."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class _Weak:
-    """An argument that must not live longer for being remembered: the model, an object that holds it."""
+    """A weak reference to an argument that must not live longer for being remembered: the model, an object that holds it."""
 
     def __init__(self, value: Any) -> None:
         self.reference = weakref.ref(value)
 
 
 class _IsGone(Exception):
-    """An argument does not exist any more."""
+    """A signal that an argument does not exist any more."""
 
 
 class LastMicrobatch:
@@ -42,7 +42,7 @@ class LastMicrobatch:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def note(self, step: Any, microbatch: functools.partial[Any], course: Hashable) -> None:
-        """A training step has run.
+        """Remember the first microbatch of a training step that has run.
 
         Args:
             step: the decorated function.

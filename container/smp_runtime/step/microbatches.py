@@ -1,4 +1,4 @@
-"""What goes into the microbatches of a step, and what comes out: arguments that are split, outputs that are merged."""
+"""Inputs and outputs of the microbatches of a step: arguments that are split, outputs that are merged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from smp_runtime.tensors.nested import leaves_of
 
 
 def split_argument(name: str, value: Any, microbatches: int, axis: int = 0) -> list[Any]:
-    """The slices of one argument, one per microbatch.
+    """Return the slices of one argument, one per microbatch.
 
-    Tensors, also inside lists, tuples, dictionaries and sets, are cut along ``axis``; objects with
-    ``smp_slice(num_mb, mb, axis)`` cut themselves; everything else, 0-dimensional tensors too, goes whole to every
+    Tensors, also inside lists, tuples, dictionaries and sets, are cut along ``axis``. Objects with
+    ``smp_slice(num_mb, mb, axis)`` cut themselves. Everything else, 0-dimensional tensors too, goes whole to every
     microbatch.
 
     Raises:
-        SMPUserError: (a ``ValueError``) a tensor whose size along ``axis`` is not a multiple of ``microbatches``.
+        SMPUserError: (a ``ValueError``) the size of a tensor along ``axis`` is not a multiple of ``microbatches``.
     """
     if microbatches == 1 and not hasattr(value, "smp_slice"):
         return [value]
@@ -66,7 +66,7 @@ def _slice_tensor(name: str, tensor: torch.Tensor, count: int, index: int, axis:
 
 
 def batch_samples(values: list[Any], axes: list[int]) -> int:
-    """Samples in a batch: the size of the first tensor found along its batch axis, or 0 without tensors."""
+    """Return the number of samples in a batch: the size of its first tensor along the batch axis, or 0 without tensors."""
     for value, axis in zip(values, axes, strict=True):
         for leaf in leaves_of(value):
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
@@ -75,7 +75,10 @@ def batch_samples(values: list[Any], axes: list[int]) -> int:
 
 
 def shapes_in(*values: Any) -> tuple[Any, ...]:
-    """Shapes of the tensors, and flags and words, in arguments: steps with equal ones take an equal course as a rule."""
+    """Return the shapes of the tensors, and flags and strings, in arguments.
+
+    Steps with equal ones normally take an equal course.
+    """
     found: list[Any] = []
     for leaf in leaves_of(list(values)):
         if isinstance(leaf, torch.Tensor):
@@ -108,32 +111,32 @@ class StepOutput:
         self.outputs = outputs
 
     def reduce_mean(self) -> torch.Tensor:
-        """Mean over microbatches, of the shape of one output; whole numbers are averaged in float32."""
+        """Return the mean over microbatches, of the shape of one output; whole numbers are averaged in float32."""
         stacked = self.stack()
         return (stacked if stacked.is_floating_point() or stacked.is_complex() else stacked.float()).mean(0)
 
     def reduce_sum(self) -> torch.Tensor:
-        """Sum over microbatches, of the shape of one output."""
+        """Return the sum over microbatches, of the shape of one output."""
         return self.stack().sum(0)
 
     def concat(self) -> torch.Tensor:
-        """Outputs joined along their batch axis: ``[microbatches * batch, …]``; scalars become a vector."""
+        """Return the outputs joined along their batch axis: ``[microbatches * batch, …]``; scalars become a vector."""
         if self.outputs[0].dim() == 0:
             return self.stack()
         return torch.cat(self.outputs, dim=0)
 
     def stack(self) -> torch.Tensor:
-        """Outputs along a new first axis: ``[microbatches, …]``."""
+        """Return the outputs along a new first axis: ``[microbatches, …]``."""
         return torch.stack(self.outputs)
 
     def detach(self) -> StepOutput:
-        """The same outputs without their graph."""
+        """Return the same outputs without their graph."""
         return StepOutput([output.detach() for output in self.outputs])
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Names of tensors are answered with what to call first."""
+            """Raise an error; for names of tensor attributes, it names the method to call first."""
             hint = f"; it {_IS_SEVERAL}" if hasattr(torch.Tensor, name) else ""
             if name == "backward":
                 hint = (
@@ -156,10 +159,10 @@ class StepOutput:
 
 
 def merge_outputs(returned: list[Any], *, detach: bool) -> Any:
-    """What the step's caller sees: the returned structure with every tensor replaced by a :class:`StepOutput`.
+    """Return the result for the step's caller: the structure with a :class:`StepOutput` in place of every tensor.
 
-    Leaves that are not tensors become a list with one entry per microbatch. A function that returned nothing gives
-    None.
+    Leaves that are not tensors become a list with one entry per microbatch. The result is None if the function
+    returned nothing.
     """
     if all(value is None for value in returned):
         return None
@@ -190,7 +193,7 @@ def _merge(values: list[Any], detach: bool) -> Any:
 
 
 def _rebuilt(original: Mapping[Any, Any], content: dict[Any, Any]) -> Any:
-    """A mapping of the same type, for the types that allow it (OrderedDict, Transformers' BatchEncoding, …)."""
+    """Return a mapping of the same type, for the types that allow it (OrderedDict, Transformers' BatchEncoding, …)."""
     try:
         return type(original)(content)  # type: ignore[call-arg]
     except TypeError:
@@ -202,9 +205,9 @@ _COUNTS = "_smp_counts_of_all"
 
 
 def mark_count(value: Any, *, of_all: bool) -> Any:
-    """Note that a step's argument, if it is a tensor, counts samples or tokens of a microbatch on average.
+    """Mark a step's argument, if it is a tensor, as an average count of samples or tokens in a microbatch.
 
-    Who gives the step another batch must give it another count.
+    Code that gives the step another batch must give it another count.
 
     Args:
         of_all: whether it is of all replicas' batches together, and so the same on all of them.
@@ -215,5 +218,5 @@ def mark_count(value: Any, *, of_all: bool) -> Any:
 
 
 def counts_of_all(value: Any) -> bool | None:
-    """Whether a count is of all replicas' batches; None for what is no count."""
+    """Return whether a count is of all replicas' batches; None if the value is not a count."""
     return getattr(value, _COUNTS, None)

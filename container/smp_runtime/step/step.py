@@ -36,9 +36,9 @@ class StepFunction:
     """A step-decorated function.
 
     Args:
-        function: what runs for one microbatch.
+        function: runs for each microbatch.
         non_split_inputs: names of arguments that go whole to every microbatch.
-        input_split_axes: batch axis of arguments by name, where it is not 0.
+        input_split_axes: batch axis of arguments by name, if it is not 0.
 
     Raises:
         SMPUserError: a name that the function has no argument for.
@@ -66,14 +66,17 @@ class StepFunction:
         return self if instance is None else functools.partial(self._call_of, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run every microbatch; see :func:`step` for what is split and returned."""
+        """Run every microbatch; see :func:`step` for the splitting and the result."""
         return self._call((), *args, **kwargs)
 
     def _call_of(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self._call((instance,) if self._takes(instance, args, kwargs) else (), *args, **kwargs)
 
     def _takes(self, instance: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the function is a method; a plain one may stand in a class body, too, and be called on an instance."""
+        """Return whether the function is a method that takes ``instance``.
+
+        A plain function may also stand in a class body and be called on an instance.
+        """
         first = next(iter(self._signature.parameters.values()), None)
         if first is not None and (first.name == "self" or first.kind is inspect.Parameter.VAR_POSITIONAL):
             return True
@@ -161,7 +164,7 @@ class StepFunction:
         microbatches: Sequence[functools.partial[Any]],
         own: Arguments,
     ) -> list[Any]:
-        """What the function returns for each microbatch: one after the other, or through the model's pipeline.
+        """Run the microbatches one after the other, or through the model's pipeline, and return their results.
 
         Args:
             own: this rank's arguments, which a pipeline compares with the other stages'.
@@ -194,7 +197,7 @@ class StepFunction:
         return returned
 
     def _argument_names(self, count: int) -> list[str]:
-        """The parameter name of each positional argument; those of ``*args`` share one name."""
+        """Return the parameter name of each positional argument; those of ``*args`` share one name."""
         names: list[str] = []
         for parameter in self._signature.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -277,9 +280,10 @@ def step(
 
 
 def _with_plain_tensors(microbatch: functools.partial[Any]) -> functools.partial[Any]:
-    """The microbatch without tensors of inference mode: these do not tell whether they were changed, as a pipeline asks.
+    """Return the microbatch with plain tensors in place of those of inference mode.
 
-    Its threads run without gradients then, which gives the same results.
+    Tensors of inference mode do not record whether they were changed, which a pipeline checks. The pipeline's
+    threads run without gradients then, which gives the same results.
     """
 
     def plain(leaf: Any) -> Any:
@@ -291,7 +295,7 @@ def _with_plain_tensors(microbatch: functools.partial[Any]) -> functools.partial
 
 
 def first_scalar(merged: Any) -> list[torch.Tensor]:
-    """The outputs of the first floating point scalar that a step returned: by convention its loss."""
+    """Return the outputs of the first floating point scalar that a step returned: by convention its loss."""
     if isinstance(merged, StepOutput):
         first = merged.outputs[0]
         return merged.outputs if first.numel() == 1 and first.is_floating_point() else []
@@ -314,7 +318,7 @@ class StepCall(NamedTuple):
         """Compare this rank's call with the root stage's.
 
         Returns:
-            A warning where the batches differ, which is harmless only if it is meant; empty otherwise.
+            A warning if the batches differ, which is harmless only if it is intended; empty otherwise.
 
         Raises:
             SMPUserError: the ranks run different functions, or in different modes.
@@ -338,13 +342,13 @@ class StepCall(NamedTuple):
 
 
 def probe_of(values: Any) -> float | None:
-    """A number that differs, as a rule, for batches that do: from the first tensor in arguments of any nesting."""
+    """Return a number that normally differs for different batches, from the first tensor in arguments of any nesting."""
     first = next((leaf for leaf in leaves_of(list(values)) if isinstance(leaf, torch.Tensor)), None)
     return None if first is None else probe(first)
 
 
 def _pipeline_of(models: Sequence[TrainedModel]) -> Pipeline | None:
-    """The pipeline that runs a step's models; None where none is partitioned."""
+    """Return the pipeline that runs a step's models; None if none is partitioned."""
     return next((model.pipeline for model in models if model.pipeline is not None), None)
 
 

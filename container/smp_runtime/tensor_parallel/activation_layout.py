@@ -1,9 +1,9 @@
-"""How activations lie on the ranks between the layers of a distributed block: the seam behind ``optimize``.
+"""The layout of activations on the ranks between the layers of a distributed block, chosen by ``optimize``.
 
-Outside a block every rank has the whole batch (``prescaled_batch``) or a batch of its own. Inside, activations are
-either *replicated*: every rank has all rows of all batches (``speed``), or *sliced*: every rank has a part of the
-rows (``memory``). With a batch per rank the slices are these batches; with a common batch they are parts of the
-sequence, padded if the number of ranks does not divide it.
+Outside a block every rank has the whole batch (``prescaled_batch``) or a batch of its own. Inside, activations
+are either *replicated*: every rank has all rows of all batches (``speed``), or *sliced*: every rank has a part of
+the rows (``memory``). With a batch per rank the slices are these batches. With a common batch they are parts of
+the sequence, padded if the number of ranks does not divide it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class ActivationFlow(abc.ABC):
-    """One way for activations to lie.
+    """One layout of activations inside a block.
 
     Attributes:
-        rows_see_all: whether what works on rows (layer norms, biases of outputs) sees all rows of the group's batch, or
-            has its gradient summed as if it did; else its gradient is that of this rank's own batch.
+        rows_see_all: whether operations on rows (layer norms, biases of outputs) see all rows of the group's batch,
+            or have their gradient summed as if they did; else the gradient is that of this rank's own batch.
     """
 
     rows_see_all = True
@@ -46,26 +46,26 @@ class ActivationFlow(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[batch, seq, hidden]`` as it is outside, laid as inside."""
+        """Lay out ``[batch, seq, hidden]`` as inside the block."""
 
     @abc.abstractmethod
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The way back; ``like`` is what entered."""
+        """Lay out activations as outside the block; ``like`` is the tensor that entered."""
 
     @abc.abstractmethod
     def enter_mask(
         self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """An additive mask ``[batch or 1, 1, queries or 1, keys]`` for the whole of what ``like`` is a part of.
+        """Return an additive mask ``[batch or 1, 1, queries or 1, keys]`` for all rows that ``like`` is a part of.
 
-        With a batch per rank the ranks find out here, or in :meth:`enter` if that is called first, whether their batches
-        have one shape.
+        With a batch per rank, the ranks check that their batches have one shape. They do it here, or in
+        :meth:`enter` if that is called first.
 
         Args:
             mask: additive, or boolean with True for a position that takes part.
-            like: the activations whose positions are the mask's keys.
+            like: the activations; their positions are the mask's keys.
             causal: whether attention never looks ahead.
-            positions: what :meth:`enter_ids` will get for the same activations; all ranks have them, or none.
+            positions: the argument of :meth:`enter_ids` for the same activations; all ranks have them, or none.
 
         Raises:
             SMPUserError: batches of different shapes, positions on some ranks only, or a mask of whole numbers.
@@ -73,24 +73,24 @@ class ActivationFlow(abc.ABC):
 
     @abc.abstractmethod
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-        """Whole numbers ``[batch or 1, seq]`` for the whole of what ``like`` is a part of."""
+        """Return whole numbers ``[batch or 1, seq]`` for all rows that ``like`` is a part of."""
 
     def columns(
         self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
-        """This rank's features of all rows."""
+        """Compute this rank's features of all rows."""
         return columns(hidden, self._group, self._dim, weights, biases)
 
     def rows(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """From this rank's features of all rows back to activations as they lie inside."""
+        """Turn this rank's features of all rows into activations as they are laid out inside the block."""
         return rows(features, self._group, self._dim, weight, bias)
 
     @abc.abstractmethod
     def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Replicated parameters, made ready for use on activations as they lie inside."""
+        """Return replicated parameters, prepared for use on activations as they are laid out inside the block."""
 
     def dropout(self, hidden: torch.Tensor, probability: float, training: bool) -> torch.Tensor:
-        """Dropout of activations as they lie inside."""
+        """Apply dropout to activations as they are laid out inside the block."""
         if not training or probability == 0.0:
             return hidden
         if torch.compiler.is_compiling():
@@ -101,7 +101,7 @@ class ActivationFlow(abc.ABC):
             return F.dropout(hidden, probability)
 
     def _check_shape(self, hidden: torch.Tensor) -> None:
-        """Batches of one shape, unless the mask has been asked about them already: one exchange is enough."""
+        """Check that the batches have one shape, unless it was checked with the mask: one exchange is enough."""
         known, self._agreed = self._agreed, None
         if known != id(hidden):
             agree_on_shape(self._group, hidden)
@@ -114,7 +114,7 @@ class ActivationFlow(abc.ABC):
         return None if mask is None else self._for_all_batches(mask, like.shape[0])
 
     def _for_all_batches(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
-        """Every rank's masks or positions, each for a batch of its own."""
+        """Gather every rank's masks or positions, each for a batch of its own."""
         if tensor.shape[0] == 1 and batch > 1:
             tensor = tensor.expand(batch, *tensor.shape[1:])
         return self._group.gather(tensor.detach(), 0)
@@ -207,9 +207,9 @@ class SlicedFlow(ActivationFlow):
 
 
 def split_dropout(group: TensorGroup, device: torch.device, active: bool) -> contextlib.AbstractContextManager[None]:
-    """Around attention on this rank's heads: its dropout is independent of the other ranks'.
+    """Run attention on this rank's heads with dropout that is independent of the other ranks'.
 
-    A block that is compiled is called so as a whole, since the compiler draws for all of it at once.
+    A compiled block is called in such a context as a whole, since the compiler draws for all of it at once.
     """
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
@@ -217,15 +217,16 @@ def split_dropout(group: TensorGroup, device: torch.device, active: bool) -> con
 
 
 def choose_flow(group: TensorGroup) -> ActivationFlow:
-    """The way that ``optimize`` asks for."""
+    """Return the activation flow for the ``optimize`` option."""
     return SlicedFlow(group) if group.slices_activations and group.size > 1 else ReplicatedFlow(group)
 
 
 @contextlib.contextmanager
 def replicated_rows(module: nn.Module, group: TensorGroup) -> Iterator[None]:
-    """Inside, all ranks have one batch, and activations of ``module`` lie replicated, as ``optimize: speed`` has them.
+    """Run the block with one batch on all ranks, and replicated activations in ``module``, as ``optimize: speed``.
 
-    So each rank has the keys and values of all tokens for its heads, as a cache needs them, and a single token is not padded.
+    So each rank has the keys and values of all tokens for its heads, as a cache needs them. A single token is
+    not padded.
     """
     layers: list[Any] = [part for part in module.modules() if isinstance(getattr(part, "flow", None), SlicedFlow)]
     flows = [part.flow for part in layers]

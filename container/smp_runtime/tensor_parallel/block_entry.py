@@ -1,8 +1,9 @@
-"""What a block that is split in place needs around its calls: the batch of the whole group, and random numbers.
+"""Hooks around the calls of a block that is split in place: the batch of the whole group, and random numbers.
 
-Inside such a block activations are replicated: every rank has all rows of the group's batch. With a batch per rank the
-tensors that carry it are gathered when the block is called, and its results returned to their owners. What one block
-returns and the next one gets is not sent twice: the whole is remembered beside the part.
+Inside such a block activations are replicated: every rank has all rows of the group's batch. With a batch per
+rank, the tensors that carry it are gathered when the block is called, and its results are returned to their
+owners. If one block returns a tensor and the next one takes it, it is not sent twice: the whole is remembered
+with the part.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class SharedInput:
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def of(self, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        """A replicated tensor that each rank uses in another way."""
+        """Return a replicated tensor for uses that differ between ranks, the same for each use of one input."""
         if group.size == 1 or not torch.is_grad_enabled() or not x.requires_grad:
             return x
         last = self._last
@@ -47,11 +48,11 @@ class SharedInput:
         return last[1]
 
     def clear(self) -> None:
-        """Forget the last input, which is not kept alive for nothing."""
+        """Forget the last input, so that it is not kept alive."""
         self._last = None
 
     def clear_behind(self, block: nn.Module, args: Any, result: Any) -> None:
-        """Likewise; PyTorch's hook of the block."""
+        """Forget the last input after the block's forward pass; PyTorch's hook."""
         self.clear()
 
     def __deepcopy__(self, memo: Any) -> SharedInput:
@@ -73,7 +74,7 @@ class _Wholes:
             self._found[mine] = (whole, mine._version)
 
     def find(self, mine: torch.Tensor) -> torch.Tensor | None:
-        """The whole, unless its part was changed since, or autograd knows only one of them."""
+        """Return the whole, unless its part was changed since, or autograd knows only one of them."""
         whole, version = self._found.get(mine, (None, 0))
         fits = whole is not None and whole.requires_grad == mine.requires_grad and mine._version == version
         return whole if fits else None
@@ -119,7 +120,7 @@ class BlockEntry:
 
     @property
     def prescaled(self) -> bool:
-        """Whether the ranks have one batch outside too."""
+        """Return whether the ranks have one batch outside the block too."""
         return self._group.prescaled
 
     def watch(self, block: nn.Module) -> None:
@@ -130,7 +131,7 @@ class BlockEntry:
         block.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather what carries the batch; PyTorch's hook."""
+        """Gather the tensors that carry the batch; PyTorch's hook."""
         group = self._group
         call = _BlockCall(block, contextlib.ExitStack())
         _calls.open = (*_calls.open, call)
@@ -198,12 +199,15 @@ class BlockEntry:
         return mine
 
     def _wholes(self) -> _Wholes:
-        """Return what is remembered; a tracing call runs on one rank alone and has its rows only, so it keeps its own."""
+        """Return the remembered wholes.
+
+        A tracing call runs on one rank alone and has only its rows, so it keeps its own.
+        """
         kept = _TracedWholes if self._group.is_tracing else _Wholes
         return self._group.ranks.keep(kept, kept)
 
     def _agree(self, block: nn.Module, leaves: list[Any], batch: int) -> None:
-        """Find out that all ranks call the block with tensors of the same shapes."""
+        """Check that all ranks call the block with tensors of the same shapes."""
         group = self._group
         if group.is_tracing:
             return
@@ -224,12 +228,15 @@ class BlockEntry:
 
 
 def is_in_block() -> bool:
-    """Whether the calling thread runs a block that is split in place, in which all ranks have the rows of all batches."""
+    """Return whether the calling thread runs a block that is split in place.
+
+    In such a block all ranks have the rows of all batches.
+    """
     return bool(_calls.open)
 
 
 def entry_of(module: nn.Module) -> BlockEntry | None:
-    """What is around the calls of a module that is split in place; None for others."""
+    """Return the hooks around a module that is split in place; None for others."""
     return module.__dict__.get(_MARK)
 
 
@@ -241,12 +248,18 @@ def _batch_of(arguments: Any) -> int | None:
 
 
 def _carries(leaf: Any, batch: int) -> bool:
-    """Whether the first dim of a value is the batch; with a batch of one row, of what has more than one dim."""
+    """Return whether the first dim of a value is the batch.
+
+    A batch of one row is found only in tensors with more than one dim.
+    """
     return isinstance(leaf, torch.Tensor) and leaf.dim() >= (2 if batch == 1 else 1) and leaf.shape[0] == batch
 
 
 def _refuse_gradient(block: nn.Module, leaf: Any, rows: int, what: str) -> None:
-    """Of what all ranks have in common, gradients outside are those of one batch, and inside those of all."""
+    """Raise an error if a tensor without the batch requires a gradient.
+
+    All ranks share such a tensor: outside, its gradient is that of one batch, but inside that of all batches.
+    """
     if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
         raise SMPUserError(
             f"{kind_of(block)} that is split in place {what} a tensor of shape {list(leaf.shape)} that gradients flow "

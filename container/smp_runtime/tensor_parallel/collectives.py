@@ -1,8 +1,8 @@
-"""Collectives that autograd differentiates: what a tensor parallel layer does to its activations.
+"""Collectives that autograd differentiates, for the activations of tensor parallel layers.
 
-Two kinds of gradient meet here. A *replicated* tensor is the same on all ranks of the group, and so is its gradient,
-which each rank holds whole. A *partial* one is a different summand on every rank. Each function's name says what
-happens forward; its comment what its gradient is.
+There are two kinds of gradient. A *replicated* tensor is the same on all ranks of the group. So is its gradient,
+and each rank has all of it. A *partial* one is a different summand on every rank. Each function is named after
+its forward pass; its comment describes the gradient.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _SumSharedGradients(torch.autograd.Function):
 
 
 def agreeing_on_shape(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """``tensor``, of which the ranks have found out that theirs, each of its own batch, have one shape."""
+    """Return ``tensor`` after a check that the ranks' tensors, each of its own batch, have one shape."""
     if torch.compiler.is_compiling():
         return traced.agreed(tensor)
     agree_on_shape(group, tensor)
@@ -131,47 +131,50 @@ def agreeing_on_shape(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 
 def whole_batch(ids: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """All ranks' ids, joined along the first dim; they have no gradient."""
+    """Gather all ranks' ids along the first dim; they have no gradient."""
     return over(group).gather(ids, 0)
 
 
 def replicated(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """A replicated tensor that each rank uses in another way: its gradients are summed."""
+    """Return a replicated tensor for uses that differ between ranks: its gradients are summed."""
     return tensor if group.size == 1 else _Replicated.apply(tensor, group)
 
 
 def summed(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """The sum of partial tensors, replicated."""
+    """Return the sum of partial tensors, replicated."""
     return tensor if group.size == 1 else _SumPartialTensors.apply(tensor, group)
 
 
 def once(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """A replicated tensor that comes from where all gradients are partial: the ranks' add up to one."""
+    """Return a replicated tensor from a region with partial gradients: the ranks' gradients add up to the whole."""
     return tensor if group.size == 1 else _Once.apply(tensor, group)
 
 
 def gathered(tensor: torch.Tensor, group: TensorGroup, dim: int, *, partial: bool) -> torch.Tensor:
-    """All ranks' slices along ``dim``; ``partial`` says that the ranks use the whole in different ways."""
+    """Gather all ranks' slices along ``dim``; with ``partial``, the ranks use the whole in different ways."""
     return tensor if group.size == 1 else _GatherSlices.apply(tensor, group, dim, partial)
 
 
 def sliced(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
-    """This rank's slice along ``dim`` of a replicated tensor."""
+    """Return this rank's slice along ``dim`` of a replicated tensor."""
     return tensor if group.size == 1 else _Slice.apply(tensor, group, dim)
 
 
 def scatter_summed(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
-    """This rank's slice along ``dim`` of the sum of partial tensors."""
+    """Return this rank's slice along ``dim`` of the sum of partial tensors."""
     return tensor if group.size == 1 else _ScatterSum.apply(tensor, group, dim)
 
 
 def exchanged(tensor: torch.Tensor, group: TensorGroup, split: int, joined: int) -> torch.Tensor:
-    """Each rank's part along ``split`` goes to that rank; what comes in is joined along ``joined``."""
+    """Send each rank its part along ``split``; join the received parts along ``joined``."""
     return tensor if group.size == 1 else _Exchange.apply(tensor, group, split, joined)
 
 
 def shared(group: TensorGroup, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Replicated parameters that every rank uses on its own slice of the activations: their gradients are summed."""
+    """Return replicated parameters for use on each rank's own slice of the activations.
+
+    Their gradients are summed over the ranks.
+    """
     present = [parameter for parameter in parameters if parameter is not None]
     if group.size == 1 or not present:
         return list(parameters)

@@ -1,7 +1,7 @@
-"""Tensors whose parts lie on the ranks of a group until somebody uses them: attention weights of this rank's heads, say.
+"""Tensors that stay split over the ranks of a group until they are used, such as attention weights per head.
 
-Most callers drop them, and a block that gets one from another that is split alike wants its own part of it. What is
-done with such a tensor anywhere else gathers it first, on all ranks of the group, since they all run the same script.
+Most callers drop them. A block that gets one from another block with the same split needs only its own part.
+Any other use of such a tensor gathers it first, on all ranks of the group, since they all run the same script.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Deferred(LazyTensor):
 
     @staticmethod
     def __new__(cls, parts: _RankParts) -> Deferred:
-        """Without memory of its own."""
+        """Create a tensor without memory of its own."""
         made = cls.like(parts.shape, parts.mine.dtype, parts.mine.device)
         made.parts = parts
         return made
 
     def elements(self) -> torch.Tensor:
-        """All ranks' parts; every rank of the group calls it."""
+        """Gather all ranks' parts; every rank of the group calls it."""
         return self.parts.joined()
 
 
@@ -85,17 +85,17 @@ class _Defer(torch.autograd.Function):
 
 
 def deferred(mine: torch.Tensor, group: TensorGroup, dim: int, *, by_rows: bool = False) -> torch.Tensor:
-    """A tensor of which each rank has a slice along ``dim``, to be gathered when it is used.
+    """Return a tensor that is gathered when it is used; each rank has a slice along ``dim``.
 
     Args:
-        by_rows: the slices have the rows of all ranks' batches, and each rank wants the whole of its own rows.
+        by_rows: the slices have the rows of all ranks' batches, and each rank needs the whole of its own rows.
     """
     parts = _RankParts(mine, group, dim, by_rows)
     return _Defer.apply(mine, parts) if torch.is_grad_enabled() and mine.requires_grad else Deferred(parts)
 
 
 def of_own_rows(value: torch.Tensor) -> torch.Tensor | None:
-    """Of what the ranks have slices of with the rows of all their batches, this rank's rows; None if it is no such tensor."""
+    """Return this rank's rows of a deferred tensor with the rows of all batches; None for other tensors."""
     parts = value.parts if isinstance(value, Deferred) else None
     if parts is None or parts.by_rows:
         return None
@@ -103,13 +103,13 @@ def of_own_rows(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def of_all_rows(value: torch.Tensor) -> torch.Tensor | None:
-    """The other way round."""
+    """Return the rows of all batches of a deferred tensor with this rank's rows; None for other tensors."""
     parts = value.parts if isinstance(value, Deferred) else None
     return deferred(parts.mine, parts.group, parts.dim) if parts is not None and parts.by_rows else None
 
 
 def part_of(value: Any, group: TensorGroup, dim: int) -> torch.Tensor | None:
-    """This rank's slice of a tensor that has not been gathered, if it is one along ``dim``."""
+    """Return this rank's slice of a deferred tensor, if it is sliced along ``dim``; otherwise None."""
     parts = value.parts if isinstance(value, Deferred) else None
     fits = parts is not None and parts.group is group and parts.dim == dim and not parts.by_rows
     return parts.mine if parts is not None and fits else None
@@ -117,10 +117,10 @@ def part_of(value: Any, group: TensorGroup, dim: int) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class DeferredSlice:
-    """A tensor that a block takes or returns of which each rank has a slice.
+    """An argument or result of a block that each rank has a slice of.
 
     Attributes:
-        place: of an argument its position or keyword; of a result its number among the tensors in what is returned.
+        place: position or keyword of an argument; number of a result among the tensors in the return value.
         dim: along which.
         length: of the whole.
         module: that takes or returns it, by its path in the block.
@@ -132,7 +132,7 @@ class DeferredSlice:
     module: str = ""
 
     def here(self, tensor: Any, size: int) -> bool:
-        """Whether a value is one rank's slice."""
+        """Return whether a value is one rank's slice."""
         return (
             isinstance(tensor, torch.Tensor)
             and tensor.dim() > self.dim
@@ -140,12 +140,12 @@ class DeferredSlice:
         )
 
     def is_whole(self, tensor: Any) -> bool:
-        """Whether a value is what all ranks have together."""
+        """Return whether a value is the whole of all ranks' slices."""
         return self.here(tensor, 1)
 
 
 class SlicedCalls:
-    """Hooks around the calls of a block that takes this rank's slices of some arguments, and returns those of some results."""
+    """Hooks around the calls of a block that takes or returns this rank's slices of some tensors."""
 
     def __init__(
         self, group: TensorGroup, arguments: Iterable[DeferredSlice], results: Iterable[DeferredSlice]
@@ -159,7 +159,7 @@ class SlicedCalls:
         block.register_forward_hook(self.leave)
 
     def enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """PyTorch's hook."""
+        """Replace whole arguments by this rank's slices; PyTorch's hook."""
         given = {**dict(enumerate(args)), **kwargs}
         for part in self._arguments:
             value = given.get(part.place)
@@ -169,7 +169,7 @@ class SlicedCalls:
         return tuple(given[n] for n in range(len(args))), {name: given[name] for name in kwargs}
 
     def leave(self, block: nn.Module, args: Any, result: Any) -> Any:
-        """PyTorch's hook."""
+        """Return deferred tensors in place of this rank's slices; PyTorch's hook."""
         if self._group.size == 1 or not self._results:
             return result
         numbers = itertools.count()

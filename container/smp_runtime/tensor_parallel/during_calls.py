@@ -1,4 +1,4 @@
-"""What PyTorch's functions do while a module runs: a mode that its calls enter and leave."""
+"""A mode for PyTorch's functions while a module runs, entered and left by the module's calls."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class DuringCalls(TorchFunctionMode):
         module.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """PyTorch's hook."""
+        """Enter the mode; PyTorch's hook."""
         self.__enter__()
         self._entered.count += 1
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        """PyTorch's hook, also behind a call that failed, which it may have done before it came to :meth:`enter`."""
+        """Leave the mode; PyTorch's hook, also after a call that failed, maybe before it came to :meth:`enter`."""
         if self._entered.count:
             self._entered.count -= 1
             self.__exit__(None, None, None)

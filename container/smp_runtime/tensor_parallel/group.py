@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Throttle:
-    """Lets the CPU run ahead of the GPU by at most ``limit`` collectives.
+    """A limit on the number of collectives by which the CPU may run ahead of the GPU.
 
-    Each one that is queued holds on to its buffers, so a CPU far ahead of the GPU raises the peak of memory.
+    Each queued collective keeps its buffers, so a CPU far ahead of the GPU raises the peak of memory.
 
     Args:
         limit: collectives in flight; -1 means any number. On the CPU there is no queue, and no effect.
@@ -47,11 +47,11 @@ class Throttle:
             raise SMPUserError(str(error)).of_the_kind_of(error) from None
 
     def launched(self, work: Work, tensor: torch.Tensor) -> Work:
-        """The collective ``work`` on ``tensor``, counted once it is waited for."""
+        """Return the collective ``work`` on ``tensor``; it is counted once it is waited for."""
         return work if self._limit < 0 or tensor.device.type != "cuda" else _CountedWork(work, self)
 
     def passed(self) -> None:
-        """The stream has been told to wait for a collective; the CPU waits for the oldest when there are too many."""
+        """Count a collective that the stream waits for, and block on the oldest if there are too many."""
         event = torch.cuda.Event()
         event.record()
         self._events.append(event)
@@ -73,7 +73,7 @@ class TensorGroup:
     """The ranks that share each distributed layer with this one.
 
     Without autograd; :mod:`smp_runtime.tensor_parallel.collectives` has the differentiable forms. With one rank all
-    operations return their input. In the tracing step, which one rank runs by itself, they give tensors of the right
+    operations return their input. In the tracing step, which one rank runs alone, they return tensors of the right
     shape without the other ranks.
 
     Attributes:
@@ -95,21 +95,24 @@ class TensorGroup:
 
     @classmethod
     def of(cls, ranks: Ranks) -> TensorGroup:
-        """The group of a job; always the same object."""
+        """Return the group of a job, always the same object."""
         return ranks.keep(cls, lambda: cls(ranks))
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
         return self
 
     def alone(self) -> TensorGroup:
-        """This rank by itself, for a module that it holds whole."""
+        """Return a group of only this rank, for a module that is not split."""
         made = object.__new__(type(self))
         made.__dict__ |= self.__dict__ | {"size": 1, "rank": 0, "prescaled": False}
         return made
 
     @contextlib.contextmanager
     def one_batch(self) -> Iterator[None]:
-        """Inside, all ranks of the group get the same batch, whatever is configured; all of them enter it together."""
+        """Run the block with the same batch on all ranks of the group, whatever is configured.
+
+        All ranks enter it together.
+        """
         before, self.prescaled = self.prescaled, True
         try:
             yield
@@ -118,7 +121,7 @@ class TensorGroup:
 
     @property
     def is_tracing(self) -> bool:
-        """Whether this rank runs the tracing step, alone."""
+        """Return whether this rank runs the tracing step, alone."""
         return self.ranks.step.is_tracing
 
     @property
@@ -126,7 +129,7 @@ class TensorGroup:
         return self.ranks.collectives
 
     def agree(self, value: Any) -> Any:
-        """The object of the group's first rank, on every rank; all call it."""
+        """Return the object of the group's first rank on every rank; all ranks call it."""
         ranks = self.ranks
         return ranks.control.broadcast(value, ranks.members(Group.TP)) if self.size > 1 else value
 
@@ -151,7 +154,7 @@ class TensorGroup:
         return full, self._throttle.launched(work, full)
 
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Every rank's tensor, joined along ``dim`` in group order."""
+        """Return every rank's tensor, joined along ``dim`` in group order."""
         if self.size == 1:
             return tensor
         full, work = self.start_gather(tensor)
@@ -176,7 +179,7 @@ class TensorGroup:
         return mine
 
     def slice(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's part along ``dim``."""
+        """Return this rank's part along ``dim``."""
         if self.size == 1:
             return tensor
         length = tensor.shape[dim] // self.size
@@ -196,7 +199,7 @@ class TensorGroup:
 
 
 def join(stacked: torch.Tensor, dim: int) -> torch.Tensor:
-    """``[n, *shape]`` to ``shape`` with its ``dim`` n times as long; without a copy for dim 0."""
+    """Turn ``[n, *shape]`` into ``shape`` with its ``dim`` n times as long; without a copy for dim 0."""
     shape = list(stacked.shape[1:])
     dim %= len(shape)
     shape[dim] *= stacked.shape[0]
@@ -204,13 +207,13 @@ def join(stacked: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def part(tensor: torch.Tensor, count: int, dim: int) -> torch.Tensor:
-    """``shape`` to ``[count, *shape with dim divided]``; a view."""
+    """Turn ``shape`` into ``[count, *shape with dim divided]``; return a view."""
     dim %= tensor.dim()
     return tensor.unflatten(dim, (count, tensor.shape[dim] // count)).movedim(dim, 0)
 
 
 def gather_whole(mine: torch.Tensor, where: TensorSlice, group: TensorGroup) -> torch.Tensor:
-    """A whole tensor from every rank's part of it."""
+    """Build a whole tensor from every rank's part of it."""
     missing = where.size - mine.shape[where.dim]
     padding = [0, 0] * (mine.dim() - 1 - where.dim) + [0, missing]
     on_device = F.pad(mine.detach(), padding).to(group.device)

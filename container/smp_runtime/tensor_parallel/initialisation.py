@@ -43,9 +43,10 @@ _stream = _Stream()
 
 @contextlib.contextmanager
 def weight_stream(group: TensorGroup) -> Iterator[None]:
-    """Parameters made inside share one seed, which the group's first rank draws; all ranks enter it together.
+    """Let all parameters made inside the block share one seed, which the group's first rank draws.
 
-    The outermost context counts: a model is drawn from one seed, a module that a script makes by itself from its own.
+    All ranks enter the block together. The outermost block counts: a model is drawn from one seed. A module that a
+    script makes outside a model has a seed of its own.
     """
     if _stream.group is not None:
         yield
@@ -59,9 +60,10 @@ def weight_stream(group: TensorGroup) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwritten(waiting: dict[int, Callable[[], None]]) -> Iterator[None]:
-    """Parameters made inside have no values; ``waiting`` gets, by a parameter's id, a function that draws them.
+    """Make parameters inside the block without values.
 
-    Call those that are wanted inside the same :func:`weight_stream`.
+    For each parameter, by its id, ``waiting`` gets a function that draws its values. Call the functions that you
+    need inside the same :func:`weight_stream`.
     """
     before, _stream.unwritten = _stream.unwritten, waiting
     try:
@@ -77,7 +79,9 @@ def make_parameter(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """A parameter with its values: the whole one, or this rank's part of it; without them where creation is deferred.
+    """Create a parameter with its values: the whole, or this rank's part of it.
+
+    If creation is deferred, the parameter gets its values later.
 
     Args:
         shape: of the whole.
@@ -111,7 +115,7 @@ def make_parameter(
 
 
 def _seed() -> int | torch.Tensor:
-    """The stream's seed; the first call draws it."""
+    """Return the stream's seed; the first call draws it."""
     if _stream.group is None:
         raise AssertionError("parameters of distributed modules are made inside weight_stream")
     if _stream.seed is None:
@@ -125,7 +129,7 @@ def _seed() -> int | torch.Tensor:
 
 
 def _part(seed: int, number: int, shape: tuple[int, ...], fill: Fill, where: TensorSlice | None) -> torch.Tensor:
-    """What this rank has of the weight ``number`` of a stream, which exists as a whole only inside this call."""
+    """Draw this rank's part of the weight ``number`` of a stream; the whole exists only inside this call."""
     whole = torch.empty(shape, dtype=torch.float32, device="cpu")
     fill(whole, torch.Generator().manual_seed(mixed(seed, number)))
     return whole if where is None else where.cut(whole)
@@ -147,16 +151,16 @@ def _write(
 
 
 def normal(std: float) -> Fill:
-    """Normal numbers around 0."""
+    """Return a fill with normal numbers around 0."""
     return lambda whole, generator: whole.normal_(0.0, std, generator=generator)
 
 
 def constant(value: float) -> Fill:
-    """One number everywhere."""
+    """Return a fill with one number everywhere."""
     return lambda whole, generator: whole.fill_(value)
 
 
 def uniform_for(fan_in: int) -> Fill:
-    """What ``nn.Linear`` draws for weight and bias: uniform within 1/√fan_in."""
+    """Return the fill of ``nn.Linear`` for weight and bias: uniform within 1/√fan_in."""
     bound = 1 / math.sqrt(fan_in) if fan_in else 0.0  # as PyTorch does without inputs
     return lambda whole, generator: whole.uniform_(-bound, bound, generator=generator)

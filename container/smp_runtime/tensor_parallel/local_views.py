@@ -1,7 +1,8 @@
-"""Views that a module makes by the width of its input, of features that are shared out: the last dim is this rank's part.
+"""Views by the width of a module's input, of features that are split: the last dim becomes this rank's part.
 
-``y.view(batch, length, width)`` behind attention asks for the features of all heads, and a rank has those of its own. Nothing
-on the module tells that number, so that none can be changed; but what is asked for is the group's size too much.
+``y.view(batch, length, width)`` behind attention asks for the features of all heads, but a rank has only those of
+its own. No attribute of the module holds that number, so none can be changed. But the requested size is too
+large by exactly the group's size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
 class LocalViews(DuringCalls):
-    """Divides the last dim that the ranks divide of views which ask for the elements of all ranks."""
+    """A mode in which views with the size of all ranks' elements get this rank's part of the last divisible dim."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _VIEWS and not kwargs:

@@ -1,4 +1,4 @@
-"""Attention masks on their way into distributed layers: what is added to scores, and the same shapes on all ranks."""
+"""Attention masks at the entry of distributed layers: additive, and with the same shapes on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask as what is added to scores of type ``dtype``.
+    """Return a mask as a summand for attention scores of type ``dtype``.
 
     Args:
         mask: additive, or of booleans with True for a position that takes part, as PyTorch's attention has it.
@@ -37,7 +37,7 @@ def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 
 
 def agree_on_shape(group: TensorGroup, tensor: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Find out that the ranks' batches, each of its own, have one shape; all ranks of the group call it.
+    """Check that the ranks' batches, each of its own, have one shape; all ranks of the group call it.
 
     Args:
         others: what must come with the batch on all ranks or on none, by name.
@@ -52,7 +52,7 @@ def agree_on_shape(group: TensorGroup, tensor: torch.Tensor, **others: torch.Ten
 def agree_on_mask(
     group: TensorGroup, mask: torch.Tensor | None, like: torch.Tensor, **others: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """A mask of one shape on all ranks; a rank without one gets zeros if another has one.
+    """Return a mask of one shape on all ranks; a rank without one gets zeros if another has one.
 
     Args:
         mask: additive, ``[batch or 1, heads or 1, queries or 1, keys or 1]``, or None.
@@ -60,8 +60,8 @@ def agree_on_mask(
         others: what must come with it on all ranks or on none, by name.
 
     Raises:
-        SMPUserError: the ranks' batches differ in size or length or in what comes with them, or their masks do not fit each
-            other.
+        SMPUserError: the ranks' batches differ in size or length or in what comes with them, or their masks do
+            not fit each other.
     """
     if not _differ(group):
         return mask
@@ -82,14 +82,17 @@ def agree_on_mask(
 
 
 def _differ(group: TensorGroup) -> bool:
-    """Whether each rank has a batch of its own."""
+    """Return whether each rank has a batch of its own."""
     return group.size > 1 and not group.prescaled and not group.is_tracing
 
 
 def _agreed(
     group: TensorGroup, batch: torch.Tensor, mask: tuple[int, ...] | None, others: Mapping[str, torch.Tensor | None]
 ) -> list[tuple[int, ...] | None]:
-    """Every rank's ``mask``; over the control plane, so that no device has to be waited for."""
+    """Return every rank's ``mask`` after a check of the shapes.
+
+    It uses the control plane, so that no device has to be waited for.
+    """
     ranks = group.ranks
     shapes = {name: None if other is None else _whole_shape(other, batch) for name, other in others.items()}
     every = ranks.control.allgather((tuple(batch.shape), mask, shapes), ranks.members(Group.TP))
@@ -110,7 +113,7 @@ def _agreed(
 
 
 def _whole_shape(other: torch.Tensor, batch: torch.Tensor) -> tuple[int, ...]:
-    """Its shape; one row stands for all of a batch."""
+    """Return a tensor's shape for the whole batch; one row stands for all rows."""
     return (batch.shape[0], *other.shape[1:]) if other.shape[0] == 1 else tuple(other.shape)
 
 

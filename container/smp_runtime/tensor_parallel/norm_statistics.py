@@ -1,7 +1,8 @@
-"""Norms over features that are shared out: what they compute over the last dim is over that of all ranks.
+"""Norms over features that are split: their statistics over the last dim are those of all ranks' features.
 
-A norm keeps its own forward pass. While it runs, means and variances over the last dim, and PyTorch's own norms, are those
-of all ranks' features: one number for each row and statistic crosses the ranks, forward and backward.
+A norm keeps its own forward pass. While it runs, means and variances over the last dim, and PyTorch's own
+norms, are those of all ranks' features. The ranks exchange one number for each row and statistic, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _VARIANCES = (torch.var, torch.Tensor.var)
 
 
 class SharedStatistics(DuringCalls):
-    """Means and variances over the last dim are those of the features of all ranks."""
+    """A mode in which means and variances over the last dim are those of the features of all ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,7 +33,7 @@ class SharedStatistics(DuringCalls):
         return func(*args, **kwargs)
 
     def _of_all(self, mean: torch.Tensor) -> torch.Tensor:
-        """The mean of the ranks' means, which each rank uses on its own features."""
+        """Return the mean of the ranks' means; each rank uses it on its own features."""
         return collectives.replicated(collectives.summed(mean / self.group.size, self.group), self.group)
 
     def _variance(

@@ -1,8 +1,8 @@
-"""Modules of which each rank computes a summand: one collective around all of it, in place of one for each part.
+"""Modules in which each rank computes a summand: one collective around the module, instead of one for each part.
 
-A mixture of experts is one: the ranks have a part of each expert, or whole ones of their own. Inside, every gradient is
-partial. What enters gets the sum of them; what leaves is summed, or, if all ranks have it alike, such as what the
-router found, hands a share of its gradient back, so that the shares add up to it.
+A mixture of experts is one: the ranks have a part of each expert, or whole experts of their own. Inside, every
+gradient is partial, so each input gets the sum of them. The output is summed. A result that is the same on
+all ranks, such as the router's, passes a share of its gradient back. The shares add up to the gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PartialRegion:
         module.register_forward_hook(self.leave, with_kwargs=True)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """PyTorch's hook."""
+        """Let the gradients of the inputs be summed over the ranks; PyTorch's hook."""
 
         def replicated(value: Any) -> Any:
             has_gradient = isinstance(value, torch.Tensor) and value.requires_grad
@@ -41,7 +41,7 @@ class PartialRegion:
         return tuple(map(replicated, args)), {name: replicated(value) for name, value in kwargs.items()}
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        """PyTorch's hook; the first result of the input's size is the one that is summed."""
+        """Sum the first result of the input's size over the ranks; PyTorch's hook."""
         given = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor))
         is_summed = False
 
@@ -72,7 +72,10 @@ class OwnExperts:
         self._group, self._experts = group, experts
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Choices ``[tokens, k]`` become those among this rank's experts, others the number behind the last; PyTorch's hook."""
+        """Turn choices ``[tokens, k]`` into those among this rank's experts; PyTorch's hook.
+
+        Choices of other ranks' experts become the number behind the last one.
+        """
         here = self._experts // self._group.size
         first = self._group.rank * here
         tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -6,7 +6,8 @@ default generator: the tracker derives both from a number that the group's first
 
 Recomputation in backward (activation checkpointing) must repeat the forward pass. PyTorch restores the default
 generator for it, so the tracker draws a *mark* from there: a mark that it has seen before asks for the same numbers
-again. Uses are counted for each microbatch by itself, since a pipeline may run microbatches in another order in each step.
+again. Uses are counted separately for each microbatch, since a pipeline may run
+microbatches in another order in each step.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class RandomTracker:
     """Two families of random numbers, switched on around an operation that draws from the default generator.
 
     Args:
-        base: the number both derive from, the same on every rank of the group.
-        step: says which microbatch runs, and whether the other ranks do not do the same now; such uses are not counted.
+        base: the number from which both derive, the same on every rank of the group.
+        step: state of the step: the running microbatch, and whether this rank runs alone. Such uses are not
+            counted.
     """
 
     def __init__(self, base: int, rank: int, step: StepState) -> None:
@@ -49,7 +51,7 @@ class RandomTracker:
 
     @classmethod
     def of(cls, group: TensorGroup) -> RandomTracker:
-        """The tracker of a group; all ranks call it together the first time, which distributed modules do."""
+        """Return the tracker of a group; all ranks call it together the first time, as distributed modules do."""
         found = group.ranks.kept(cls)
         if found is None and group.is_tracing:  # alone, before parameters that are created later have values
             return cls(0, group.rank, group.ranks.step)
@@ -71,11 +73,11 @@ class RandomTracker:
             deferral.later(cls.of, group)
 
     def replicated(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Random numbers inside are the same on every rank of the group."""
+        """Draw the same random numbers inside the block on every rank of the group."""
         return self._seeded(device, 0)
 
     def split(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Random numbers inside are independent on every rank of the group."""
+        """Draw independent random numbers inside the block on every rank of the group."""
         return self._seeded(device, 1 + self._rank)
 
     @contextlib.contextmanager
@@ -93,7 +95,7 @@ class RandomTracker:
             generator.set_state(before)
 
     def _use(self) -> tuple[int, int]:
-        """The microbatch and the number of this use, or of the forward pass that it repeats."""
+        """Return the microbatch and the number of this use, or of the forward pass that it repeats."""
         mark = draw_seed()
         if self._step.is_tracing:
             return 0, 0
@@ -106,18 +108,21 @@ class RandomTracker:
         return self._marks[mark]
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` goes on from."""
+        """Return the state for :meth:`load_state_dict`."""
         return {"base": self._base, "uses": dict(self._uses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`; older ones counted all microbatches together, and go on with other numbers."""
+        """Continue from a state of :meth:`state_dict`.
+
+        Older states counted all microbatches together; they continue with other numbers.
+        """
         base, uses = state["base"], state["uses"]
         self._base, self._uses = (base, Counter(uses)) if isinstance(uses, dict) else (mixed(base, uses), Counter())
         self._marks.clear()
 
 
 def tracker_state(ranks: Ranks, state: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """What a job's tracker goes on from, for a checkpoint; with ``state``, it goes on from there."""
+    """Return the state of a job's tracker for a checkpoint; if ``state`` is passed, load it first."""
     found = ranks.kept(RandomTracker)
     if found is None:
         return None
@@ -127,12 +132,15 @@ def tracker_state(ranks: Ranks, state: dict[str, Any] | None = None) -> dict[str
 
 
 def draw_seed() -> int:
-    """A seed from the default generator of the CPU."""
+    """Draw a seed from the default generator of the CPU."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
 def mixed(*numbers: int) -> int:
-    """A seed that depends on all of ``numbers``; close ones give seeds far apart (the finaliser of splitmix64)."""
+    """Return a seed that depends on all of ``numbers``, with the finalizer of splitmix64.
+
+    Close numbers lead to seeds that are far apart.
+    """
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) % 2**64

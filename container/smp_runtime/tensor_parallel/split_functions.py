@@ -21,14 +21,14 @@ from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
 
 def _weight_gradient(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """``[out, in]`` of ``[..., out]`` and ``[..., in]``."""
+    """Return the weight gradient ``[out, in]`` from ``[..., out]`` and ``[..., in]``."""
     return rows_of(gradient).t().mm(rows_of(inputs).conj())
 
 
 def _now_or_later(
     gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, may_wait: bool
 ) -> torch.Tensor | None:
-    """The same; None where a pipeline computes it when it would idle."""
+    """Return the weight gradient, or None if a pipeline computes it later, when it would idle."""
     compute = functools.partial(_weight_gradient, gradient, inputs)
     return None if may_wait and weight_gradient_later(weight, compute) else compute()
 
@@ -46,9 +46,10 @@ def _columns_gradients(
     needed: Sequence[bool],
     may_wait: bool,
 ) -> list[torch.Tensor | None]:
-    """Of the input, of each weight, and of each bias; None for what is not needed or comes later.
+    """Return the gradients of the input, of each weight, and of each bias.
 
-    The input's is on its way while the weights' are computed. Sliced inputs are gathered again meanwhile.
+    An entry is None if it is not needed or comes later. The input's gradient is reduced while those of the weights
+    are computed. Sliced inputs are gathered again at the same time.
     """
     count = len(weights)
     needs_weights, needs_biases = needed[1 : 1 + count], needed[1 + count :]
@@ -89,7 +90,7 @@ def _columns_backward(
     dim: int | None,
     needed: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """The same as one operation of a compiled graph; empty tensors for what is not needed."""
+    """Compute the gradients as one operation of a compiled graph; empty tensors stand for those not needed."""
     found = _columns_gradients(traced.group(), gradients, x, weights, dim, needed, may_wait=False)
     return [x.new_empty(0) if each is None else each.contiguous() for each in found]
 
@@ -157,7 +158,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _cast(*tensors: Any) -> list[Any]:
-    """What autocast would do to a linear map's tensors; inside an autograd function it only sees forward."""
+    """Cast a linear map's tensors as autocast would; inside an autograd function it only sees forward."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -172,7 +173,7 @@ def columns(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, ...]:
-    """``x`` times each weight, all rows.
+    """Multiply ``x`` by each weight, for all rows.
 
     Args:
         x: ``[batch, seq, in]``, replicated; or this rank's slice of it along ``dim``.
@@ -188,7 +189,7 @@ def columns(
 def rows(
     x: torch.Tensor, group: TensorGroup, dim: int | None, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The sum over ranks of ``x`` times ``weight``, plus ``bias``.
+    """Return the sum over ranks of ``x`` times ``weight``, plus ``bias``.
 
     Args:
         x: ``[batch, seq, in / size]``.
@@ -228,7 +229,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 def split_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, group: TensorGroup, start: int) -> torch.Tensor:
-    """Negative log likelihood of each target, in float32 and replicated.
+    """Return the negative log likelihood of each target, in float32 and replicated.
 
     Args:
         logits: ``[tokens, vocabulary of this rank]``; at least one row of the vocabulary.

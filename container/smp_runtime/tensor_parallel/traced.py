@@ -1,8 +1,9 @@
-"""Collectives of the tensor parallel group as operations that a compiler takes into its graph as they are.
+"""Collectives of the tensor parallel group as operations that a compiler can include in its graph.
 
-Python code of a collective would interrupt a compiled block. An operation of ``torch.library`` is one node of its graph, forward
-and backward, with a stand-in that says what shape comes out. No node holds the group or this rank's place in it, so that the
-graphs of all ranks are equal, and what one of them has compiled serves the others.
+Python code of a collective would interrupt a compiled block. An operation of ``torch.library`` is one node of
+the graph, forward and backward, with a fake implementation that computes the output's shape. No node holds the
+group or this rank's place in it. So the graphs of all ranks are equal, and one rank's compiled code serves the
+others.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ _groups: weakref.WeakValueDictionary[str, TensorGroup] = weakref.WeakValueDictio
 
 
 def serve(served: TensorGroup) -> None:
-    """From now on the operations are collectives of this group."""
+    """Set the group for the collectives of these operations."""
     _groups["tp"] = served
 
 
 def group() -> TensorGroup:
-    """The group that the operations are collectives of."""
+    """Return the group that the operations are collectives of."""
     return _groups["tp"]
 
 
 def define(schema: str, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorated function carries an operation out.
+    """Define an operation that the decorated function implements.
 
     Args:
         schema: its name, arguments and results, as ``torch.library`` writes them.
@@ -52,7 +53,10 @@ def define(schema: str, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callable[
 
 
 def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorated function makes tensors of the shapes that the operation of this name gives."""
+    """Register the decorated function as the fake implementation of the operation of this name.
+
+    It makes tensors of the shapes that the operation returns.
+    """
     return torch.library.register_fake(f"smp::{name}", lib=_LIBRARY)
 
 
@@ -138,7 +142,10 @@ class _Agreed(torch.autograd.Function):
 
 
 def agreed(x: torch.Tensor) -> torch.Tensor:
-    """``x``, once the ranks have found out that theirs have its shape; what comes out must be used, or nobody asks."""
+    """Return ``x`` after a check that the ranks' tensors have its shape.
+
+    Use the result, or the compiler drops the check.
+    """
     return _Agreed.apply(x) if x.is_floating_point() else torch.ops.smp.agreed(x)
 
 
@@ -157,10 +164,10 @@ def _(like: torch.Tensor, probability: float, replicated: bool) -> torch.Tensor:
 
 
 def dropout(x: torch.Tensor, probability: float, *, replicated: bool) -> torch.Tensor:
-    """Dropout in a compiled graph, of the elements that an eager call drops.
+    """Apply dropout in a compiled graph to the elements that an eager call drops.
 
-    The random numbers are an operation of their own, since the compiler draws for a whole graph at once, and could not draw
-    the same ones on every rank for some tensors only; the product is the compiler's.
+    The random numbers are an operation of their own. The compiler draws for a whole graph at once, and could not
+    draw the same numbers on every rank for some tensors only. The product is the compiler's.
 
     Args:
         replicated: drop the same elements on every rank.
@@ -196,5 +203,5 @@ class TracedGroup:
 
 
 def over(found: TensorGroup) -> TensorGroup | TracedGroup:
-    """The group itself, or its operations while code is compiled that calls it."""
+    """Return the group, or its traced operations while code that calls it is being compiled."""
     return TracedGroup(found.size) if torch.compiler.is_compiling() and found.size > 1 else found

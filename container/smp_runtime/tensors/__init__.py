@@ -1,1 +1,1 @@
-"""Tensors in structures, tensors that are still elsewhere, and the calls that make them; no room of the runtime lies below."""
+"""Tensors in structures, tensors that are still elsewhere, and the calls that make them; no other package is below."""

@@ -13,5 +13,5 @@ clocks: list[Callable[[], float]] = [time.perf_counter]
 
 
 def now() -> float:
-    """Seconds, since no particular moment."""
+    """Return the time in seconds since an arbitrary moment."""
     return clocks[-1]()

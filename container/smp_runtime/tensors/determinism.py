@@ -1,4 +1,4 @@
-"""Bit-equal reruns: what PyTorch, CUDA and the generators are set to for them, and which line of a script prevents them."""
+"""Bit-equal reruns: the settings of PyTorch, CUDA and the generators, and the script lines that prevent them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 class Determinism:
-    """What a deterministic job sets in its process; :meth:`end` puts it back.
+    """The settings of a deterministic job in this process; :meth:`end` restores the former ones.
 
-    Generators that nobody has seeded are: PyTorch's with 0, Python's and NumPy's with PyTorch's seed, since nobody can tell whether
-    these were.
+    Generators without a seed get one: PyTorch's gets 0. Python's and NumPy's always get PyTorch's seed, since
+    it is not known if they were seeded.
 
     Args:
         environ: of the process, before anything was computed on a GPU.
-        tells: whether this rank says what holds for all.
+        tells: whether this rank logs the messages that hold for all ranks.
     """
 
     def __init__(self, environ: MutableMapping[str, str], *, tells: bool) -> None:
@@ -78,7 +78,7 @@ class Determinism:
 
 
 class UnseededDraws:
-    """Tells of each line of the script that takes numbers from the machine, which no seed decides; lasts until :meth:`end`."""
+    """Wrappers that log each script line that draws unseeded numbers from the machine, until :meth:`end`."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, int]] = set()
@@ -121,7 +121,7 @@ class UnseededDraws:
         )
 
     def end(self) -> None:
-        """Put the functions back where nobody has put others since."""
+        """Restore the functions, except those that were replaced again since."""
         for owner, name, former, drawing in self._put:
             if getattr(owner, name) is drawing:
                 setattr(owner, name, former)
@@ -135,7 +135,7 @@ def _has_no_seed(given: tuple[tuple[Any, ...], dict[str, Any]], name: str) -> bo
 
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
-    """Around what a script computes: an operation that has no deterministic implementation is told with the script's line.
+    """Run the block, and report an operation without a deterministic implementation with the script's line.
 
     Raises:
         SMPUserError: instead of PyTorch's error, which is its cause.
@@ -157,7 +157,10 @@ def explaining() -> Iterator[None]:
 
 
 def _line_of(error: BaseException) -> tuple[str, int]:
-    """The script's innermost line in the traceback of an error; that of this thread's stack where it has none."""
+    """Return file and line of the script's innermost frame in an error's traceback.
+
+    If the traceback has no frame of the script, return the script's line in this thread's stack.
+    """
     found = "", 0
     trace = error.__traceback__
     while trace is not None:
@@ -168,9 +171,10 @@ def _line_of(error: BaseException) -> tuple[str, int]:
 
 
 class TracedFirstStep:
-    """Lets PyTorch remember in the first step which line has made each part of the graph.
+    """A mode in which PyTorch records, in the first step, the line that made each part of the graph.
 
-    So a warning names the forward line of a backward pass that fails. Later steps have the same operations, at full speed.
+    So a warning names the forward line of a backward pass that fails. Later steps have the same operations, at
+    full speed.
     """
 
     def __init__(self) -> None:
@@ -178,13 +182,13 @@ class TracedFirstStep:
         self._is_over = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Turn on anomaly detection if this is the first step."""
         if not self._is_over and not torch.is_anomaly_enabled():
             self._mode = torch.autograd.set_detect_anomaly(True, check_nan=False)
         self._is_over = True
 
     def end(self, *_: object) -> None:
-        """A step, or the job, has ended."""
+        """Turn off anomaly detection at the end of a step, or of the job."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None

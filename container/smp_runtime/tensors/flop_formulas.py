@@ -1,4 +1,4 @@
-"""PyTorch's formulas of how much operations compute, imported without its warning that Triton's kernels are not among them."""
+"""PyTorch's formulas for the FLOPs of operations, imported without its warning about missing Triton kernels."""
 
 from __future__ import annotations
 

@@ -19,11 +19,12 @@ _LOADING = {"inner": "torch._compile", "_use_grad": "torch.optim.optimizer"}
 def load_compiler_later() -> Callable[[], None]:
     """Let optimizers run without PyTorch's compiler as long as it is not loaded.
 
-    Their first call loads it only to say where compiled code ends, which takes as long as to load the rest of PyTorch. Where
-    nothing is loaded nothing is compiled, and the same functions are called as they are.
+    The first call of an optimizer loads the compiler only to mark where compiled code ends. This takes as long
+    as loading the rest of PyTorch. If the compiler is not loaded, nothing is compiled, and the same functions
+    are called directly.
 
     Returns:
-        What has all of them be PyTorch's own again, to be called when something has loaded the compiler.
+        A function that restores PyTorch's own functions; call it once the compiler has been loaded.
     """
     marked: list[Any] = []
     is_loaded = threading.Event()
@@ -53,7 +54,7 @@ def load_compiler_later() -> Callable[[], None]:
 def _differentiable_if_asked(
     step: Callable[..., Any], decorated: Callable[..., Any], is_loaded: threading.Event
 ) -> Callable[..., Any]:
-    """An optimizer's ``step`` as PyTorch decorates it, which says where compiled code ends only where there is any."""
+    """Return an optimizer's ``step`` that uses PyTorch's decorated one only if the compiler is loaded."""
 
     @functools.wraps(step)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

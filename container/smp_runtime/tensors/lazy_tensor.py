@@ -1,4 +1,4 @@
-"""Tensors whose elements come when somebody needs them: until then they have a shape, a type and a place in the graph.
+"""Tensors that get their elements on first use; until then they have a shape, a type and a place in the graph.
 
 The first operation that needs the elements gets them, and from then on works with a plain tensor.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor whose :meth:`elements` a subclass knows how to get."""
+    """A tensor without elements; a subclass gets them in :meth:`elements`."""
 
     _plain: torch.Tensor | None
     _plain_version: int
@@ -25,7 +25,7 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def like(cls, shape: Any, dtype: torch.dtype, device: torch.device) -> Self:
-        """One of the class without anything known of its elements."""
+        """Create a tensor of this class with the given shape and type, without elements."""
         made: Self = make_without_elements(cls, shape, dtype=dtype, device=device)
         made._plain = None
         made._plain_version = 0
@@ -33,11 +33,11 @@ class LazyTensor(torch.Tensor):
         return made
 
     def elements(self) -> torch.Tensor:
-        """The elements, without a place in the graph."""
+        """Return the elements as a tensor without a place in the graph."""
         raise NotImplementedError
 
     def plain(self) -> torch.Tensor:
-        """The tensor itself, its elements got if need be, with this tensor's place in the graph."""
+        """Return the plain tensor with this tensor's place in the graph; get the elements if needed."""
         if self._plain is None or (self.requires_grad and torch.is_grad_enabled() and not self._plain.requires_grad):
             is_changed = self._is_changed
             self._plain = _Elements.apply(self) if self.requires_grad and torch.is_grad_enabled() else self.elements()
@@ -47,7 +47,7 @@ class LazyTensor(torch.Tensor):
         return self._plain
 
     def unchanged(self) -> torch.Tensor:
-        """This tensor, or the plain one if that was changed in place since it was made."""
+        """Return this tensor, or the plain one if that was changed in place since it was made."""
         return self.plain() if self._is_changed else self
 
     @property
@@ -55,9 +55,9 @@ class LazyTensor(torch.Tensor):
         return self._plain is not None and self._plain._version != self._plain_version
 
     def in_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Hooks, gradients and flags belong to this tensor, where gradients of all its uses come together.
+        """Apply a function about hooks, gradients or flags to this tensor, where gradients of all its uses meet.
 
-        Once its plain tensor was changed in place, they belong to that, as in one process.
+        Once its plain tensor was changed in place, apply it to that one, as in one process.
         """
         target = self.unchanged()
         with DisableTorchFunctionSubclass():
@@ -94,7 +94,7 @@ class LazyTensor(torch.Tensor):
 
 
 class _Elements(torch.autograd.Function):
-    """From a tensor to its elements; gradients pass."""
+    """The function from a tensor to its elements; gradients pass through."""
 
     @staticmethod
     def forward(ctx: Any, later: LazyTensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class _Elements(torch.autograd.Function):
 
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
-    """Gradients of such tensors are those of all their uses, also where they were handed on without elements."""
+    """Ask for gradients of lazy tensors themselves: they sum all uses, also those without elements."""
     asked = _GRADIENTS_OF[func]
     args = [tree_map(_newest_of if place == asked else plain_of, each) for place, each in enumerate(args)]
     kwargs = {key: tree_map(_newest_of if key == "inputs" else plain_of, each) for key, each in kwargs.items()}
@@ -119,7 +119,7 @@ def _newest_of(leaf: Any) -> Any:
 
 
 def plain_of(leaf: Any) -> Any:
-    """Return the plain tensor of one whose elements come later; anything else as it is."""
+    """Return the plain tensor of a lazy one; return anything else unchanged."""
     return leaf.plain() if isinstance(leaf, LazyTensor) else leaf
 
 

@@ -1,4 +1,4 @@
-"""Whose code a backward pass runs: nodes of autograd's graph that stand where one module ends and another begins."""
+"""Boundaries between modules in autograd's graph: they show which module's code a backward pass runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from smp_runtime.tensors.nested import tensors_in
 
 
 class ModuleBoundaries:
-    """Tells when a backward pass comes to what a module has made.
+    """Hooks on nodes of the graph that report when a backward pass reaches the output of a module.
 
-    Backward goes through a graph against the order in which it was made. So from the node of what a module returned on it runs
-    that module's code, and from the node of what the module was given that of whoever made it.
+    Backward goes through a graph against the order in which it was made. From the node of a module's output it
+    runs that module's code. From the node of a module's input it runs the code that made this input.
 
     Args:
-        name: of who asks; a node has one owner for each.
-        reached: called on the thread that runs backward, with the owner of what it comes to.
+        name: of the user of the hooks; for each name, a node has one owner.
+        reached: called with the owner of the node, on the thread that runs backward.
     """
 
     def __init__(self, name: str, reached: Callable[[Any], None]) -> None:
@@ -25,10 +25,10 @@ class ModuleBoundaries:
         self._reached = reached
 
     def note(self, value: Any, owner: Any) -> None:
-        """These tensors are of an owner, unless one is known: who made them was there first.
+        """Assign tensors to an owner, except those that have one: the module that made them came first.
 
         Args:
-            value: of any structure. Tensors whose elements are yet to come are left out: their nodes compute nothing.
+            value: of any structure. Lazy tensors are left out: their nodes compute nothing.
         """
         for tensor in tensors_in(value):
             node: Any = None if isinstance(tensor, LazyTensor) else tensor.grad_fn

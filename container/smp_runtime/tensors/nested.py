@@ -19,7 +19,7 @@ _DEPTH = 6
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a structure, each once: containers, dataclasses and plain objects are looked into."""
+    """Return the tensors in a structure, each once; search containers, dataclasses and plain objects."""
     found: dict[int, torch.Tensor] = {}
     _look(value, _DEPTH, found, set())
     return list(found.values())
@@ -48,12 +48,16 @@ def _look(item: Any, depth: int, found: dict[int, torch.Tensor], seen: set[int])
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``[…, n]`` as ``[rows, n]``, also where there are no elements, so that PyTorch cannot tell how many rows."""
+    """Return ``[…, n]`` as ``[rows, n]``; this also works without elements, where PyTorch cannot infer the rows."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def argument_tensors(value: Any) -> list[torch.Tensor]:
-    """As :func:`tensors_in`, but only in what operations take: quick, for it sees every one of them."""
+    """Return the tensors in the arguments of an operation.
+
+    Unlike :func:`tensors_in`, search only the structures that operations accept. This is fast, because it runs
+    for every operation.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -64,7 +68,7 @@ def argument_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number for the memory that a tensor lies in, the same for all its views."""
+    """Return a number that identifies a tensor's memory, the same for all its views."""
     if isinstance(tensor, LazyTensor):  # it has none yet
         return id(tensor)
     try:
@@ -74,17 +78,17 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def total_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of several tensors, each counted once."""
+    """Return the bytes of several tensors, each counted once."""
     return sum(tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of a tensor."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """What is in nested containers, objects as they are."""
+    """Return the leaves of nested containers; other objects are leaves."""
     if isinstance(value, Mapping):
         return [leaf for v in value.values() for leaf in leaves_of(v)]
     if isinstance(value, list | tuple | set | frozenset):
@@ -93,7 +97,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A structure of containers with other leaves; objects, such as caches, stay the objects that they are."""
+    """Return nested containers with changed leaves; objects such as caches are leaves and are not copied."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(change, item) for item in value))
     if isinstance(value, list | tuple):
@@ -110,5 +114,5 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def unshared(value: Any) -> Any:
-    """An object whose tensors do not lie in a mapped file any more, wherever they are in it."""
+    """Return an object with its tensors copied, so that none of them is in a mapped file."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -1,7 +1,8 @@
 """``data`` and ``grad`` of parameters, which ask the parameter's owner in the runtime before the script gets them.
 
-A write through ``parameter.data`` changes neither the parameter's version counter nor its address, and the gradient of a
-parameter may lie on other ranks. So reading and setting these two attributes is noticed, of parameters that have an owner.
+A write through ``parameter.data`` changes neither the parameter's version counter nor its address, and the
+gradient of a parameter may be on other ranks. So reads and writes of these two attributes are intercepted, for
+parameters that have an owner.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def get_data(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set ``parameter.data`` without telling the owner."""
+    """Set ``parameter.data`` without notifying the owner."""
     _DATA.__set__(parameter, value)
 
 
@@ -70,7 +71,7 @@ def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set ``parameter.grad`` without telling the owner."""
+    """Set ``parameter.grad`` without notifying the owner."""
     _GRAD.__set__(parameter, value)
 
 

@@ -33,7 +33,7 @@ class RandomState:
 
     @classmethod
     def of_now(cls, device: torch.device) -> RandomState:
-        """The generators' present state."""
+        """Return the current state of the generators."""
         state = cls(0, device)
         state._seed = None
         state.capture()
@@ -53,12 +53,12 @@ class RandomState:
             torch.cuda.set_rng_state(self._gpu_state, self._gpu)
 
     def is_as(self, other: RandomState) -> bool:
-        """Whether a script goes on with the same numbers from either."""
+        """Return whether a script draws the same numbers from either state."""
         pairs = ((self._cpu_state, other._cpu_state), (self._gpu_state, other._gpu_state))
         return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
     def on(self, device: torch.device) -> RandomState:
-        """The same state, maybe of another rank, for the generators of ``device``."""
+        """Return the same state, maybe of another rank, for the generators of ``device``."""
         made = RandomState(0, device)
         made._seed, made._cpu_state, made._gpu_state = self._seed, self._cpu_state, self._gpu_state
         return made
@@ -106,7 +106,7 @@ def _numpy_random() -> Any:
 
 
 def task_seed(seed: int, replica: int, microbatch: int, module: str, nth: int = 0) -> int:
-    """The seed of a task: equal wherever the module is placed, different for everything else.
+    """Return the seed of a task: the same on any stage, but different for any other arguments.
 
     Args:
         seed: of the step, drawn from the script's generator.

@@ -1,8 +1,8 @@
-"""Handles: tensors whose elements are still on their way, or not even asked for.
+"""Handles: tensors that have no elements yet, either on their way or not requested.
 
-A handle has the shape and type of a tensor that another stage makes. Handed on to a module of a third stage, it
-travels as a name, and the data goes directly to where it is used. The first operation that needs its elements
-fetches them, and from then on works with a plain tensor.
+A handle has the shape and type of a tensor that another stage makes. If it is passed to a module of a third
+stage, only its name is sent, and the data goes directly to the stage that uses it. The first operation that
+needs its elements fetches them, and from then on works with a plain tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TensorMetadata(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMetadata:
-        """What a tensor is without its elements."""
+        """Return the metadata of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
 
 
@@ -41,17 +41,17 @@ class Fetcher(Protocol):
     """Gets the elements of a value."""
 
     def fetch(self, name: Name, owner: int) -> torch.Tensor:
-        """The value that stage ``owner`` has under a name; waited for if need be."""
+        """Return the value that stage ``owner`` has under a name; wait for it if needed."""
 
 
 class RemoteTensor(LazyTensor):
-    """A tensor by name.
+    """A tensor of another stage, known by name.
 
     Attributes:
         value_name: under which its owner keeps the elements.
         owner: stage that has them, or will.
         touched: whether its elements were needed on this rank.
-        needed: called with a stage that needs its elements; None where nobody learns from it.
+        needed: called with a stage that needs its elements; None if there is no such callback.
     """
 
     value_name: Name
@@ -64,7 +64,7 @@ class RemoteTensor(LazyTensor):
     def __new__(
         cls, fetcher: Fetcher, name: Name, owner: int, meta: TensorMetadata, device: torch.device
     ) -> RemoteTensor:
-        """A handle that is a tensor of ``meta``'s shape and type."""
+        """Create a handle of ``meta``'s shape and type."""
         where = device if meta.device == device.type else torch.device(meta.device)
         handle: RemoteTensor = cls.like(meta.shape, meta.dtype, where)
         handle.value_name = name
@@ -76,11 +76,11 @@ class RemoteTensor(LazyTensor):
 
     @property
     def fetched(self) -> torch.Tensor | None:
-        """The plain tensor, if it was needed on this rank."""
+        """Return the plain tensor, or None if it was not needed on this rank."""
         return self._plain
 
     def elements(self) -> torch.Tensor:
-        """The elements, without a place in the graph."""
+        """Fetch the elements; return them without a place in the graph."""
         self.touched = True
         return self._fetcher.fetch(self.value_name, self.owner).detach()
 

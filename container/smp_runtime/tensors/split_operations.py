@@ -1,9 +1,9 @@
-"""Operations whose weights' gradients can be computed apart: linear layers, embeddings, convolutions and norms.
+"""Operations that can compute their weights' gradients separately: linear layers, embeddings, convolutions, norms.
 
-:class:`SplitOperations` takes the calls that PyTorch's modules and scripts make of them (``F.linear``, ``addmm``, ``matmul`` with a
-parameter, ``F.embedding``, ``F.conv1d`` to ``conv3d``, ``F.layer_norm``, ``F.group_norm``), also inside
-``F.multi_head_attention_forward``; everything else, and what cannot be split (a weight that is no leaf, autocast, vmap, tensors of
-other classes), runs as it is.
+:class:`SplitOperations` takes the calls that PyTorch's modules and scripts make of them: ``F.linear``,
+``addmm``, ``matmul`` with a parameter, ``F.embedding``, ``F.conv1d`` to ``conv3d``, ``F.layer_norm`` and
+``F.group_norm``, also inside ``F.multi_head_attention_forward``. Everything else runs as it is. So does a call
+that cannot be split: a weight that is no leaf, autocast, vmap, tensors of other classes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _aten = torch.ops.aten
 
 
 def _weight_for(weight: torch.Tensor, wanted: Sequence[bool]) -> torch.Tensor:
-    """Return the weight for PyTorch's backward functions, which read its elements for the gradient of the input only.
+    """Return the weight for PyTorch's backward functions, which read its elements only for the input's gradient.
 
-    Gradients of weights are computed when the elements may be gone: sharded parameters are freed after the backward pass.
+    Gradients of weights are computed when the elements may be gone: sharded parameters are freed after the
+    backward pass.
     """
     return weight if wanted[0] else torch.empty_like(weight)
 
@@ -290,7 +291,7 @@ _TAKEN = {F.multi_head_attention_forward, *_BACKWARD}
 
 
 class SplitOperations(TorchFunctionMode):
-    """Takes the calls of operations that can be split; for :func:`.weight_gradients.splitting`."""
+    """A mode that takes the calls of operations that can be split; for :func:`.weight_gradients.splitting`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -313,7 +314,7 @@ class SplitOperations(TorchFunctionMode):
 
 
 def _edges(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    """A call that runs a backward pass, with places in the graph instead of tensors; None where there is no such call."""
+    """Return a call of a backward pass with graph edges instead of tensors; None if it cannot be built."""
     bound = inspect.signature(func).bind(*args, **kwargs)
     for name in ("self", "tensors", "outputs", "inputs"):
         given = bound.arguments.get(name)
@@ -337,7 +338,7 @@ def _edges(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
 
 
 def _are_plain(args: Any, kwargs: Any) -> bool:
-    """Whether a call's tensors are PyTorch's own, of which nobody else takes operations."""
+    """Return whether a call's tensors are PyTorch's own, without other code that intercepts operations."""
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     return all(type(each) in (torch.Tensor, torch.nn.Parameter) and not is_transformed(each) for each in given)
 

@@ -1,11 +1,11 @@
-"""The door to what PyTorch keeps private: every such name that the runtime needs is taken here, under one of its own.
+"""PyTorch's private names: the runtime takes each from here, under a public name of this module.
 
-A release may rename or drop any of them. What it lacks has a fallback here, or fails at its first use with an error that
-names the release; the rest of the runtime works. ``tests/runtime/test_torch_private.py`` tries each, so that it says after
-an update which function here has to be mended.
+A release may rename or drop any of them. A missing name has a fallback here, or fails at its first use with an
+error that names the release; the rest of the runtime works. ``tests/runtime/test_torch_private.py`` tries
+each. So after an update it shows which function here has to be fixed.
 
-A few names stay where they are used, :data:`IN_PLACE`: those that a subclass overrides or that every author of modules
-knows, for which a function would only hide what happens. The same tests try them.
+A few names stay where they are used, :data:`IN_PLACE`: those that a subclass overrides or that every author
+of modules knows, for which a function would only hide what happens. The same tests try them.
 """
 
 # ruff: noqa: SLF001 - private names are what this file is for
@@ -66,7 +66,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
 
 
 def _private(purpose: str, *paths: str) -> Any:
-    """What torch has at the first of ``paths`` that it knows; else a function that says so when it is called."""
+    """Return the first of ``paths`` that torch has, or else a function that raises an error when called."""
     for path in paths:
         found: Any = torch
         for name in path.split("."):
@@ -106,20 +106,23 @@ run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = _private(
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost hooks of the calling thread for what autograd saves; None also where PyTorch cannot tell, as 2.4."""
+    """Return the calling thread's innermost saved-tensor hooks, or None.
+
+    Return None also if PyTorch cannot report them, as in 2.4.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None if top is None else top(True)
     return hooks
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one inside ``torch.func`` (``vmap``, ``grad``, …)."""
+    """Return whether a tensor is one inside ``torch.func`` (``vmap``, ``grad``, …)."""
     known = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
     return bool(known and known(tensor))
 
 
 def taken_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of PyTorch's functions in Python, which hands what it calls to modes, but not itself as a whole."""
+    """Return a copy of a Python function of PyTorch that modes do not see, although they see the calls inside it."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -136,13 +139,16 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 
 
 def compile_errors() -> tuple[type[BaseException], ...]:
-    """What a function of ``torch.compile`` raises where it cannot be compiled; the compiler is loaded by then."""
+    """Return the errors that a compiled function raises if it cannot be compiled; empty without the compiler."""
     kinds = sys.modules.get("torch._dynamo.exc")
     return () if kinds is None else (kinds.TorchDynamoException,)
 
 
 def backend_of_compiler(name: str) -> Callable[..., Any]:
-    """What ``torch.compile`` calls for a backend of that name, with a graph and its inputs; no such name is its error."""
+    """Return the function that ``torch.compile`` calls for a backend name, with a graph and its inputs.
+
+    An unknown name raises PyTorch's error.
+    """
     if name == "inductor":  # which would import this in its first call
         importlib.import_module("torch._inductor.compile_fx")
     found: Callable[..., Any] = importlib.import_module("torch._dynamo.backends.registry").lookup_backend(name)
@@ -150,11 +156,12 @@ def backend_of_compiler(name: str) -> Callable[..., Any]:
 
 
 def compiling_whole_entries() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a graph is compiled with its backward pass, and both lie in the compiler's folder when the call returns.
+    """Compile graphs inside the block with their backward pass, and store both in the compiler's folder at once.
 
-    PyTorch compiles a backward pass when it first runs, and keeps nothing for later jobs before that. Graphs with functions of
-    ``torch.autograd.Function`` it leaves out, since their names do not tell what they do; their bodies, which are in the graph, do.
-    Switches that a release does not have stay as it has them.
+    PyTorch compiles a backward pass when it first runs, and stores nothing for later jobs before that. It does not
+    store graphs with functions of ``torch.autograd.Function``, since their names do not identify their work.
+    Inside the block it does, because the graph includes the bodies of these functions. Switches that a release
+    does not have are left out.
     """
     config: Any = sys.modules.get("torch._functorch.config")
     wanted = ("autograd_cache_allow_custom_autograd_functions", "force_non_lazy_backward_lowering")
@@ -182,10 +189,10 @@ _swap_in_place: Callable[[torch.Tensor, torch.Tensor], None] = _private(
 
 
 def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap values, device, type and gradients of two tensors; each object stays what it was to those who hold it.
+    """Swap values, device, type and gradients of two tensors; both keep their identity for code that refers to them.
 
-    Unlike ``torch.utils.swap_tensors`` it also swaps parameters that something refers to weakly, as recurrent layers do
-    to find their weights again: they shall find the new contents.
+    Unlike ``torch.utils.swap_tensors`` it also swaps parameters with weak references, such as those by which
+    recurrent layers find their weights again. These references then lead to the new contents.
 
     Raises:
         RuntimeError: an autograd graph or a view holds one of them.
@@ -219,7 +226,7 @@ def _requiring_gradients(held: torch.Tensor | None, other: torch.Tensor) -> Iter
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
-    """Return the dictionaries of ``register_hook`` and ``register_post_accumulate_grad_hook``, None where there never was one."""
+    """Return the dictionaries of ``register_hook`` and ``register_post_accumulate_grad_hook``; None if never used."""
     with DisableTorchFunctionSubclass():
         return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
@@ -234,7 +241,7 @@ def set_gradient_hooks(tensor: torch.Tensor, computed: dict[int, Any] | None, ad
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What identifies a tensor's storage for as long as that lives; meta tensors have one too.
+    """Return a number that identifies a tensor's storage while it is alive; meta tensors have one too.
 
     Raises:
         NotImplementedError, RuntimeError: the tensor has no storage, as sparse ones.
@@ -292,7 +299,7 @@ _OPERATOR = type(torch.ops.aten.add.Tensor)
 
 
 def default_device() -> str | None:
-    """The kind of device that the calling thread makes tensors on by default; None where nobody has set one."""
+    """Return the kind of the calling thread's default device for new tensors; None if none was set."""
     if not count_function_modes():  # asked for at every call
         return None
     # Imported by whoever sets one first.
@@ -301,12 +308,12 @@ def default_device() -> str | None:
 
 
 def is_operator(function: Any) -> bool:
-    """Whether a dispatch mode was given an operator, and not one of PyTorch's higher functions."""
+    """Return whether the function in a call of a dispatch mode is an operator, not a higher-order function."""
     return isinstance(function, _OPERATOR)
 
 
 def schema_of(function: Any) -> Any:
-    """An operator's schema, with ``name``, ``arguments`` and ``is_mutable``; None for a Python function."""
+    """Return an operator's schema, with ``name``, ``arguments`` and ``is_mutable``; None for a Python function."""
     return getattr(function, "_schema", None)
 
 
@@ -337,7 +344,7 @@ _parse_to: Callable[..., Any] = _private("reads the arguments of DistributedMode
 
 
 def dtype_asked_for(*args: Any, **kwargs: Any) -> torch.dtype | None:
-    """The dtype among the arguments of ``Module.to``, or None.
+    """Return the dtype among the arguments of ``Module.to``, or None.
 
     Raises:
         TypeError, RuntimeError: it takes no such arguments.
@@ -347,7 +354,7 @@ def dtype_asked_for(*args: Any, **kwargs: Any) -> torch.dtype | None:
 
 
 def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
-    """The device among them, or None."""
+    """Return the device among the arguments of ``Module.to``, or None."""
     device: torch.device | None = _parse_to(*args, **kwargs)[0]
     return device
 
@@ -384,14 +391,14 @@ _set_default_backend: Callable[[Any, Any], None] = _private(
 
 
 def give_backends(group: Any, backends: Mapping[str, tuple[Any, Any]], default: Any) -> None:
-    """Let a process group without backends have some.
+    """Register backends with a process group that has none.
 
     Args:
-        backends: by kind of device, the type of the backend and itself.
-        default: type of the one that it uses where no tensor tells a device.
+        backends: by kind of device, the type of the backend and the backend.
+        default: type of the backend for operations without a tensor that determines a device.
 
     Raises:
-        SMPRuntimeError: groups of this PyTorch, one before 2.6, cannot be told.
+        SMPRuntimeError: this PyTorch is older than 2.6; its groups do not accept a default backend.
     """
     _set_default_backend(group, default)
     for device, (kind, backend) in backends.items():
@@ -409,7 +416,7 @@ def count_collectives(backend: Any) -> None:
 
 
 def timeout_of(backend: Any) -> timedelta:
-    """How long a backend with options waits for a collective."""
+    """Return the collective timeout of a backend with options."""
     timeout: timedelta = backend.options._timeout
     return timeout
 
@@ -427,24 +434,24 @@ def stay_in(mode: Any) -> None:
 
 
 def running_node() -> torch.autograd.graph.Node | None:
-    """The node of autograd whose backward runs on the calling thread."""
+    """Return the autograd node that runs its backward on the calling thread."""
     return torch._C._current_autograd_node()
 
 
 def key_of_storage(storage: torch.UntypedStorage) -> int:
-    """Tells storages that are alive from one another, whichever object of Python stands for them."""
+    """Return a number that identifies a storage while it is alive, the same for all its Python objects."""
     return storage._cdata
 
 
 def absent_store() -> dist.Store:
-    """The store of process groups whose other ranks are not there: the backend ``"fake"``, registered by its import."""
+    """Return a store for process groups without real other ranks; its import registers the backend ``"fake"``."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def group_of_operation(value: Any) -> dist.ProcessGroup | None:
-    """The process group that an argument of an operation of ``torch.distributed`` is, or names; None for other arguments."""
+    """Return the process group that an argument of a ``torch.distributed`` operation is or names; else None."""
     with contextlib.suppress(RuntimeError, KeyError, ValueError):
         if isinstance(value, torch.ScriptObject):  # the operation of a reduction is one too
             return dist.ProcessGroup.unbox(value)
@@ -454,7 +461,7 @@ def group_of_operation(value: Any) -> dist.ProcessGroup | None:
 
 
 def packet_of(operation: Any) -> Any:
-    """The operation of all overloads of one name."""
+    """Return the packet of an operation, which has all its overloads."""
     return operation._overloadpacket
 
 
@@ -469,7 +476,10 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 def of_all_threads() -> Any:
-    """What makes PyTorch's profiler record all threads, but no allocations; None where a release has no such thing."""
+    """Return the profiler's configuration to record all threads; None if this release has none.
+
+    It records no allocations.
+    """
     profiler = getattr(torch._C, "_profiler", None)
     try:
         return profiler._ExperimentalConfig(profile_all_threads=True)  # type: ignore[union-attr]  # a release without it
@@ -484,13 +494,13 @@ _REMEMBERED_ALLOCATIONS = 100_000
 
 
 def record_memory_history() -> None:
-    """From now on the allocator remembers which lines of code hold the GPU's memory, where this release can."""
+    """Let the allocator record which lines of code hold the GPU's memory, if this release can."""
     if (record := getattr(torch.cuda.memory, "_record_memory_history", None)) is not None:
         record(max_entries=_REMEMBERED_ALLOCATIONS)
 
 
 def write_memory_history(path: str | os.PathLike[str]) -> None:
-    """Write what it has remembered, for pytorch.org/memory_viz, and remember no more; nothing where this release cannot."""
+    """Write the recorded memory history for pytorch.org/memory_viz, and stop recording, if this release can."""
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     if dump is not None:
         dump(os.fspath(path))

@@ -1,13 +1,14 @@
 """Gradients of weights that are computed after those of inputs, which other stages wait for.
 
-The backward pass of a linear layer is two products: one gives the gradient of its input, which the layer before it needs at
-once, the other the gradient of its weight, which nobody needs before the update. Inside :func:`splitting` the operations of
-:mod:`.split_operations` compute the first when backward comes to them, and leave the second in a :class:`WeightGradients` with what
-it needs, so that whoever runs the pass can compute it where it would idle otherwise (zero bubble: Qi et al., 2023).
+The backward pass of a linear layer is two products. One computes the gradient of its input, which the layer
+before it needs at once. The other computes the gradient of its weight, which is not needed before the update.
+Inside :func:`splitting` the operations of :mod:`.split_operations` compute the first when backward comes to
+them. They leave the second in a :class:`WeightGradients`, together with its inputs. So the caller of the pass
+can compute it in a moment in which it would idle otherwise (zero bubble: Qi et al., 2023).
 
-The unit is the operation, not the graph: whatever lies between two such operations (views, chunks, residuals, branches,
-recomputation of checkpointed regions, weights that are used twice) stays autograd's own, so every gradient is added exactly
-once, as often as its operation ran.
+The unit is the operation, not the graph. Whatever is between two such operations (views, chunks, residuals,
+branches, recomputation of checkpointed regions, weights that are used twice) stays autograd's own. So every
+gradient is added exactly once, as often as its operation ran.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class SplittableOperation(Protocol):
-    """One call of an operation whose backward pass can be taken apart.
+    """One call of an operation that can compute its backward pass in two parts.
 
     Attributes:
-        tensors: its inputs and parameters, in the order of its arguments; None for those that it has not.
+        tensors: its inputs and parameters, in the order of its arguments; None for those that it does not have.
     """
 
     tensors: Sequence[Any]
 
     @property
     def weights(self) -> Sequence[int]:
-        """Positions of the parameters among the tensors whose gradients may come later."""
+        """Return the positions of the parameters among the tensors, those that may get their gradients later."""
         ...
 
     def forward(self, *tensors: Any) -> tuple[torch.Tensor, Sequence[Any]]:
-        """The output, and what backward needs."""
+        """Return the output, and the values that backward needs."""
         ...
 
     def gradients(self, gradient: torch.Tensor, kept: Sequence[Any], wanted: Sequence[bool]) -> Gradients:
-        """Of each tensor that is wanted; None for the others. By differentiable operations."""
+        """Return the gradient of each wanted tensor, computed by differentiable operations; None for the others."""
         ...
 
 
@@ -59,7 +60,7 @@ class _Later(NamedTuple):
 
 
 class WeightGradients:
-    """What the backward passes of a task have left for later.
+    """The weight gradients that the backward passes of a task have left for later.
 
     Attributes:
         is_open: whether a pass that runs now may leave some.
@@ -73,17 +74,20 @@ class WeightGradients:
         return bool(self._later)
 
     def add(self, weights: Sequence[torch.Tensor], compute: Callable[[], Gradients]) -> None:
-        """Leave the gradients of leaves for later; ``compute`` gives them in the same order."""
+        """Leave the gradients of leaves for later; ``compute`` returns them in the same order."""
         self._later.append(_Later(weights, compute))
 
     def take(self) -> WeightGradients:
-        """What was left so far, which is not here any more."""
+        """Return the work left so far, and remove it from this instance."""
         taken = WeightGradients()
         taken._later, self._later = self._later, []
         return taken
 
     def run(self) -> None:
-        """Compute what was left and add it to the gradients of the weights, as autograd does: with their hooks, once for each."""
+        """Compute the gradients left for later and add them to those of the weights.
+
+        As in autograd, the weights' hooks run, once for each weight.
+        """
         left = Counter(id(weight) for later in self._later for weight in later.weights)
         sums: dict[int, torch.Tensor] = {}
         # Taken one by one, so that what an operation has kept is let go of as soon as it is used.
@@ -112,7 +116,7 @@ _here = _CurrentWeightGradients()
 
 @contextlib.contextmanager
 def splitting(left: WeightGradients, operations: TorchFunctionMode) -> Iterator[None]:
-    """Inside, on the calling thread, gradients of weights go to ``left``.
+    """Run the block so that, on the calling thread, gradients of weights go to ``left``.
 
     Args:
         operations: takes the calls of operations that can be split.
@@ -126,16 +130,17 @@ def splitting(left: WeightGradients, operations: TorchFunctionMode) -> Iterator[
 
 
 def weight_gradient_later(weight: torch.Tensor, compute: Callable[[], torch.Tensor]) -> bool:
-    """For the ``backward`` of a script's own ``torch.autograd.Function``: leave the gradient of a weight for a moment of idleness.
+    """Leave the gradient of a weight for an idle moment, if possible.
 
-    Where it gives True, ``compute`` is called later on the same rank, without gradients, and what it returns is added to
-    ``weight.grad``; backward returns None for the weight then. Where it gives False, there is no such moment (another schedule than
-    ``zero_bubble``, ``torch.autograd.grad``, a graph of the backward pass itself, a weight that is no leaf or has hooks): compute
-    it now and return it.
+    Call it in the ``backward`` of your own ``torch.autograd.Function``. If it returns True, ``compute`` is called
+    later on the same rank, without gradients, and its result is added to ``weight.grad``. Then backward returns
+    None for the weight. If it returns False, there is no such moment: compute the gradient now and return it.
+    This happens with another schedule than ``zero_bubble``, in ``torch.autograd.grad``, in a graph of the
+    backward pass itself, and for a weight that is no leaf or has hooks.
 
     Args:
         weight: a leaf of the graph that requires a gradient, as a parameter is.
-        compute: gives its gradient, of the weight's shape, dtype and device.
+        compute: returns its gradient, of the weight's shape, dtype and device.
 
     Returns:
         Whether ``compute`` is called later.
@@ -156,9 +161,10 @@ def weight_gradient_later(weight: torch.Tensor, compute: Callable[[], torch.Tens
 
 
 def is_deferrable(weight: object) -> bool:
-    """Whether a gradient may be added to a tensor at any time: it is a leaf, and no script listens to its gradients.
+    """Return whether a gradient may be added to a tensor at any time: it is a leaf, and the script has no hooks on it.
 
-    This library's own hooks count: each pass calls them once when backward comes to the leaf, and once when the gradient is there.
+    This library's own hooks are allowed. Each pass calls them once when backward comes to the leaf, and once when
+    the gradient is there.
     """
     return (
         isinstance(weight, torch.nn.Parameter)
@@ -174,13 +180,16 @@ def _is_ours(hook: object) -> bool:
 
 
 def _open() -> WeightGradients | None:
-    """Where the backward pass that runs on this thread may leave gradients of weights; not one whose own graph is kept."""
+    """Return where this thread's backward pass may leave weight gradients; None if it may not.
+
+    A pass that keeps its own graph may not.
+    """
     left = _here.left
     return None if left is None or not left.is_open or torch.is_grad_enabled() else left
 
 
 def _may_wait(weight: torch.Tensor | None) -> bool:
-    """Whether the backward pass that runs adds to a leaf's gradient, and may do so later.
+    """Return whether the running backward pass adds to a leaf's gradient, and may do so later.
 
     ``torch.autograd.grad`` and ``backward(inputs=…)`` may not add to it.
     """
@@ -193,7 +202,10 @@ def _may_wait(weight: torch.Tensor | None) -> bool:
 
 
 class SplitOperation(torch.autograd.Function):
-    """An operation in the graph whose weights may get their gradients later; its arguments are those of :meth:`forward`."""
+    """An operation in the graph that may compute its weights' gradients later.
+
+    Its arguments are those of :meth:`forward`.
+    """
 
     @staticmethod
     def forward(ctx: Any, operation: SplittableOperation, *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -208,7 +220,7 @@ class SplitOperation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """What is wanted now; the rest goes to the thread's :class:`WeightGradients`."""
+        """Return the gradients needed now, and leave the others to the thread's :class:`WeightGradients`."""
         operation: SplittableOperation = ctx.operation
         kept, wanted = ctx.saved_tensors, list(ctx.needs_input_grad[1:])
         left, later = _open(), []

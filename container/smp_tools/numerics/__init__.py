@@ -1,1 +1,1 @@
-"""Numbers that tell two trainings apart wherever their tensors lie, and guards against those that should not come."""
+"""Numbers that show where two trainings differ, whatever their tensors' layout, and guards against invalid numbers."""

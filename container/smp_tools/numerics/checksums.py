@@ -31,11 +31,11 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor that other ranks may hold a copy of.
+    """A tensor that may have copies on other ranks.
 
     Attributes:
-        exact: a number for its elements, equal on ranks whose copies are equal in every bit.
-        close: the same for copies that may differ by rounding; 0 if all are equal in every bit.
+        exact: an identifier of its elements; ranks with bitwise equal copies have the same one.
+        close: the same for copies that may differ by rounding; 0 if all are bitwise equal.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Copy:
 
 
 def copies_of(part: LocalPart, placed: ParallelState, ranks: Ranks) -> Iterator[Copy]:
-    """Trained parameters of this rank, and their float32 masters.
+    """Yield the trained parameters of this rank, and their float32 masters.
 
-    Frozen parameters and buffers are left out: a script may update them on each rank by itself, as batch norms do.
+    Frozen parameters and buffers are left out: a script may update them separately on each rank, as batch norms do.
     """
     places = placed.shards.places if placed.shards is not None else {}
     masters = placed.optimizer_shards or {}
@@ -107,5 +107,5 @@ def _sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers: their product with a difference of one bit is never 0 modulo 2^64."""
+    """Return odd numbers: their product with a difference of one bit is never 0 modulo 2^64."""
     return torch.arange(_PIECES, device=device) * 2 + 3

@@ -57,19 +57,19 @@ class TensorFiles:
             self._write(at[1], place, _wide(tensor) * factor, tensor, region)
 
     def before_update(self, at: tuple[int, int], place: ValueOwner, tensor: torch.Tensor) -> None:
-        """The optimizer is about to update a parameter."""
+        """Keep a copy of a parameter that the optimizer is about to update."""
         if at[0] == self._asked.step and self._is_wanted(place):
             self._before[place] = _wide(tensor)
 
     def after_update(self, at: tuple[int, int], place: ValueOwner, tensor: torch.Tensor, region: TensorRegion) -> None:
-        """It has."""
+        """Write the change of a parameter in the update."""
         former = self._before.pop(place, None)
         if former is not None:
             changed = _wide(tensor) - former
             self._write(at[1], place, changed, tensor, region)
 
     def updated(self, optimizer: TrainedOptimizer) -> None:
-        """An update is over; all ranks end after the same one."""
+        """End the script after the requested step's update; all ranks end after the same update."""
         if self._session.progress.step > self._asked.step:
             logger.info("smp-estimator diff --bisect ends the script after update %d", self._session.progress.step)
             sys.exit(0)
@@ -101,7 +101,7 @@ class TensorFiles:
             index.write(json.dumps(asdict(kept)) + "\n")
 
     def _heads_of(self, name: str) -> int:
-        """Of the innermost module around a tensor that says how many heads its attention has; 0 where none does."""
+        """Return the number of attention heads of the innermost module around a tensor that has one, or 0."""
         while name:
             for model in self._session.models:
                 module = dict(model.module.named_modules()).get(name)

@@ -109,7 +109,7 @@ class ShardSums:
         self._sums, self._parameters = None, []
 
     def _agreed(self, part: LocalPart, sums: torch.Tensor) -> list[list[int]]:
-        """Return the sums of the first replica, whose values all others take: by parameter, one for each type."""
+        """Return the first replica's sums, which all other replicas use: one for each parameter and type."""
         ranks, rows = self._ranks, len(self._parameters)
         found: dict[Group, list[list[int]]] = {}
         for group in (Group.DP, Group.RDP):
@@ -125,7 +125,7 @@ class ShardSums:
     def _cuts(
         self, part: LocalPart, placed: ParallelState, expected: Sequence[Sequence[int]], *, is_master: bool
     ) -> Iterator[_Cut]:
-        """Parts of parameters as the model keeps them, or of what the optimizer updates."""
+        """Yield the parts of parameters that the model keeps, or those that the optimizer updates."""
         places = placed.shards.places if placed.shards is not None else {}
         state = placed.sharded_state
         shared = state.places if state is not None else {}

@@ -26,14 +26,14 @@ _ORDINARY = 1e8
 
 
 class FirstSteps:
-    """Looks for NaN that appears between finite inputs and the update.
+    """A check for NaN that appears between finite inputs and the update.
 
-    It decides from what each rank knows of itself and of the ranks whose numbers reach it. If any of them has a batch, parameters
-    or buffers that are not finite, or did not look, there is nothing to say.
+    It decides from the state of each rank and of the ranks that send it numbers. It reports nothing if a batch, parameter or
+    buffer of one of them is not finite, or if one of them did not check.
 
     Attributes:
-        left: training passes that are still to be watched.
-        is_waiting: whether the next update is to be looked at.
+        left: number of training passes left to watch.
+        is_waiting: whether the next update is to be checked.
     """
 
     def __init__(self, session: Session) -> None:
@@ -49,7 +49,7 @@ class FirstSteps:
 
     @property
     def is_finite(self) -> bool:
-        """Whether this rank's batch and model are, as far as it has looked."""
+        """Return whether this rank's batch and model are finite, provided that it has checked them."""
         return self._has_begun and self._is_finite
 
     def begin_again(self) -> None:
@@ -71,7 +71,7 @@ class FirstSteps:
         """Begin a training pass.
 
         Args:
-            inputs: of the model; None inside a step, whose arguments were seen.
+            inputs: of the model; None inside a step, because the step's arguments were checked already.
         """
         if inputs is not None:
             self._look_at(inputs)
@@ -204,7 +204,7 @@ def _greatest(tensor: torch.Tensor, allows_masks: bool) -> torch.Tensor | None:
 
 
 def _true_ones(named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names whose flag is set, with one wait for each device."""
+    """Return the names with a set flag; wait once for each device."""
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, flag in named:
         by_device.setdefault(flag.device, []).append((name, flag))

@@ -1,4 +1,4 @@
-"""Stops a job before an update that would spoil its weights, and says which module computed the first bad number."""
+"""A guard that stops a job before an update that would corrupt its weights, and names the module with the first bad number."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _ResultSum(NamedTuple):
 
 
 class _Norm(NamedTuple):
-    """Of this rank's part of a parameter's gradient."""
+    """The norm of this rank's part of a parameter's gradient."""
 
     norm: float
     name: str
@@ -124,16 +124,16 @@ class UpdateGuard:
         ]
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: watch the modules of all wrapped models."""
         self.watch_models()
 
     def end(self, result: Any) -> None:
-        """A step has ended."""
+        """End a step: record its losses."""
         if torch.is_grad_enabled():
             self._losses += [output.detach() for output in first_scalar(result)]
 
     def called(self, name: str, result: Any) -> None:
-        """A module without others in it has given a result."""
+        """Record the result of a module without submodules."""
         if self._session.ranks.step.is_tracing or not torch.is_grad_enabled() or backward_pass() != -1:
             return
         for tensor in argument_tensors(result)[:1]:
@@ -172,7 +172,7 @@ class UpdateGuard:
                 self._check_spike(kind, value, gradients)
 
     def _measured(self, losses: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> tuple[float, float, bool]:
-        """Mean loss, norm of all ranks' gradients, and whether both are finite: the same on all ranks."""
+        """Return the mean loss, the norm of all ranks' gradients, and whether both are finite: the same on all ranks."""
         ranks = self._session.ranks
         numbers = torch.zeros(4, dtype=torch.float64, device=ranks.device)
         if losses:
@@ -214,7 +214,10 @@ class UpdateGuard:
         seen.append(value)
 
     def _greatest(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> list[_Norm]:
-        """The greatest of all ranks' gradients; every rank calls it, behind the decision that is the same on all."""
+        """Return the largest gradients of all ranks.
+
+        Every rank must call it, after a decision that is the same on all ranks.
+        """
         control = self._session.ranks.control
         norms: list[float] = []
         if gradients:  # one wait for the device
@@ -245,7 +248,10 @@ class UpdateGuard:
         return [self._bad(LOSS, "", index) for index, loss in enumerate(losses) if not bool(loss.isfinite().all())]
 
     def _bad_gradients(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> list[Bad]:
-        """Backward goes from the loss to the input: of modules in the order of the model the last one is the first."""
+        """Return the gradients that are not finite.
+
+        Backward goes from the loss to the input: the last module in the order of the model is the first in time.
+        """
         return [
             self._bad(GRADIENT, name, order=-float(place))
             for place, (name, gradient) in enumerate(gradients)
@@ -278,10 +284,10 @@ class UpdateGuard:
 
     @torch.no_grad()
     def compare_replicas(self, optimizer: TrainedOptimizer) -> None:
-        """After an update: what several ranks have of the same elements is equal in every bit; every rank calls it.
+        """Compare replicas after an update: copies on several ranks must be bitwise equal. Every rank must call it.
 
         Raises:
-            NumericsError: on all ranks, where it is not.
+            NumericsError: on all ranks, if they differ.
         """
         step, every = self._session.progress.step, self._guards.replicas
         if every is None or step % every:
@@ -331,7 +337,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no numbers that are not finite."""
+    """Replace numbers that are not finite with strings, because JSON cannot represent them."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -340,7 +346,7 @@ def _plain(value: Any) -> Any:
 
 
 def _hook(guard: UpdateGuard, name: str) -> Callable[..., None]:
-    """A plain function that holds the guard weakly, since a model is copied with its hooks."""
+    """Return a plain function with a weak reference to the guard, because a model is copied with its hooks."""
     weak = weakref.ref(guard)
 
     def called(module: nn.Module, args: Any, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a job checks of itself unless ``check_invariants`` is false, and when."""
+"""The checks that a job makes of itself unless ``check_invariants`` is false, and their times."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ValueOwner(NamedTuple):
-    """Whose numbers they are; the fields are those of :class:`~smp_records.numerics.RecordedValue`."""
+    """The owner of a tensor's numbers; the fields are those of :class:`~smp_records.numerics.RecordedValue`."""
 
     phase: str
     name: str
@@ -73,7 +73,7 @@ class Journal:
             ) from error
 
     def begin(self, head: Head) -> None:
-        """From here on the rank has another place."""
+        """Write a new head line, because the rank has a new place from now on."""
         self._write(head_line(head))
 
     def add(self, place: ValueOwner, sketch: Sketch, factor: float = 1.0) -> None:
@@ -82,7 +82,7 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Return whether no numbers are waiting."""
         return not self._waiting
 
     def drop(self) -> None:
@@ -90,7 +90,7 @@ class Journal:
         self._waiting = []
 
     def flush(self, step: int, call: int, random: str = "") -> list[RecordedValue]:
-        """Write what waits as one line; waits for the device, once. Gives what was written."""
+        """Write the waiting numbers as one line, and return them; waits for the device once."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return []
@@ -136,7 +136,7 @@ def _values(waiting: Iterable[_PendingValue]) -> Iterable[RecordedValue]:
 
 
 def part_name(region: TensorRegion) -> str:
-    """Which elements of a whole tensor a region has, as text; empty for all."""
+    """Return text that names a region's elements in the whole tensor; the text is empty for all elements."""
     if region.axis is None and region.is_slice:
         return ""
     cuts = "" if region.axis is None else f"axis {region.axis}: {','.join(map(str, region.cuts))}"
@@ -153,5 +153,5 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last whole line."""
+    """Return the number of bytes up to the end of the last whole line."""
     return path.read_bytes().rfind(b"\n") + 1

@@ -1,4 +1,4 @@
-"""Hooks on the modules of a wrapped model: what their calls give, and the gradients of that."""
+"""Hooks on the modules of a wrapped model, for the results of their calls and the gradients of these results."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _MOST_TENSORS = 4
 
 
 class ModuleWatch:
-    """Hears of every call of a model's modules while it is asked to.
+    """Hooks on a model's modules that report every call while ``is_wanted`` returns True.
 
-    Inside a block that tensor parallelism has split, results are parts of which nobody says where they belong: there the
-    block's own results are taken, and those of the modules in it are not.
+    Inside a block that tensor parallelism has split, results are parts with an unknown place in the whole. There it reports the
+    block's own results, and not those of the modules in the block.
 
     Args:
         prefix: of the modules' names, for a job of several models.
-        is_wanted: whether somebody listens now.
-        take: gets the tensors.
-        factor: what gradients of results are multiplied with to be those of the whole batch's mean loss.
-        failed: gets an error of the watch itself, which must not reach the script's model.
+        is_wanted: whether calls are to be reported now.
+        take: receives the tensors.
+        factor: gradients of results times this factor are those of the whole batch's mean loss.
+        failed: receives an error of the watch itself, which must not reach the script's model.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class ModuleWatch:
         self._handles.append(module.register_forward_pre_hook(_entering_hook(self, prefix), with_kwargs=True))
 
     def watches(self, module: nn.Module) -> bool:
-        """Whether it is the model that is watched, as it is laid out now: at other degrees it has lost its hooks."""
+        """Return whether ``module`` is the watched model in its current layout: at other degrees it has lost its hooks."""
         return self._module() is module and self._topology is self._ranks.topology
 
     def begin(self) -> None:
-        """A step begins: calls are counted anew."""
+        """Begin a step: reset the count of calls."""
         self._calls.clear()
 
     def remove(self) -> None:
-        """Hear of nothing any more."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     @property
     def owner(self) -> int:
-        """Whose batch this rank computes with."""
+        """Return the index of the batch that this rank computes with."""
         return owner_of(self._ranks)
 
     def entered(self, name: str, given: Any) -> None:
-        """The model was called."""
+        """Report the inputs of a call of the model."""
         if not self._listens() or backward_pass() != -1:
             return
         microbatch = self._ranks.step.microbatch
@@ -97,7 +97,7 @@ class ModuleWatch:
                 self._take(place, tensor, 1.0)
 
     def called(self, name: str, result: Any) -> None:
-        """A module has given a result."""
+        """Report the results of a module, and register hooks for their gradients."""
         if not self._listens():
             return
         microbatch = self._ranks.step.microbatch
@@ -118,7 +118,7 @@ class ModuleWatch:
                 tensor.register_hook(_gradient_hook(self, ValueOwner(OUTPUT_GRADIENT, name, number, microbatch, owner)))
 
     def came(self, place: ValueOwner, gradient: torch.Tensor) -> None:
-        """The gradient of a result is there."""
+        """Report the gradient of a result."""
         if self._listens():
             self._take(place, gradient, self._factor())
 
@@ -134,12 +134,12 @@ class ModuleWatch:
 
 
 def owner_of(ranks: Ranks) -> int:
-    """Whose batch this rank reads, counted among the ranks that read different ones."""
+    """Return the index of this rank's batch, counted among the ranks that read different ones."""
     return ranks.rank_in(_readers(ranks))
 
 
 def owners_of(ranks: Ranks) -> int:
-    """How many batches the ranks read together."""
+    """Return the number of different batches that the ranks read."""
     return ranks.size(_readers(ranks))
 
 
@@ -148,7 +148,7 @@ def _readers(ranks: Ranks) -> Group:
 
 
 def _inside_split_blocks(module: nn.Module) -> frozenset[str]:
-    """Paths of the modules in blocks of which every rank of a tensor parallel group has a part."""
+    """Return the paths of all modules inside blocks that are split across a tensor parallel group."""
     paths = [path for path, _ in module.named_modules()]
     blocks = [
         path

@@ -1,4 +1,7 @@
-"""Writes down what tells two trainings apart: weights, inputs, results, losses, gradients and updates of sampled steps."""
+"""A recorder of the numbers that distinguish two trainings, in sampled steps.
+
+It writes down weights, inputs, results, losses, gradients and updates.
+"""
 
 from __future__ import annotations
 
@@ -102,12 +105,12 @@ class NumericsRecorder:
 
     @property
     def path(self) -> Path:
-        """Of this rank's file."""
+        """Return the path of this rank's file."""
         return self._journal.path
 
     @property
     def is_active(self) -> bool:
-        """Whether the step that runs, or comes next, is recorded."""
+        """Return whether the current or next step is recorded."""
         return not self.has_stopped and self._session.progress.step % self._every == 0
 
     def stop(self, error: Exception) -> None:
@@ -158,7 +161,7 @@ class NumericsRecorder:
 
     @_contained
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: drop values of a failed step, and note the state of the random generators."""
         position = self._session.progress.step
         self._call = self._call + 1 if position == self._position else 0
         self._position = position
@@ -170,7 +173,7 @@ class NumericsRecorder:
 
     @_contained
     def end(self, result: Any) -> None:
-        """A step has ended, and gradients are reduced."""
+        """End a step after the gradients were reduced: record its losses and write its numbers."""
         if not self.is_active:
             return
         for microbatch, output in enumerate(first_scalar(result)):
@@ -181,7 +184,7 @@ class NumericsRecorder:
     @_contained
     @torch.no_grad()
     def before_update(self, optimizer: TrainedOptimizer) -> None:
-        """Gradients are what the optimizer will see."""
+        """Record the gradients as the optimizer will see them."""
         if not self.is_active:
             return
         if self._position != self._session.progress.step:  # a training without steps
@@ -205,7 +208,7 @@ class NumericsRecorder:
     @_contained
     @torch.no_grad()
     def after_update(self, optimizer: TrainedOptimizer) -> None:
-        """The optimizer has updated; the session's count of updates is the next one's already."""
+        """Record the updates that the optimizer has made; the session's count of updates is already the next one's."""
         if not self._before:
             return
         before, self._before = dict(self._before), []
@@ -221,7 +224,7 @@ class NumericsRecorder:
             watch.begin()
 
     def close(self) -> None:
-        """The job ends: what a step that failed has left is written, too."""
+        """Close the file at the end of the job, and first write any numbers that a failed step has left."""
         self._write_rest()
         with contextlib.suppress(OSError):  # of a full disk, which the line above has logged
             self._journal.close()
@@ -250,7 +253,7 @@ class NumericsRecorder:
         return self._session.models  # type: ignore[return-value]  # the one class of them
 
     def _updated(self, optimizer: TrainedOptimizer) -> Iterator[tuple[str, Updated]]:
-        """What an optimizer updates of each model here, with the prefix of the model's names."""
+        """Yield the parameters of each model that the optimizer updates on this rank, with the prefix of the model's names."""
         for number, model in enumerate(self._models()):
             try:
                 found = updated(model, optimizer)  # type: ignore[arg-type]  # the one class of them
@@ -260,7 +263,10 @@ class NumericsRecorder:
 
     @torch.no_grad()
     def _add_state(self) -> None:
-        """Weights and buffers, once per update: a step changes neither, but for statistics of the own batch, which are left out."""
+        """Record weights and buffers, once per update.
+
+        A step does not change them, except for statistics of its own batch, which are left out.
+        """
         if self._state_of == self._position:
             return
         self._state_of = self._position
@@ -275,7 +281,10 @@ class NumericsRecorder:
                     self._note(ValueOwner(BUFFER, prefix + name), buffer)
 
     def _gradient_factor(self) -> float:
-        """Backward on a rank has the gradient of its own batch's loss, times the loss scale."""
+        """Return the factor that turns this rank's gradients into those of the whole batch's mean loss.
+
+        Backward on a rank computes the gradient of its own batch's loss, times the loss scale.
+        """
         session = self._session
         averaged = owners_of(session.ranks) if session.ranks.cfg.ddp else 1
         scale = session.optimizer.loss_scale if session.optimizer is not None and session.ranks.cfg.fp16 else 1.0
@@ -283,12 +292,15 @@ class NumericsRecorder:
 
 
 def _prefix(number: int) -> str:
-    """Of names in the first, second … model of a job."""
+    """Return the prefix of names in the job's model with this number, counted from 0."""
     return "" if number == 0 else f"model {number + 1}: "
 
 
 def _difference(new: Sketch, old: Sketch) -> Sketch:
-    """The sketch of an update: projections are linear, so nobody keeps the old tensor; its norm is as expected from them."""
+    """Return the sketch of an update.
+
+    Projections are linear, so the old tensor is not needed. The norm is the expected one for these projections.
+    """
     projections = new.numbers[2 : 2 + PROJECTIONS] - old.numbers[2 : 2 + PROJECTIONS]
     square = projections.square().mean().view(1)
     numbers = torch.cat([square, torch.zeros_like(square), projections])
@@ -296,7 +308,7 @@ def _difference(new: Sketch, old: Sketch) -> Sketch:
 
 
 def _head(ranks: Ranks, every: int, environ: Mapping[str, str], former: Head | None = None) -> Head:
-    """What this rank is; ``former`` is what it was at the degrees before."""
+    """Return the description of this rank; ``former`` is its description at the degrees before."""
     coarse = ranks.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     groups = {"pp": Group.PP, "tp": Group.TP, "rdp": Group.RDP}
     return Head(
@@ -316,7 +328,7 @@ def _head(ranks: Ranks, every: int, environ: Mapping[str, str], former: Head | N
 
 
 def _start(ranks: Ranks, environ: Mapping[str, str]) -> Start:
-    """How this rank's script was started; secrets among its words are not written down."""
+    """Return how this rank's script was started, with secrets in its arguments masked."""
     file, *words = sys.argv or [""]
     script = Path(file).absolute()
     return Start(
@@ -330,7 +342,7 @@ def _start(ranks: Ranks, environ: Mapping[str, str]) -> Start:
 
 
 def _digest_of_generators() -> str:
-    """Of the states of PyTorch's, Python's and NumPy's generators on this rank."""
+    """Return a digest of the states of PyTorch's, Python's and NumPy's generators on this rank."""
     digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
     digest.update(repr(random.getstate()).encode())
     if (numpy := sys.modules.get("numpy")) is not None:

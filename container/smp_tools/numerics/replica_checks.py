@@ -34,14 +34,14 @@ _EXACT, _CLOSE, _SUM = range(3)
 
 
 class _Pair(NamedTuple):
-    """Two ranks whose copies differ."""
+    """Two ranks with different copies of the same elements."""
 
     usual: int
     odd: int
 
 
 class _Difference(NamedTuple):
-    """What two ranks' copies differ in."""
+    """The difference between two ranks' copies."""
 
     first: int  # flat index of the first element that differs
     values: tuple[float, float]  # there, on the usual and on the odd rank
@@ -89,7 +89,7 @@ def _table(text: bytes) -> torch.Tensor:
 
 
 def _differing(tables: Sequence[torch.Tensor], column: int) -> list[tuple[int, _Pair]] | None:
-    """Return the keys whose sums differ, in the order of the first rank that has them, with two positions each."""
+    """Return the keys with different sums, in the order of the first rank that has them, with two positions each."""
     every = torch.cat(list(tables))
     every = every[every[:, column] != 0]
     keys, order = every[:, column].sort(stable=True)

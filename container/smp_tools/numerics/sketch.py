@@ -1,9 +1,11 @@
 """A tensor as a few numbers: sums over its elements that add up over shards, microbatches and replicas.
 
-Each tensor is projected onto random directions. A direction's element at an index is a product of numbers that each depend on one
-axis and the index along it, and on nothing else: so a shard projects its own elements, wherever it is cut, and projections of
-shards add up to that of the whole. The mean square of the difference of two projections is the squared distance of the two
-tensors, as expected over directions: that is how two files say how far two tensors are apart which nobody has kept.
+Each tensor is projected onto random directions. A direction's element at an index is a product of one number per axis. Each
+of these numbers depends only on the axis and the index along it. So a shard can project its own elements wherever it is cut,
+and the projections of shards add up to that of the whole.
+
+The mean square of the difference of two projections is the expected squared distance of the two tensors. So two files show
+how far apart two tensors are that were never stored.
 """
 
 from __future__ import annotations
@@ -74,7 +76,10 @@ class Sketch:
 
 @functools.lru_cache(maxsize=256)
 def _line(axis: int, length: int, device: torch.device) -> torch.Tensor:
-    """The directions along an axis, counted from the last: float64, ``[length, PROJECTIONS]``, uniform with variance 1."""
+    """Return the directions along an axis, counted from the last.
+
+    float64, ``[length, PROJECTIONS]``, uniform with variance 1.
+    """
     place = torch.arange(length, device=device)[:, None] * PROJECTIONS + torch.arange(PROJECTIONS, device=device)
     x = (place + 1) * _GOLDEN + _signed(axis * _FIRST)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -84,17 +89,20 @@ def _line(axis: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The number modulo 2^64 as PyTorch takes it: signed; PyTorch refuses larger ones, such as those of a fourth axis."""
+    """Return the number modulo 2^64 as a signed one, the only kind that PyTorch accepts.
+
+    PyTorch refuses larger numbers, such as those of a fourth axis.
+    """
     return (number + 2**63) % 2**64 - 2**63
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, with zeros coming in; PyTorch has whole numbers of 64 bits with a sign only."""
+    """Shift to the right and fill with zeros; PyTorch has only signed 64-bit integers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _rows(region: TensorRegion, device: torch.device) -> torch.Tensor:
-    """The product of the directions along all axes but the last: ``[rows of the slice, PROJECTIONS]``."""
+    """Return the product of the directions along all axes but the last: ``[rows of the slice, PROJECTIONS]``."""
     shape = region.shape
     found = torch.ones(1, PROJECTIONS, dtype=torch.float64, device=device)
     for axis in range(len(shape) - 1):
@@ -104,7 +112,7 @@ def _rows(region: TensorRegion, device: torch.device) -> torch.Tensor:
 
 
 def _along(region: TensorRegion, axis: int, device: torch.device) -> torch.Tensor:
-    """The directions along an axis at the indices that a slice has."""
+    """Return the directions along an axis at the indices of a slice."""
     line = _line(axis - len(region.shape), region.shape[axis], device)
     if axis != region.axis:
         return line
@@ -147,13 +155,13 @@ def plain_region(region: TensorRegion, tensor: torch.Tensor) -> TensorRegion:
 def sketch_of(
     tensor: torch.Tensor, region: TensorRegion | None = None, *, counts_small: bool = False, precise: bool = False
 ) -> Sketch:
-    """The numbers of a tensor, or of the part of one that ``region`` says.
+    """Return the sketch of a tensor, or of the part of a tensor that ``region`` describes.
 
     Args:
-        tensor: ``[region.elements]`` in any shape. Without a region one of a batch, ``[…, features]``: where its rows come from
-            does not matter then, so that any division into microbatches adds up to the same.
-        counts_small: whether elements are counted that rounding may turn around.
-        precise: whether projections are summed in float64, so that their difference tells a small change; and the bits are.
+        tensor: ``[region.elements]`` in any shape. Without a region it is a batch, ``[…, features]``: the origin of its rows
+            does not matter then, so any division into microbatches adds up to the same numbers.
+        counts_small: whether to count elements so small that rounding may change their sign.
+        precise: whether to sum projections in float64, so that their difference shows a small change, and to sum bits.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     values = plain_numbers(tensor)
@@ -182,14 +190,14 @@ def sketch_of(
 
 
 def _squares(wide: torch.Tensor) -> torch.Tensor:
-    """The sum of squares, in the type of the tensor."""
+    """Return the sum of squares, in the data type of the tensor."""
     if wide.numel() <= _CHUNK:
         return torch.dot(wide, wide)
     return torch.stack([torch.dot(part, part) for part in wide.split(_CHUNK)]).double().sum().to(wide.dtype)
 
 
 def _count_below(sizes: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """How many elements are smaller, as float64."""
+    """Return the number of elements smaller than ``limit``, as float64."""
     # Ones of the elements' own type are written and added several times faster than truth values; each sum is exact.
     sums = [torch.lt(part, limit, out=torch.empty_like(part)).sum() for part in sizes.split(_CHUNK)]
     return sums[0].double() if len(sums) == 1 else torch.stack(sums).double().sum()
@@ -197,7 +205,7 @@ def _count_below(sizes: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _small(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``[len(SMALL)]``."""
+    """Return the limits for small elements, ``[len(SMALL)]``."""
     return torch.tensor(SMALL, dtype=dtype, device=device)
 
 
@@ -208,7 +216,7 @@ def _no_bits(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's elements' bits, as whole numbers modulo 2^64: int64, ``[1]``."""
+    """Return the sum of the elements' bits, read as integers, modulo 2^64: int64, ``[1]``."""
     flat = plain_numbers(tensor).reshape(-1)
     whole = flat.view(BITS[flat.element_size()])
     if flat.element_size() == 8:
@@ -219,14 +227,17 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_batch(flat: torch.Tensor, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-    """Of a batch: all rows count the same, so that they are added first; numbers that belong to a sample each are added."""
+    """Project a batch: its rows are summed first, because all rows count the same.
+
+    Numbers that belong to one sample each are summed too.
+    """
     if len(shape) < 2:
         return flat.sum(dtype=torch.float64).expand(PROJECTIONS)
     return flat.view(-1, shape[-1]).to(kind).sum(0).double() @ _line(-1, shape[-1], flat.device)
 
 
 def _projected(flat: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Projections of whole rows, ``[rows × columns]``; float64, ``[PROJECTIONS]``."""
+    """Project whole rows, ``[rows × columns]``; returns float64, ``[PROJECTIONS]``."""
     matrix = flat.view(-1, columns.shape[0])
     found = torch.zeros(PROJECTIONS, dtype=torch.float64, device=flat.device)
     step = max(1, _CHUNK // columns.shape[0])
@@ -239,7 +250,7 @@ def _projected(flat: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor, ki
 
 @functools.lru_cache(maxsize=256)
 def _directions(region: TensorRegion, device: torch.device, kind: torch.dtype) -> torch.Tensor:
-    """Those of each element of a small region: ``[PROJECTIONS, elements]``."""
+    """Return the directions of each element of a small region: ``[PROJECTIONS, elements]``."""
     rows, columns = _rows(region, device), _along(region, len(region.shape) - 1, device)
     whole = (rows[:, None] * columns[None]).reshape(-1, PROJECTIONS)
     return whole[region.first : region.last].t().to(kind).contiguous()

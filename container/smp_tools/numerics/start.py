@@ -1,4 +1,7 @@
-"""When numbers are recorded and guarded: from ``smp.init()`` on where the environment says so, or by ``smp.record_numerics``."""
+"""The start of recording and guarding numbers.
+
+It happens in ``smp.init()`` if the environment requests it, or in ``smp.record_numerics``.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,11 @@ _FOLDER = "numerics"
 
 
 def record_numerics(session: Session, folder: str | os.PathLike[str] = "", every: int = DEFAULT_EVERY) -> None:
-    """Record numbers that tell this training apart from another: norms, greatest values and projections of what a step computes.
+    """Record numbers that distinguish this training from another.
 
-    Every rank calls it once, before the first step; ranks write a file each and send nothing. ``smp-estimator diff`` compares two
-    folders, of any degrees. It does nothing where ``SMP_RECORD_NUMERICS`` has begun it already.
+    The numbers are norms, largest values and projections of the tensors of a step. Every rank must call this once, before the
+    first step. Each rank writes a file, and sends nothing. ``smp-estimator diff`` compares two folders, of any degrees. The call
+    does nothing if ``SMP_RECORD_NUMERICS`` has already started the recording.
 
     Args:
         folder: all ranks may have the same one; by default ``numerics`` in the job's output data, else in the working folder.
@@ -63,12 +67,12 @@ def record_numerics(session: Session, folder: str | os.PathLike[str] = "", every
 
 
 def default_folder(environ: Mapping[str, str]) -> Path:
-    """Where ranks record when nobody names a folder."""
+    """Return the folder in which ranks record if no folder is given."""
     return Path(environ.get("SM_OUTPUT_DATA_DIR", ".")) / _FOLDER
 
 
 def folder_of(environ: Mapping[str, str]) -> Path | None:
-    """Where the environment wants numbers to be recorded; None where it does not."""
+    """Return the folder in which the environment requests recording, or None."""
     text = environ.get(VARIABLE, "")
     if text in ("", "0"):
         return None
@@ -93,7 +97,7 @@ def _begin(session: Session) -> None:
 
 
 def _follow_models(session: Session, watching: NumericsRecorder | UpdateGuard) -> None:
-    """Models that are wrapped from now on are watched from their first call on, also in a training without steps."""
+    """Watch models that are wrapped from now on from their first call, also in a training without steps."""
 
     def follow(_: DistributedModel) -> None:
         watching.watch_models()

@@ -1,4 +1,4 @@
-"""What a run of ``smp-estimator verify`` does beside recording: seeds, no dropout, the other run's batches, a few steps."""
+"""Additions of ``smp-estimator verify`` to a recorded run: seeds, no dropout, the other run's batches, a few steps."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class TrialRun:
             session.arguments.append(self.replay)
 
     def without_dropout(self) -> None:
-        """Ranks of different degrees draw different numbers for it, so that there is none in either run."""
+        """Set all dropout rates to 0, because ranks at different degrees draw different numbers for dropout."""
         for model in self._session.models:
             if id(model) not in self._stilled:
                 self._stilled.add(id(model))
                 still(model.module)
 
     def updated(self, optimizer: TrainedOptimizer) -> None:
-        """An update is over; all ranks end after the same one."""
+        """End the script after the requested number of updates; all ranks end after the same update."""
         if self._session.progress.step >= self._trial.steps:
             logger.info("smp-estimator verify ends the script after %d updates", self._trial.steps)
             sys.exit(0)
@@ -76,10 +76,10 @@ class TrialRun:
         return values
 
     def replay(self, values: list[Any], axes: list[int | None]) -> list[Any]:
-        """The batches of the other run's ranks, joined along the axes that are divided.
+        """Return the batches of the other run's ranks, concatenated along the axes that are divided.
 
         Raises:
-            SMPRuntimeError: that run has called another step here.
+            SMPRuntimeError: the other run has not called this step.
         """
         files = sorted(Path(self._trial.replay).glob(_file(self._calls, None)))
         if not files:
@@ -104,7 +104,7 @@ class TrialRun:
 
 
 def _whole(leaf: torch.Tensor, microbatches: int) -> torch.Tensor:
-    """What is written of an argument: of a count for each microbatch, that of all."""
+    """Return the value to write for an argument: if it is a count for each microbatch, the count for all of them."""
     return leaf if counts_of_all(leaf) is None else leaf * microbatches
 
 
@@ -123,7 +123,7 @@ def _file(call: int, owner: int | None) -> str:
 
 
 def seed_everything(seed: int) -> None:
-    """Of PyTorch, Python, and NumPy where the script has it."""
+    """Seed the generators of PyTorch and Python, and NumPy's if the script has imported it."""
     torch.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -131,7 +131,7 @@ def seed_everything(seed: int) -> None:
 
 
 def still(module: nn.Module) -> list[str]:
-    """Set the rates of dropout in a model to 0, those of layers and the numbers that modules keep; gives their names."""
+    """Set the dropout rates in a model to 0, those of layers and numbers that modules keep; returns their names."""
     found = []
     for path, part in module.named_modules():
         names = [

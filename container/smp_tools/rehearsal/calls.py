@@ -1,8 +1,8 @@
-"""Which collectives a rank has called, in which order and on which line, and where two ranks differ in it.
+"""The collectives that a rank has called, with their order and lines, and the first difference between two ranks.
 
-Ranks that share a group wait for each other in each of its collectives: they must make the same calls in the same order. What a
-script does in an ``if`` on the rank breaks that, and a job hangs. Every rank that is rehearsed writes its calls to a file as it
-makes them; the process that has started the ranks compares the files while they run.
+Ranks that share a group wait for each other in each of its collectives: they must make the same calls in the same order. If a
+script makes a call in an ``if`` on the rank, the job hangs. Every rehearsed rank writes its calls to a file as it makes them.
+The process that has started the ranks compares the files while they run.
 """
 
 from __future__ import annotations
@@ -68,15 +68,18 @@ class CallLog:
         self.public_call: Callable[[], str] = str
 
     def another(self) -> None:
-        """A public call begins: what is heard next belongs to it."""
+        """Begin a public call: what follows belongs to it."""
         self._open = None
 
     def of_library(self, ranks: Sequence[int]) -> None:
-        """This library communicates with ranks; what belongs to one call of the script is written down once."""
+        """Record that this library communicates with ranks; one call of the script is written down once."""
         self._add(ranks, None)
 
     def of_script(self, kind: str, nbytes: int, ranks: Sequence[int]) -> None:
-        """The script asks PyTorch itself for a collective; the library's own, which go that way too, belong to their call."""
+        """Record a collective that the script itself requests from PyTorch.
+
+        The library's own collectives take the same path, but they belong to the public call that runs.
+        """
         if kind in _POINT_TO_POINT or self.public_call():
             return
         self._open = None
@@ -107,12 +110,12 @@ class CallLog:
 
 
 def file_of_calls(folder: str, rank: int) -> Path:
-    """Where a rank's calls are."""
+    """Return the path of the file with a rank's calls."""
     return Path(folder, f"{_PREFIX}{rank}{_SUFFIX}")
 
 
 def _is_of_objects() -> bool:
-    """Whether the script has asked for a collective of Python objects, which is made of several of tensors."""
+    """Return whether the script requested a collective of Python objects, which consists of several collectives of tensors."""
     frame = sys._getframe(2)  # noqa: SLF001 - inspect.currentframe() and its f_back take several times as long
     while frame.f_back is not None:
         if (
@@ -126,17 +129,17 @@ def _is_of_objects() -> bool:
 
 @dataclass
 class _ReadFile:
-    """What has been read of a rank's file."""
+    """The part of a rank's file that has been read."""
 
     position: int = 0
     calls: list[RehearsedCall] = field(default_factory=list)
 
 
 class Agreement:
-    """Compares the calls of all ranks whose files are in a folder, again and again.
+    """A repeated comparison of the calls of all ranks with a file in a folder.
 
     Args:
-        steps: of later ones nothing is compared, as not all ranks run them.
+        steps: number of steps to compare; later ones are not compared, because not all ranks run them.
     """
 
     def __init__(self, folder: str, steps: int) -> None:
@@ -145,10 +148,10 @@ class Agreement:
         self._written: dict[int, _ReadFile] = {}
 
     def difference(self, *, is_over: bool) -> Difference | None:
-        """The first call in which two ranks differ; None as long as there is none.
+        """Return the first call in which two ranks differ, or None if there is none yet.
 
         Args:
-            is_over: no rank will make another call, so that it must not have made fewer than another one.
+            is_over: no rank will make another call, so a rank with fewer calls than another differs, too.
         """
         self._read()
         ranks = sorted(self._written)

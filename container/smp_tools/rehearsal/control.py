@@ -23,15 +23,15 @@ _STEP = "the step "
 
 
 class Kinds:
-    """Which rank stands for which: the first replica's first tensor parallel rank of each pipeline stage.
+    """The representatives of all ranks: the first replica's first tensor parallel rank of each pipeline stage.
 
     Args:
-        ranks_per_host: neighbouring ranks are on one host.
+        ranks_per_host: neighboring ranks are on one host.
         last: the last replica's last tensor parallel rank instead.
 
     Attributes:
-        representatives: one rank of each stage, which stands for all of it.
-        others: those that are rehearsed at another time: the last ranks, or the first.
+        representatives: one rank of each stage, which represents all of it.
+        others: ranks that are rehearsed at another time: the last ranks, or the first.
     """
 
     def __init__(self, topology: Topology, ranks_per_host: int, *, last: bool = False) -> None:
@@ -44,36 +44,36 @@ class Kinds:
         self.representatives, self.others = (last_ranks, first_ranks) if last else (first_ranks, last_ranks)
 
     def kind_of(self, rank: int) -> int:
-        """The pipeline stage of a rank."""
+        """Return the pipeline stage of a rank."""
         return self._topology.coordinates(rank).pp
 
     def host_of(self, rank: int) -> int:
-        """The number of its host."""
+        """Return the index of a rank's host."""
         return rank // self._ranks_per_host
 
     def hosts_of(self, ranks: Sequence[int]) -> int:
-        """How many hosts ranks are on."""
+        """Return the number of hosts that the ranks are on."""
         return len({self.host_of(rank) for rank in ranks})
 
     def stands_for(self, kind: int) -> int:
-        """How many ranks are of a kind."""
+        """Return the number of ranks of a kind."""
         return self._topology.size(Group.DP)
 
     def host_name(self, rank: int) -> str:
-        """What the launcher would announce there."""
+        """Return the host name that the launcher would announce for a rank."""
         return f"algo-{self.host_of(rank) + 1}"
 
 
 class KindsCarrier:
-    """Carries messages between ranks of a job that is not there, by the processes that stand for their kinds.
+    """A carrier of messages between ranks of an absent job, through one process for each kind of rank.
 
-    What a rank sends to one of its own kind comes back to it: that one sends the same. See
+    A message to a rank of the same kind comes back to the sender, because that rank sends the same message. See
     :class:`~smp_runtime.comm.waiting.Carrier`.
 
     Args:
         inner: connects the processes; its ranks are kinds.
-        said: by ranks that were rehearsed before.
-        heard: notes what this rank says to those that are rehearsed after it.
+        said: messages of ranks that were rehearsed before.
+        heard: records this rank's messages for ranks that are rehearsed after it.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class KindsCarrier:
 
 
 class RehearsedControl(ControlPlane):
-    """Collectives ask only those processes that are there; the other ranks say what their kind's process says.
+    """A control plane with collectives among the existing processes only; each one answers for all ranks of its kind.
 
     Args:
         inner: connects the processes; its ranks are kinds.
-        calls: writes down what the script calls.
-        said: by ranks that were rehearsed before.
-        heard: notes what this rank says, for those that are rehearsed after it.
+        calls: writes down the script's calls.
+        said: messages of ranks that were rehearsed before.
+        heard: records this rank's messages for ranks that are rehearsed after it.
     """
 
     speaks_for_all = True

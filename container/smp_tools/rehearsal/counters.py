@@ -128,7 +128,7 @@ class Counters:
             self._segments = segments
 
     def _pipeline_blocks(self) -> dict[int, list[TimedBlock]]:
-        """What each stage computes when, in the planned order."""
+        """Return each stage's timed blocks of computation, in the planned order."""
         found: dict[int, list[TimedBlock]] = {}
         for segment in self._segments if self._planned is not None else ():
             action = segment.action
@@ -151,13 +151,13 @@ class Counters:
             self._put_back.pop()()
 
     def counted(self, collectives: Collectives) -> CountedCollectives:
-        """The same collectives, counted."""
+        """Return the same collectives with counters."""
         found = CountedCollectives(collectives, self.ledger, self._timed if self._has_clock else None)
         self._direct.counted = found.counted
         return found
 
     def _timed(self, kind: str, nbytes: int, group: dist.ProcessGroup, work: Work) -> Work:
-        """A collective that ends when it would have ended."""
+        """Return a collective that takes as long as the rates predict."""
         rates = self._rates
         if rates is None or group.size() == 1:
             return work
@@ -227,7 +227,7 @@ class Counters:
             self.phases.name(model.module)
 
     def _mark(self, optimizer: Any) -> None:
-        """Say what the tensors of models and of an optimizer are, now that they are all there."""
+        """Mark the kinds of all tensors of models and of an optimizer, after the optimizer has created them."""
         models: list[Any] = list(self._session.models) if self._session is not None else []
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.memory.mark("optimizer state", trained)  # masters and shards; those of a model are marked again below
@@ -243,7 +243,7 @@ class Counters:
             self.holdings.look(models, self._session.ranks.rank_in(Group.PP), self.phases.called)
 
     def report(self, stage: int, rank: int, stands_for: int) -> KindReport:
-        """All that was counted to the end of the last step, or of a script that ended before."""
+        """Return all counts up to the end of the last step, or of a script that ended before."""
         made = self._made or self._report()
         return made.model_copy(update={"stage": stage, "rank": rank, "stands_for": stands_for})
 

@@ -1,7 +1,7 @@
-"""What a rehearsed script reads: how many batches its loader has, and batches of given shapes where its data are elsewhere.
+"""The data of a rehearsed script: the number of batches of its loader, and batches of given shapes if its data are elsewhere.
 
-Data sets of a cluster are seldom on a laptop. With shapes, every ``DataLoader`` of PyTorch hands out batches of them and reads
-nothing, and a ``Dataset`` whose files are missing counts as one of so many samples: the script is as it was.
+Data sets of a cluster are rarely on a laptop. With given shapes, every ``DataLoader`` of PyTorch returns batches of these shapes
+and reads nothing. A ``Dataset`` with missing files counts as one with a given number of samples. The script needs no change.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MARK = "_smp_stands_in"
 
 
 class Loaders:
-    """Follows the loaders of a script, from :meth:`start` to :meth:`stop`.
+    """A counter of the batches of a script's loaders, from :meth:`start` to :meth:`stop`.
 
     Args:
-        inputs: of what the batches are made; none: they are read as in a job.
-        samples: of a data set whose files are missing.
+        inputs: the shapes of batches to make; if empty, batches are read as in a job.
+        samples: number of samples of a data set with missing files.
 
     Attributes:
-        epoch_batches: of the loader that was read last, in an epoch; None where it does not say.
-        batches: that the script has read since somebody set it to 0.
+        epoch_batches: batches of an epoch of the loader that was read last; None if the loader has no length.
+        batches: that the script has read since the attribute was set to 0.
     """
 
     def __init__(self, inputs: Sequence[InputShape], samples: int) -> None:
@@ -46,7 +46,7 @@ class Loaders:
         self.batches = 0
 
     def start(self) -> None:
-        """Follow every loader that is read from now on, and data sets whose classes are made from now on."""
+        """Follow every loader that is read from now on, and data sets with classes that are defined from now on."""
         loader = torch_data.DataLoader
         read = loader.__iter__
         follow = self
@@ -63,12 +63,12 @@ class Loaders:
             self._put_back.append(lambda: _restore(made))
 
     def stop(self) -> None:
-        """Follow no more."""
+        """Stop following loaders and data sets."""
         while self._put_back:
             self._put_back.pop()()
 
     def stand_ins(self, loader: Any) -> Iterator[Any]:
-        """The batches of an epoch."""
+        """Yield the batches of an epoch."""
         left = _length(loader)
         size = getattr(loader, "batch_size", None) or getattr(loader.batch_sampler, "batch_size", None) or 1
         while left is None or left > 0:
@@ -76,10 +76,10 @@ class Loaders:
             left = None if left is None else left - 1
 
     def batch(self, size: int) -> Any:
-        """One batch: a dictionary of named tensors, or a list of numbered ones.
+        """Return one batch: a dictionary of named tensors, or a list of numbered ones.
 
         Args:
-            size: stands for a size of -1.
+            size: replaces a size of -1.
         """
         made = {one.name: _tensor(one, size) for one in self._inputs}
         if all(name.isdecimal() for name in made):
@@ -131,7 +131,7 @@ class _Followed:
 
 
 def _length(loader: Any) -> int | None:
-    """Batches of an epoch; None of a stream, which does not know."""
+    """Return the number of batches of an epoch, or None for a stream, which does not know it."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -139,7 +139,7 @@ def _length(loader: Any) -> int | None:
 
 
 def _tensor(given: InputShape, size: int) -> torch.Tensor:
-    """Ones of a type for numbers, zeros of one for indices: any vocabulary has them."""
+    """Return ones for a floating-point type, and zeros for an integer type: any vocabulary has index 0."""
     shape = [size if axis == -1 else axis for axis in given.shape]
     dtype: torch.dtype = getattr(torch, given.dtype)
     return torch.ones(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Collectives of a job whose other ranks are not there: nothing moves, everything is counted.
+"""Collectives of a job with absent ranks: nothing moves, and everything is counted.
 
-What arrives from the others is taken to be what this rank has itself: a sum over a group is this rank's tensor times the number of
-members. It is worked out where tensors are small, since agreements of the runtime read such values (flags, orders, norms).
+Data from other ranks are assumed to equal this rank's data: a sum over a group is this rank's tensor times the number of members.
+The sum is computed for small tensors, because agreements of the runtime read such values (flags, orders, norms).
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ _NAMES = {
 
 
 class CollectiveLedger:
-    """Adds up collectives by step, phase, sort and group.
+    """Totals of collectives by step, phase, kind and group.
 
     Args:
-        where: what the calling thread is at.
+        where: returns the phase of the calling thread.
 
     Attributes:
         step: the step that runs; -1 before the first.
-        name_of: what a group is called, and how many hosts it reaches over.
-        calls: writes down who communicates with whom in the script's calls; None: nobody wants to know.
+        name_of: returns a group's name, and the number of hosts that it spans.
+        calls: writes down the communicating ranks in the script's calls; None to write nothing.
     """
 
     def __init__(self, where: Callable[[], RankPhase]) -> None:
@@ -83,7 +83,7 @@ class CollectiveLedger:
         self.calls: CallLog | None = None
 
     def add(self, kind: str, nbytes: int, group: dist.ProcessGroup) -> None:
-        """A collective of this rank.
+        """Count a collective of this rank.
 
         Args:
             nbytes: of the whole tensor.
@@ -104,7 +104,7 @@ class CollectiveLedger:
             )
 
     def counts(self) -> list[CollectiveCount]:
-        """All, in the order of steps."""
+        """Return all counts, ordered by step."""
         with self._lock:
             rows = sorted(self._rows.items())
         return [
@@ -135,8 +135,8 @@ class CountedCollectives:
 
     Args:
         inner: does the work.
-        timed: gives the collective that ends when it would have ended, by its kind, bytes of the whole tensor and group; None:
-            as it is.
+        timed: returns a collective with the duration that the rates predict, by kind, bytes of the whole tensor and group; None
+            to leave collectives unchanged.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class CountedCollectives:
 
 
 class _FinishedWork:
-    """A collective that needed no time. It holds the tensors as long as somebody holds it, as one of PyTorch does."""
+    """A collective that needed no time. Like one of PyTorch, it keeps its tensors until it is released."""
 
     def __init__(self, *held: torch.Tensor) -> None:
         self._held = held
@@ -220,7 +220,7 @@ class AbsentCollectives:
 
     @staticmethod
     def _sum_tail(tensor: torch.Tensor, members: int) -> None:
-        """A bucket's flags stand behind its gradients."""
+        """Sum the flags of a bucket, which follow its gradients."""
         end = tensor.detach().view(-1)[-(PERFORMED_BYTES // 2 // tensor.element_size()) :]
         _multiply(end, members)
 
@@ -254,13 +254,13 @@ class AbsentCollectives:
 
 
 def _multiply(tensor: torch.Tensor, times: int) -> None:
-    """What a sum over equal ranks gives; flags and indices too."""
+    """Multiply a tensor as a sum over equal ranks would, including flags and indices."""
     with torch.no_grad(), unwatched():
         tensor.detach().mul_(times)
 
 
 class DirectCollectives:
-    """What is asked of ``torch.distributed`` itself, by a script or the library: seen by the mode of operations.
+    """The collectives that a script or the library requests from ``torch.distributed`` itself, as the dispatch mode sees them.
 
     Attributes:
         counted: ``inside``: whether the caller has counted it already.
@@ -271,7 +271,7 @@ class DirectCollectives:
         self.counted = _CountingState()
 
     def __call__(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Do one, and count it."""
+        """Perform one operation, and count it."""
         name = _NAMES.get(function.__name__.partition(".")[0].strip("_"))
         group = next(
             (found for value in (*args, *kwargs.values()) if (found := group_of_operation(value)) is not None), None

@@ -26,7 +26,7 @@ class LinkCounter:
         self.step = -1
 
     def reaches(self, kind_of: Callable[[int], int], same_host: Callable[[int], bool]) -> None:
-        """Say where ranks are.
+        """Set the functions that locate ranks.
 
         Args:
             kind_of: the pipeline stage of a global rank.
@@ -36,18 +36,18 @@ class LinkCounter:
         self._same_host = same_host
 
     def channel(self, peer: int) -> TensorChannel:
-        """The channel to or from a rank."""
+        """Return the channel to or from a rank."""
         return _ShapeChannel(self, peer)
 
     def add(self, peer: int, nbytes: int) -> None:
-        """A tensor goes to a rank."""
+        """Count a tensor that is sent to a rank."""
         key = (self.step, self._kind_of(peer), self._same_host(peer))
         with self._lock:
             messages, total = self._rows.get(key, (0, 0))
             self._rows[key] = messages + 1, total + nbytes
 
     def counts(self) -> list[LinkCount]:
-        """All, in the order of steps."""
+        """Return all counts, ordered by step."""
         with self._lock:
             rows = sorted(self._rows.items())
         return [
@@ -57,7 +57,7 @@ class LinkCounter:
 
 
 class _ShapeChannel(TensorChannel):
-    """See :class:`~smp_runtime.pipeline.transport.tensor_channels.TensorChannel`; only what is small travels with its values."""
+    """See :class:`~smp_runtime.pipeline.transport.tensor_channels.TensorChannel`; only small tensors travel with their values."""
 
     def __init__(self, links: LinkCounter, peer: int) -> None:
         self._links = links
@@ -82,7 +82,7 @@ class _ShapeChannel(TensorChannel):
         return tensor
 
     def flush(self, deadline: float) -> None:
-        """Nothing is under way."""
+        """Return at once: no tensor is in transfer."""
 
     def prune(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no tensor is kept."""

@@ -1,8 +1,8 @@
-"""Bytes of tensors that are alive, who made them, and the moment when they were most.
+"""Bytes of live tensors, the code that created them, and the moment of their peak.
 
-Counted are storages, from the operation that makes them to the moment when the last tensor lets go; a storage that is emptied in
-place (:mod:`smp_runtime.sharding` lets gathered parameters go so) counts with what it has left. It is the same count in a rehearsal
-and in a job whose operations are performed, so that both can be compared.
+Storages are counted, from the operation that creates them until the last tensor releases them. A storage that is emptied in
+place (as :mod:`smp_runtime.sharding` frees gathered parameters) counts with its remaining bytes. The count is the same in a
+rehearsal and in a job that performs its operations, so both can be compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CARRIERS = ("smp_runtime.data_parallel", "smp_runtime.sharding", "smp_runtime.c
 
 @dataclass(frozen=True)
 class RankPhase:
-    """What a rank was at."""
+    """The phase and module that a rank was in."""
 
     phase: str
     module: str
@@ -44,7 +44,7 @@ class RankPhase:
 
 @dataclass(eq=False)
 class _Storage:
-    """One that is alive, or was at the peak."""
+    """A storage that is alive, or was at the peak."""
 
     size: int
     born: int  # number of the change
@@ -58,7 +58,7 @@ class _Storage:
 
 
 class _ThreadMemory(threading.local):
-    """Of one thread."""
+    """State of one thread."""
 
     in_host = False
 
@@ -122,7 +122,7 @@ class LiveMemory:
 
     @contextlib.contextmanager
     def in_host_memory(self) -> Iterator[None]:
-        """What the calling thread makes inside lies in main memory where a job has GPUs."""
+        """Count what the calling thread allocates in the block as main memory of a job with GPUs."""
         before, self._here.in_host = self._here.in_host, True
         try:
             yield
@@ -160,7 +160,7 @@ class LiveMemory:
                 self._gone_since_peak.append(entry)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage that was emptied or filled in place counts with what it has now."""
+        """Update the size of a storage that was emptied or filled in place."""
         with self._lock:
             entry = self._alive.get(key_of_storage(storage))
             if entry is None or entry.size == storage.nbytes():
@@ -185,7 +185,7 @@ class LiveMemory:
         self._event(-size, entry)
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Say what tensors are that live now."""
+        """Set the kind of tensors that are alive now."""
         with self._lock:
             for tensor in tensors:
                 if tensor is not None and not tensor.is_meta and tensor.layout is torch.strided:
@@ -194,7 +194,7 @@ class LiveMemory:
                         entry.kind = kind
 
     def watch_peak(self) -> None:
-        """Forget the peak: what is most from now on."""
+        """Reset the peak to the memory that is in use now."""
         with self._lock:
             self._gone_since_peak.clear()
             self.peak, self._peak_change, self.peak_at = self.now, self._changes, self._where()
@@ -206,13 +206,16 @@ class LiveMemory:
             self._events.append((self._clock(), change, entry))
 
     def begin_curve(self) -> None:
-        """Record what is alive from now on."""
+        """Record the live memory from now on."""
         with self._lock:
             self._events.clear()
             self._records = True
 
     def curve(self) -> MemoryOverTime:
-        """What was alive since :meth:`begin_curve`, by kind; of each stretch the highest point, so that no peak is lost."""
+        """Return the live bytes since :meth:`begin_curve` over time, by kind.
+
+        Each stretch of time is represented by its highest point, so no peak is lost.
+        """
         with self._lock:
             events = list(self._events)
             held: dict[str, int] = {}
@@ -237,7 +240,7 @@ class LiveMemory:
         return MemoryOverTime(seconds=seconds, owners=owners)
 
     def at_peak(self) -> list[PeakHolder]:
-        """All that was alive at the peak, by place, the largest first."""
+        """Return all holders of memory at the peak, by place, the largest first."""
         with self._lock:
             alive = [entry for entry in self._alive.values() if entry.born <= self._peak_change and not entry.in_host]
             found: dict[tuple[str, str, str, str], tuple[int, int]] = {}
@@ -254,12 +257,12 @@ class LiveMemory:
 
 
 def largest(holders: Sequence[PeakHolder]) -> list[PeakHolder]:
-    """The ten that a report names."""
+    """Return the ten largest holders, for a report."""
     return list(holders[:_MOST_HOLDERS])
 
 
 def by_kind(holders: Sequence[PeakHolder]) -> dict[str, int]:
-    """Bytes of each kind."""
+    """Return the bytes of each kind."""
     found: dict[str, int] = {}
     for holder in holders:
         found[holder.kind] = found.get(holder.kind, 0) + holder.bytes
@@ -275,7 +278,7 @@ def _kind_of(entry: _Storage) -> str:
 
 
 def _is_carrier_s() -> bool:
-    """Whether the innermost code that is not PyTorch's belongs to a room that carries tensors."""
+    """Return whether the innermost code outside PyTorch belongs to a package that carries tensors."""
     frame = sys._getframe(3)  # noqa: SLF001 - inspect.currentframe() and its f_back take several times as long
     for _ in range(12):
         name = str(frame.f_globals.get("__name__", ""))

@@ -1,6 +1,6 @@
-"""What ranks that were rehearsed first have said, for those that are rehearsed after them.
+"""Messages of ranks that were rehearsed earlier, to replay for ranks that are rehearsed later.
 
-The last rank of each stage is rehearsed when the first ones are through. What it would hear of them is what they have said.
+The last rank of each stage is rehearsed after the first ranks have finished. It receives the messages that they recorded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _Key = tuple[int, str, int, tuple[int, ...]]
 
 
 class MessageLog:
-    """Sayings of ranks, in the order in which they were said.
+    """Messages of ranks, in the order in which they were sent.
 
     Args:
-        speakers: ranks that were rehearsed before, whose sayings are in ``folder``.
+        speakers: ranks that were rehearsed before; their messages are in ``folder``.
     """
 
     def __init__(self, speakers: Iterable[int] = (), folder: str = "") -> None:
@@ -34,7 +34,7 @@ class MessageLog:
             self._sayings.update(pickle.loads(path.read_bytes()) if path.exists() else {})
 
     def note(self, rank: int, call: str, channel: int, to: Sequence[int], payload: Any) -> None:
-        """A rank says something; what cannot travel is not noted."""
+        """Record a rank's message, unless it cannot be pickled."""
         try:
             saying = pickle.dumps(payload)
         except Exception:  # whatever an object of the script raises
@@ -42,10 +42,10 @@ class MessageLog:
         self._sayings[rank, call, channel, tuple(to)].append(saying)
 
     def next(self, rank: int, call: str, channel: int, to: Sequence[int]) -> tuple[bool, Any]:
-        """Whether a rank has said something more there, and what."""
+        """Return whether there is another message from a rank there, and the message."""
         waiting = self._sayings.get((rank, call, channel, tuple(to)))
         return (True, pickle.loads(waiting.popleft())) if waiting else (False, None)
 
     def leave(self, rank: int, folder: str) -> None:
-        """Write down what a rank has said."""
+        """Write a rank's messages to a file."""
         Path(folder, f"{_PREFIX}{rank}{_SUFFIX}").write_bytes(pickle.dumps(dict(self._sayings)))

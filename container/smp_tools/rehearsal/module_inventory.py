@@ -1,4 +1,4 @@
-"""Which modules a rank has, how many parameters they hold, and which of them no step has called."""
+"""The modules of a rank, their number of parameters, and the modules that no step has called."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _MOST_NAMES = 12
 
 
 class ModuleInventory:
-    """What the models of a rank come to; looked at after every update, since a script may let go of them at its end.
+    """The modules and parameters of a rank's models.
+
+    It is updated after every update of the optimizer, because a script may release its models at its end.
 
     Attributes:
-        parameters: elements that this rank holds, of sharded ones its part.
+        parameters: elements on this rank; of sharded parameters, its part.
         trained_parameters: of these, elements that have gradients.
         idle_parameters: of these, elements of modules that were never called.
         modules: paths of the modules of this rank, without those inside others of them.
@@ -31,11 +33,11 @@ class ModuleInventory:
         self.idle_modules: list[str] = []
 
     def look(self, models: Sequence[TrainedModel], stage: int, called: set[str]) -> None:
-        """Look at the models again.
+        """Update the inventory from the models.
 
         Args:
             stage: of this rank.
-            called: paths of modules whose forward has run here.
+            called: paths of modules with a forward pass that has run here.
         """
         self.parameters = self.trained_parameters = self.idle_parameters = 0
         here: list[str] = []
@@ -61,7 +63,7 @@ class ModuleInventory:
 
 
 def _elements(module: nn.Module, seen: set[int]) -> tuple[int, int]:
-    """Elements of a module's own parameters that no other has counted; all, and those that are trained."""
+    """Return a module's own parameter elements that were not counted before: all of them, and the trained ones."""
     total = trained = 0
     for parameter in module.parameters(recurse=False):
         if not parameter.is_meta and id(parameter) not in seen:
@@ -74,7 +76,7 @@ def _elements(module: nn.Module, seen: set[int]) -> tuple[int, int]:
 
 
 def _whole(path: str, here: set[str], called: set[str]) -> str:
-    """The outermost module around one that was not called of which nothing else was called either."""
+    """Return the outermost module around an idle module that contains no called module."""
     parent = path.rpartition(".")[0]
     while parent in here and parent and not any(one == parent or one.startswith(f"{parent}.") for one in called):
         path, parent = parent, parent.rpartition(".")[0]
@@ -82,7 +84,7 @@ def _whole(path: str, here: set[str], called: set[str]) -> str:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Without the model itself, and without modules inside others that are named."""
+    """Return the paths without the model itself, and without modules inside others in the list."""
     found: list[str] = []
     for path in paths:
         parents = path.split(".")

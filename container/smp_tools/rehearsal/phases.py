@@ -1,4 +1,4 @@
-"""What a rank is at: the phase of a step, and the module whose forward pass, or whose part of backward, runs."""
+"""The current work of a rank: the phase of a step, and the module that runs its forward or backward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _ThreadPhases(threading.local):
-    """Of one thread."""
+    """State of one thread."""
 
     def __init__(self) -> None:
         self.modules: list[str] = []  # whose forward runs, the innermost last
@@ -26,11 +26,11 @@ class _ThreadPhases(threading.local):
 
 
 class Phases:
-    """Follows all threads of a rank by PyTorch's global hooks, until :meth:`close`.
+    """The phases of all threads of a rank, found by PyTorch's global hooks, until :meth:`close`.
 
     Attributes:
         in_steps: whether the first step has begun.
-        called: paths of the modules whose forward has run.
+        called: paths of the modules with a forward pass that has run.
         in_microbatch: whether the calling thread runs a microbatch.
     """
 
@@ -50,17 +50,17 @@ class Phases:
         ]
 
     def close(self) -> None:
-        """Hear no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def name(self, model: nn.Module) -> None:
-        """From now on its modules are called by their paths."""
+        """Use the paths of the model's modules as their names from now on."""
         for path, module in model.named_modules():
             self._names[id(module)] = path
 
     def where(self) -> RankPhase:
-        """What the calling thread is at."""
+        """Return the phase and module of the calling thread."""
         node = running_node()
         modules = self._here.modules
         if node is not None:

@@ -1,8 +1,8 @@
 """The runner of a rehearsal: ``python -m smp_tools.rehearsal.rank REQUEST train.py --epochs 3``.
 
-It imports PyTorch once and forks a process for each kind of rank. Each of them believes that it is the first rank of its kind
-in the whole job, runs the script, and leaves its counts, or why it could not go on, in the request's folder. Where that is asked
-for, processes for the last ranks follow, whose calls must be the same.
+It imports PyTorch once and forks a process for each kind of rank. Each process behaves as the first rank of its kind in the
+whole job, and runs the script. It writes its counts, or the reason why it failed, to the request's folder. If requested,
+processes for the last ranks follow, which must make the same calls.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_failure(path: Path) -> Failure:
-    """What a kind has left that could not go on."""
+    """Return the failure that a kind has written because it could not continue."""
     return Failure.model_validate_json(path.read_bytes())
 
 
 def _fork_all(request: RehearsalRequest, words: Sequence[str], *, last: bool = False) -> list[int]:
-    """Run every kind in a process of its own; gives their exit codes.
+    """Run every kind in a process of its own, and return their exit codes.
 
     Args:
-        last: the last ranks of the stages, after the first ones.
+        last: whether to run the last ranks of the stages, after the first ones.
     """
     children = []
     pipes = []
@@ -173,7 +173,7 @@ def _watch(request: RehearsalRequest, children: Sequence[int]) -> list[int]:
 
 
 def _tell(request: RehearsalRequest, found: Difference) -> None:
-    """Leave a difference as the reason of all that came of it."""
+    """Write a difference as the cause of all failures that followed from it."""
     for path in Path(request.folder).glob("failed-*.json"):
         path.unlink()
     failure = Failure(
@@ -183,11 +183,11 @@ def _tell(request: RehearsalRequest, found: Difference) -> None:
 
 
 class _Kind:
-    """The process that stands for one kind of rank.
+    """The process that represents one kind of rank.
 
     Args:
-        reads: a descriptor from which the port of the common store can be read.
-        last: it stands for the kind as its last rank.
+        reads: a file descriptor to read the port of the common store from.
+        last: whether it represents the kind as its last rank.
     """
 
     def __init__(self, request: RehearsalRequest, kind: int, reads: int, *, last: bool) -> None:
@@ -206,7 +206,7 @@ class _Kind:
         self._rank = 0
 
     def run(self, words: Sequence[str]) -> int:
-        """Run the script to the last step, and leave a report; gives the exit code."""
+        """Run the script to the last step, write a report, and return the exit code."""
         script, *rest = words
         self._place(_parameters_of_environment())
         sessions.joining.append(self._join)
@@ -239,7 +239,7 @@ class _Kind:
         return self._finish()
 
     def _agreed(self, function: Callable[..., Any]) -> Callable[..., None]:
-        """A function of checkpoints that all ranks call together: its arguments are looked at, and nothing is written."""
+        """Wrap a checkpoint function that all ranks call together: it checks its arguments, and writes nothing."""
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -294,7 +294,7 @@ class _Kind:
     # -- what smp.init() meets ---------------------------------------------------------------------------------
 
     def _place(self, parameters: ModelParallelParameters | None) -> None:
-        """Give this process the environment of the rank that it stands for, as far as it is known before smp.init()."""
+        """Set the environment of the represented rank in this process; some of it is only known in smp.init()."""
         request = self._request
         if parameters is not None:
             topology = parameters.topology(request.ranks)
@@ -311,7 +311,7 @@ class _Kind:
             os.environ.update(dict.fromkeys(name, str(value)))
 
     def _join(self, parameters: ModelParallelParameters) -> tuple[RehearsedControl, Any]:
-        """Instead of the way to other ranks."""
+        """Return the control plane and collectives of the rehearsal, in place of connections to other ranks."""
         request = self._request
         topology: Topology = parameters.topology(request.ranks)
         if topology.pipeline != request.kinds:
@@ -341,7 +341,7 @@ class _Kind:
         return control, collectives
 
     def _start_groups(self, *args: Any, **kwargs: Any) -> None:
-        """Instead of ``init_process_group``: groups whose other ranks are not there."""
+        """Replace ``init_process_group``: create process groups with absent other ranks."""
         _init_process_group("fake", store=absent_store(), rank=self._rank, world_size=self._request.ranks)
 
     def _begin(self, session: sessions.Session) -> None:
@@ -358,10 +358,10 @@ _TRAVELS = 1 << 26
 
 
 def _save_nothing(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-    """Write a file that can be read: the elements of what it should hold are nobody's.
+    """Write a file that can be read, without elements: a rehearsal does not compute them.
 
     Raises:
-        SMPRuntimeError: a tensor is pickled that is too large to be.
+        SMPRuntimeError: a tensor is too large to be pickled.
     """
     if not isinstance(content, torch.TypedStorage | torch.UntypedStorage):
         _save(None, file)
@@ -378,7 +378,10 @@ def _save_nothing(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _refused(self: Any, *args: Any, **kwargs: Any) -> None:
-    """PyTorch's own data parallelism asks its backend for values in C++, and of ranks that are not there nobody has any."""
+    """Raise an error, because PyTorch's data parallelism requests values from its backend in C++.
+
+    Absent ranks have no such values.
+    """
     raise SMPUserError(
         "DistributedDataParallel of PyTorch is made here, which cannot be rehearsed: its sums go past this library; wrap the model "
         'with smp.DistributedModel, after smp.init(), and set "ddp": True for replicas'
@@ -389,7 +392,7 @@ _init_process_group = dist.init_process_group
 
 
 def _rates(request: RehearsalRequest) -> RateCard | None:
-    """Those that were given, or of the instance; None where they are not known."""
+    """Return the given rates, or those of the instance type; None if they are not known."""
     if request.rates is not None:
         return request.rates
     try:
@@ -408,7 +411,7 @@ def _parameters_of_environment() -> ModelParallelParameters | None:
 
 
 def _line_of(error: BaseException) -> str:
-    """The script's line at which an error came up: the innermost."""
+    """Return the innermost line of the script at which an error was raised."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if is_script_s(frame.f_code.co_filename):

@@ -1,11 +1,11 @@
-"""Operations that are not performed: large results get memory that nobody touches, small ones their real values.
+"""Operations that are not performed: large results get memory that is never written, small ones their real values.
 
-An operation of PyTorch on large tensors costs memory and time because its elements are written. Here such an operation only
-allocates what it returns: the system gives pages when they are written to, so a tensor of 10 GB that nobody writes costs nothing.
-What is small (losses, flags, indices, a batch of tokens) is computed as ever, so that a script's ``if`` and the runtime's own
-agreements see values. Shapes, types and strides of results come from PyTorch's own kernels for the meta device.
+An operation of PyTorch on large tensors costs memory and time because its elements are written. Here, such an operation only
+allocates its result. The system allocates pages when they are written to, so a tensor of 10 GB that is never written costs
+nothing. Small tensors (losses, flags, indices, a batch of tokens) are computed as usual. So a script's ``if`` and the runtime's
+own agreements see values. Shapes, types and strides of results come from PyTorch's own kernels for the meta device.
 
-All tensors stay ordinary tensors of the CPU: autograd, hooks, views, pickling and storages work as in a job.
+All tensors stay ordinary CPU tensors: autograd, hooks, views, pickling and storages work as in a job.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _META = torch.device("meta")
 
 
 def use_fresh_memory() -> None:
-    """Have every large allocation of this process come from the system, as zeros that take no memory until they are written.
+    """Make every large allocation of this process come from the system, as zeros that take no memory until written.
 
-    Without a C library that can be told so, large memory that was freed may come back with what stood in it.
+    If the C library has no such option, large memory may be reused with its old contents.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -59,7 +59,7 @@ def use_fresh_memory() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a result is like."""
+    """The shape, strides and data type of a result."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -71,11 +71,11 @@ class _Shape:
 
 
 class _Plan:
-    """What an operation does with its arguments, read from its schema once.
+    """The way in which an operation uses its arguments, read from its schema once.
 
     Attributes:
         is_free: it touches no elements: a view, or a change of a tensor's shape.
-        written: by return value, the position or name of the argument that it is; None for a new tensor.
+        written: for each return value, the position or name of the argument that it is; None for a new tensor.
         mutates: whether it writes into an argument.
         is_dynamic: the shape of its result depends on values.
     """
@@ -105,7 +105,7 @@ class _Plan:
         self.names = [argument.name for argument in schema.arguments]
 
     def argument(self, place: int | str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The argument at a position, however it was given."""
+        """Return the argument at a position, whether it was passed by position or by name."""
         if isinstance(place, int):
             return args[place] if place < len(args) else kwargs.get(self.names[place])
         return kwargs.get(place)
@@ -116,7 +116,7 @@ _DYNAMIC = {torch.ops.aten.equal.default, ITEM}
 
 
 class SkippedOperation(NamedTuple):
-    """One that has been done, or has only allocated."""
+    """An operation that has been performed, or has only allocated its result."""
 
     function: Any
     args: Sequence[Any]
@@ -127,10 +127,10 @@ class SkippedOperation(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Hears of every operation that touches elements, after it; not of views."""
+    """An observer that is called after every operation that touches elements; views do not count."""
 
     def performed(self, operation: SkippedOperation) -> None:
-        """An operation is over."""
+        """Handle an operation that is done."""
 
 
 class SkipComputeMode(TorchDispatchMode):
@@ -192,12 +192,12 @@ class SkipComputeMode(TorchDispatchMode):
         return self._allocated(plan, function, shapes, args, kwargs)
 
     def _written(self, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation in place returns; nothing is written."""
+        """Return the result of an in-place operation without writing anything."""
         results = tuple(plan.argument(place, args, kwargs) for place in plan.written if place is not None)
         return None if not results else results[0] if len(results) == 1 else results
 
     def _known_shapes(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The structure of the result with a :class:`_Shape` in place of every tensor; ``_UNKNOWN`` without a meta kernel."""
+        """Return the structure of the result with a :class:`_Shape` for every tensor; ``_UNKNOWN`` without a meta kernel."""
         try:
             key = (function, _key(args), _key(tuple(sorted(kwargs.items()))))
             known = self._shapes.get(key)
@@ -210,7 +210,7 @@ class SkipComputeMode(TorchDispatchMode):
         return known
 
     def _asked(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same, from PyTorch's kernel for the meta device."""
+        """Return the same structure as :meth:`_known_shapes`, from PyTorch's kernel for the meta device."""
         on_meta = {
             name: _META if isinstance(value, torch.device) else None if isinstance(value, torch.Generator) else value
             for name, value in kwargs.items()
@@ -229,7 +229,7 @@ class SkipComputeMode(TorchDispatchMode):
         return self._plans[function].names
 
     def _allocated(self, plan: _Plan, function: Any, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Results with memory, the arguments themselves where the operation writes into them."""
+        """Return results with memory; results that the operation writes into arguments are these arguments."""
 
         def one(shape: Any, place: int | str | None) -> Any:
             if place is not None:
@@ -243,7 +243,7 @@ class SkipComputeMode(TorchDispatchMode):
         return one(shapes, plan.written[0] if plan.written else None)
 
     def _unknown(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """The result of an operation whose shape or value depends on elements that nobody has computed."""
+        """Return True for ``equal``, and raise an error for other operations that depend on elements that were not computed."""
         if function is torch.ops.aten.equal.default:
             return True
         file, line = script_line()
@@ -260,13 +260,13 @@ _UNKNOWN = object()
 
 
 def unwatched() -> contextlib.AbstractContextManager[Any]:
-    """Operations of the calling thread are performed inside, and nobody hears of them."""
+    """Return a context in which operations of the calling thread are performed and not reported."""
     found: contextlib.AbstractContextManager[Any] = without_modes()
     return found
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors among arguments, in lists too."""
+    """Return the tensors among arguments, also those in lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, tuple | list):
@@ -277,7 +277,10 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def _key(value: Any) -> Any:
-    """What of an argument decides about the shape of a result; equal for equal ones, with numbers told apart by their types."""
+    """Return the properties of an argument that decide the shape of a result.
+
+    Equal arguments have equal keys; numbers are distinguished by their types.
+    """
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, tuple | list):
@@ -288,7 +291,7 @@ def _key(value: Any) -> Any:
 
 
 def _meta(value: Any) -> Any:
-    """Arguments with tensors of the meta device in place of tensors with memory."""
+    """Replace tensors with memory in the arguments with meta tensors."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
     if isinstance(value, tuple | list):
@@ -309,7 +312,7 @@ def _bytes(shapes: Any) -> int:
 
 
 def _memory(shape: _Shape, function: Any) -> torch.Tensor:
-    """Memory for a result. Where it is small it holds 1 for a number, 0 for an index, False for an answer."""
+    """Return memory for a result. If it is small, it contains 1 for a number, 0 for an index, False for a boolean."""
     made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
     if shape.nbytes <= _FILLED_BYTES:
         # So a loss is finite, and "are all gradients finite?" is answered with yes.
@@ -319,9 +322,9 @@ def _memory(shape: _Shape, function: Any) -> torch.Tensor:
 
 
 def as_fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``F.scaled_dot_product_attention`` with the memory of a GPU's kernel, which drops scores without keeping any.
+    """Return ``F.scaled_dot_product_attention`` with the memory of a GPU's kernel, which drops scores without keeping any.
 
-    On a CPU there is such a kernel only without dropout; with it all scores are kept, ``[batch, heads, seq, seq]``.
+    The CPU has such a kernel only without dropout. With dropout, all scores are kept, ``[batch, heads, seq, seq]``.
     """
 
     @functools.wraps(attention)
@@ -340,7 +343,7 @@ def as_fused(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _picks_by_number(function: Any, args: Sequence[Any]) -> bool:
-    """Whether an indexing gives as many elements as it has indices, since none of them is a mask."""
+    """Return whether an indexing operation returns as many elements as it has indices, because none of them is a mask."""
     if function is not torch.ops.aten.index.Tensor:
         return False
     return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])

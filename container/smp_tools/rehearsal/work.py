@@ -31,25 +31,25 @@ class WorkClock:
         self._sending_until = 0.0  # collectives of a rank follow one another
 
     def advance(self, seconds: float) -> None:
-        """The rank has computed."""
+        """Advance the clock by seconds of computation."""
         self.now += seconds
 
     def launch(self, seconds: float) -> float:
-        """Start a collective behind those under way; gives the time of its end."""
+        """Start a collective after those in progress, and return the time of its end."""
         self._sending_until = max(self._sending_until, self.now) + seconds
         return self._sending_until
 
     def wait_until(self, when: float) -> None:
-        """Something is needed that is there at a time."""
+        """Advance the clock to ``when``, if it is later than now."""
         self.now = max(self.now, when)
 
 
 class TimedWork:
-    """A collective whose end the clock waits for.
+    """A collective with an end that the clock waits for.
 
     Args:
         inner: the collective itself.
-        seconds: that it takes.
+        seconds: its duration.
     """
 
     def __init__(self, inner: Collective, clock: WorkClock, seconds: float) -> None:
@@ -64,10 +64,10 @@ class TimedWork:
 
 
 class _Measurements:
-    """What modules were measured to take for a microbatch, spread over their operations as the rates say.
+    """Measured durations of modules for a microbatch, spread over their operations in proportion to the rates.
 
-    A module that was not measured itself is part of the one around it that was. How many operations a module has is
-    known after a step; in the first nothing but the rates is.
+    A module without a measurement counts as part of the measured module around it. The number of operations of a module is known
+    after a step; in the first step only the rates are used.
 
     Args:
         measured: durations by path and phase.
@@ -81,7 +81,7 @@ class _Measurements:
         self._factors: dict[tuple[str, str], float] = {}
 
     def seconds(self, where: RankPhase, call: int, microbatch: int | None, by_rates: float) -> float | None:
-        """Of an operation; None where no duration says."""
+        """Return the seconds of an operation, or None if no measured duration applies."""
         if not self._seconds or microbatch is None:
             return None
         owner = self._owner(where.module, where.phase)
@@ -94,7 +94,7 @@ class _Measurements:
         return None if factor is None else factor * by_rates
 
     def _owner(self, module: str, phase: str) -> tuple[str, str] | None:
-        """The innermost measured module that an operation of a module belongs to."""
+        """Return the innermost measured module, with its phase, that contains an operation's module, or None."""
         key = module, phase
         if key not in self._owners:
             path = module
@@ -104,7 +104,7 @@ class _Measurements:
         return self._owners[key]
 
     def learn(self) -> None:
-        """A step is over: operations of the next take so much more or less than by the rates."""
+        """End a step: update the factors between measured durations and the rates, for operations of the next step."""
         for owner, (total, microbatches) in self._seen.items():
             if total:
                 self._factors[owner] = self._seconds[owner] * len(microbatches) / total
@@ -112,17 +112,17 @@ class _Measurements:
 
 
 class ModuleTimes:
-    """Adds up what modules do, by phase and type.
+    """Totals of the modules' work, by phase and type.
 
     Args:
-        where: what the calling thread is at.
-        rates: turns work into seconds; None: the clock stands still.
-        measured: durations of modules that take the place of the rates.
+        where: returns the phase of the calling thread.
+        rates: convert work to seconds; None stops the clock.
+        measured: durations of modules that replace the rates.
 
     Attributes:
-        microbatch: the one that the calling thread runs; None outside of one.
-        call: the number of the step function's call that it is of.
-        measured_seconds: of the step so far, those that durations say, not rates.
+        microbatch: returns the calling thread's microbatch; None outside of one.
+        call: returns the number of the step function's call that the microbatch belongs to.
+        measured_seconds: seconds of the step so far that come from durations, not from rates.
         keeps_blocks: whether :meth:`blocks` is wanted.
     """
 
@@ -147,7 +147,7 @@ class ModuleTimes:
         self._blocks: list[tuple[str, int, float, float]] = []
 
     def begin(self) -> None:
-        """Forget what was: another step begins."""
+        """Begin a step: reset all totals."""
         with self._lock:
             self._rows.clear()
             self._measured.learn()
@@ -184,7 +184,7 @@ class ModuleTimes:
         self._clock.advance(seconds)
 
     def _extend(self, kind: str, microbatch: int | None, seconds: float) -> None:
-        """The rank goes on with what it computes, or begins something else."""
+        """Extend the current block of computation, or begin a new one."""
         now = self._clock.now
         before = self._blocks[-1] if self._blocks else ("", 0, 0.0, 0.0)
         number = before[1] if microbatch is None else microbatch
@@ -194,10 +194,10 @@ class ModuleTimes:
             self._blocks.append((kind, number, now, now + seconds))
 
     def blocks(self, began: float) -> list[TimedBlock]:
-        """What was computed in the step so far without a wait for others; of ranks without a pipeline.
+        """Return the blocks of computation in the step so far, without waits for others; for ranks without a pipeline.
 
         Args:
-            began: when the step did, by the clock.
+            began: start of the step, by the clock.
         """
         with self._lock:
             return [
@@ -213,7 +213,7 @@ class ModuleTimes:
         return self._dtypes[dtype]
 
     def rows(self) -> list[ModuleWork]:
-        """Of the step so far, in the order in which modules came first."""
+        """Return the work of the step so far, ordered by the first use of each module."""
         with self._lock:
             return [
                 ModuleWork(

@@ -18,7 +18,7 @@ Number = float | torch.Tensor
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """What a tracker gets.
+    """The values of one step for a tracker.
 
     Attributes:
         step: updates before it.
@@ -32,7 +32,7 @@ class MetricPoint:
 
 
 class LaterPoint:
-    """A point whose tensors are copied from the device beside what is computed there; nothing waits for them here.
+    """A point with tensors that are copied from the device in parallel with computation; nothing waits for them here.
 
     Args:
         values: numbers, and tensors of one element.
@@ -61,7 +61,7 @@ class LaterPoint:
         self._copied.append((value.device, event))
 
     def arrived(self) -> MetricPoint:
-        """The point; waits for the device, so that only the thread that writes calls it."""
+        """Return the point. It waits for the device, so only the writer thread calls it."""
         for device, event in self._copied:
             # A new thread's device is the host's first, and waiting there would create a context on it.
             torch.cuda.set_device(device)
@@ -71,10 +71,10 @@ class LaterPoint:
 
 
 def checked(values: Mapping[str, object]) -> dict[str, Number]:
-    """What a script logs, as numbers and tensors of one element.
+    """Return the values that a script logs, as numbers and tensors of one element.
 
     Raises:
-        SMPUserError: something else.
+        SMPUserError: a value is something else.
     """
     found: dict[str, Number] = {}
     for name, value in values.items():
@@ -101,5 +101,5 @@ def _number(name: str, value: object) -> float:
 
 
 def rounded(value: float) -> float | None:
-    """For lines of the log, which have no numbers that are not finite."""
+    """Return the value, or None if it is not finite: lines of the log cannot contain such numbers."""
     return value if math.isfinite(value) else None

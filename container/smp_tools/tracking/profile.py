@@ -34,11 +34,11 @@ _FOLDER_VARIABLE = "SM_OUTPUT_DATA_DIR"
 
 
 class RankProfile:
-    """Of this rank; it ends by itself with its last step, or with the job.
+    """The profile of this rank; it ends after its last step, or with the job.
 
     Args:
-        wanted: which steps, and what of them.
-        clock: what the ranks agreed on.
+        wanted: the steps, and the contents of the profile.
+        clock: the clock that the ranks agreed on.
     """
 
     outlives_regrouping = True
@@ -130,17 +130,17 @@ class RankProfile:
 
 
 def _marked(number: int) -> tuple[float, float]:
-    """Make a mark; gives the own clock before and after its beginning, which the first time takes long."""
+    """Make a mark, and return this rank's clock before and after its beginning, which takes long the first time."""
     before = time.perf_counter()
     with record_function(f"{CLOCK_MARK}{number}"):
         return before, time.perf_counter()
 
 
 def begin_profile(session: Session, environ: Mapping[str, str]) -> None:
-    """Profile this rank where the environment asks for it; every rank of the job calls it, since they agree on a clock.
+    """Profile this rank if the environment requests it; every rank must call this, because they agree on a clock.
 
     Raises:
-        ConfigError: ``SMP_PROFILE`` says something else.
+        ConfigError: ``SMP_PROFILE`` has an invalid value.
     """
     wanted = Profile.of(environ)
     if wanted is None:

@@ -1,4 +1,4 @@
-"""What ranks spend their time on, as they tell others: a line of the log now and then, and values for trackers."""
+"""The time use of ranks, as they report it: a line of the log at intervals, and values for trackers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MEMORY_SECONDS = 1.0
 
 
 class RankTimes:
-    """Of this rank.
+    """The time use of this rank.
 
     Args:
         every: seconds from one line of the log to the next; None for no lines.
@@ -47,7 +47,7 @@ class RankTimes:
         session.at_close.append(self.close)
 
     def updated(self, optimizer: TrainedOptimizer) -> None:
-        """An optimizer has updated."""
+        """Report the rank's memory after an optimizer update, and log a line if it is time for one."""
         del optimizer
         now = time.monotonic()
         if now - self._noted >= _MEMORY_SECONDS:
@@ -58,7 +58,7 @@ class RankTimes:
             self._print()
 
     def close(self) -> None:
-        """The job ends: tell of the time since the last line."""
+        """Log the time since the last line when the job ends."""
         if self._every is not None:
             self._print()
 
@@ -78,7 +78,7 @@ class RankTimes:
 
 
 def _gpu_share(device: torch.device) -> float | None:
-    """The part of the last second in which the GPU did something; None where nobody knows."""
+    """Return the fraction of the last second in which the GPU was busy, or None if it is not known."""
     if device.type != "cuda":
         return None
     try:
@@ -88,11 +88,11 @@ def _gpu_share(device: torch.device) -> float | None:
 
 
 class HostValues:
-    """Memory and idle share of each rank of this machine, for trackers; one thread calls it now and then.
+    """Memory and idle share of each rank of this machine, for trackers; one thread calls it at intervals.
 
     Args:
         environ: names the folder where ranks keep their records.
-        rank: this one, of which there is something to tell where no records are kept.
+        rank: this rank, for values even if no records are kept.
     """
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
@@ -101,7 +101,7 @@ class HostValues:
         self._before: dict[int, TimeReading] = {}
 
     def __call__(self) -> dict[str, float]:
-        """By name, such as ``memory_gib/rank0`` and ``idle_share/rank0``."""
+        """Return the values by name, such as ``memory_gib/rank0`` and ``idle_share/rank0``."""
         found: dict[str, float] = {}
         for rank, (pid, read) in sorted(self._ranks().items()):
             found[f"memory_gib/rank{rank}"] = (read.device_bytes or memory_of(pid)) / 2**30

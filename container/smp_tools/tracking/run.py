@@ -1,4 +1,4 @@
-"""What trackers are told of a job before its first point: its name, its settings, and where they may write."""
+"""The description of a job for trackers, before its first point: its name, its settings, and its output folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrackedRun:
 
     @classmethod
     def of(cls, ranks: Ranks, environ: Mapping[str, str]) -> TrackedRun:
-        """This job."""
+        """Return the description of this job."""
         folder = environ.get(FOLDER_VARIABLE) or Path(environ.get("SM_OUTPUT_DATA_DIR", "."), "tracking")
         degrees = {
             "processes": ranks.size(Group.WORLD),

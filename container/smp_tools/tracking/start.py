@@ -1,4 +1,4 @@
-"""When the numbers of a training are tracked: from ``smp.init()`` on, where the environment says so, and by ``smp.log``."""
+"""The start of tracking: in ``smp.init()`` if the environment requests it, and for values of ``smp.log``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a training after each update, without asking the device for it, and who gets it."""
+"""The numbers of a training after each update, without a wait for the device, and their receivers."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class UpdateTracker:
         session.at_close.append(self.close)
 
     def log(self, values: Mapping[str, Number], step: int) -> None:
-        """Values of the script's own."""
+        """Log values of the script's own."""
         self._own = {**(self._own if step == self._own_step else {}), **values}
         self._own_step = step
         if self._writer is not None:
             self._writer.put(LaterPoint(step, time.time(), values))
 
     def heard(self, update: Update) -> None:
-        """An optimizer has updated."""
+        """Make a point after an optimizer update, if it is time for one."""
         for rates in (self._rates, self._line):
             rates.add(update.samples)
         self._newest = self._of_optimizers()
@@ -82,7 +82,7 @@ class UpdateTracker:
         self._writer.put(LaterPoint(update.step, time.time(), values))
 
     def more(self) -> dict[str, Any]:
-        """Fields of a line of the log, which is printed now."""
+        """Return additional fields for the line of the log that is about to be printed."""
         found: dict[str, Any] = {
             name: rounded(value)
             for name, value in {**self._newest, **self._throughput(self._line)}.items()
@@ -101,14 +101,14 @@ class UpdateTracker:
         return found
 
     def close(self) -> None:
-        """The job ends."""
+        """Close the writer when the job ends."""
         if self._writer is not None:
             self._writer.close(failed=self._session.has_failed)
 
     # -- what is known ---------------------------------------------------------------------------------------------
 
     def _look_at(self, values: list[Any], axes: list[int | None]) -> list[Any]:
-        """How many tokens a sample has: elements of the first argument of whole numbers with more than one axis."""
+        """Count the tokens of a sample: elements of the first integer argument with more than one axis."""
         for value, axis in zip(values, axes, strict=True):
             if isinstance(value, torch.Tensor) and axis is not None and value.dim() > 1 and not _has_fractions(value):
                 self._tokens_per_sample = value.numel() / max(1, value.shape[axis])
@@ -143,7 +143,7 @@ class UpdateTracker:
         return found
 
     def _count(self) -> int:
-        """Parameters of all models, on all ranks together; each once."""
+        """Return the number of parameters of all models, on all ranks together, counting each once."""
         if self._parameters is None:
             self._parameters = sum(prod(record.shape) for record in self._session.records.values())
         return self._parameters
@@ -162,7 +162,7 @@ class _Rates:
             self._since, self._samples = time.monotonic(), 0
 
     def take(self) -> float:
-        """0 where nothing is known yet."""
+        """Return the samples per second since the last call, or 0."""
         now = time.monotonic()
         if self._since is None or not self._samples or now <= self._since:
             return 0.0
@@ -172,7 +172,7 @@ class _Rates:
 
 
 def idle_share(record: time_breakdown.PaceRecord) -> float:
-    """The part of a rank's time in which it waited: for its pipeline, for collectives, or for others."""
+    """Return the fraction of a rank's time in which it waited for its pipeline, for collectives or for others."""
     return min(1.0, (record.waiting + record.collectives) / record.seconds) if record.seconds else 0.0
 
 
@@ -181,7 +181,10 @@ def _has_fractions(value: torch.Tensor) -> bool:
 
 
 def _published_peak(session: Session) -> float | None:
-    """Of this rank's GPU, in the type that the job computes in."""
+    """Return the published peak rate of this rank's GPU for the job's data type, in 10^12 operations per second.
+
+    Return None if the device is not a known GPU.
+    """
     device, cfg = session.ranks.device, session.ranks.cfg
     if device.type != "cuda":
         return None

@@ -35,16 +35,16 @@ class Logger(Protocol):
         """Take points, in the order in which they were made."""
 
     def flush(self) -> None:
-        """Bring what was taken to where others read it."""
+        """Make all points that were taken visible to readers."""
 
     def close(self, *, failed: bool) -> None:
-        """The job ends."""
+        """Close the logger when the job ends."""
 
 
 class Writer:
-    """Takes points from the training, and gives them to trackers on a thread of its own.
+    """A queue of points from the training, with a thread that passes them to trackers.
 
-    A tracker that raises is told of once and gets nothing more: what is only shown does not end a job.
+    A tracker that raises an error is reported once, and gets no more points: a display must not end a job.
 
     Args:
         regular: called about once a second; its values make a point of their own at the newest step.
@@ -68,7 +68,7 @@ class Writer:
             self._lost += 1
 
     def close(self, *, failed: bool) -> None:
-        """Write what is left, within a deadline.
+        """Write the remaining points, within a deadline.
 
         Args:
             failed: an error ends the job, and its processes soon.
@@ -110,7 +110,10 @@ class Writer:
             self._safely(each, functools.partial(each.close, failed=self._failed))
 
     def _arrived(self, seconds: float) -> tuple[list[MetricPoint], bool]:
-        """The points that have come, at least one unless none comes for ``seconds``, and whether the job ends."""
+        """Return the points that have arrived, and whether the job ends.
+
+        It waits up to ``seconds`` for the first point.
+        """
         points: list[MetricPoint] = []
         try:
             later = self._waiting.get(timeout=max(0.0, seconds))

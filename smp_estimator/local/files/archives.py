@@ -1,4 +1,4 @@
-"""Archives that others have made: looked through before a byte of them is written, and unpacked below one folder only.
+"""Archives from other sources: checked before a byte of them is written, and unpacked below one folder only.
 
 Python's own filter for data (``tarfile.data_filter``) refuses what leaves the folder, and devices. Before it, the sizes are
 added up, so that a small file cannot fill the disk, and headers are read in bounds, so that it cannot fill the memory.
@@ -35,10 +35,10 @@ _BROKEN = (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, Valu
 
 @contextmanager
 def read_archive(path: Path) -> Iterator[tarfile.TarFile]:
-    """A ``.tar.gz`` or ``.tar``, open for reading, one header after the other.
+    """Open a ``.tar.gz`` or ``.tar`` for reading, one header after the other.
 
     Raises:
-        ConfigError: it is none, or is broken; also for what comes to light while it is read.
+        ConfigError: the file is not an archive, or is broken; also if the error appears only during reading.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as raw:
@@ -84,7 +84,7 @@ def unpack(path: Path, target: Path, where: str) -> None:
 
 
 def _checked(archive: tarfile.TarFile, where: str, most: int) -> list[tarfile.TarInfo]:
-    """All members, in their order."""
+    """Return all members, in their order; raise ConfigError if one is unsafe or the archive is too large."""
     members: list[tarfile.TarInfo] = []
     kinds: dict[str, bool] = {}
     size = 0
@@ -128,14 +128,14 @@ def _why_refused(member: tarfile.TarInfo, name: str, kinds: dict[str, bool]) -> 
 
 
 def _leads_out(target: str, depth: int) -> bool:
-    """Whether a symbolic link ``depth`` folders deep may lead out; steps up may only stand at its beginning."""
+    """Return whether a symbolic link ``depth`` folders deep may lead outside; ``..`` is allowed only at its beginning."""
     steps = [step for step in target.split("/") if step not in ("", ".")]
     up = next((at for at, step in enumerate(steps) if step != ".."), len(steps))
     return target.startswith("/") or up > depth or ".." in steps[up:]
 
 
 class _InBounds:
-    """A file of which the reader of headers cannot ask too much at once."""
+    """A file that refuses reads larger than any tar header needs."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

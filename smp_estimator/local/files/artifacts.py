@@ -1,4 +1,4 @@
-"""What a job leaves: ``model.tar.gz`` and ``output.tar.gz``, written whole or not at all, or why it failed."""
+"""A job's results: ``model.tar.gz`` and ``output.tar.gz``, written whole or not at all, or its failure text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _REASON_CHARACTERS = 8000
 
 
 def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
-    """The files (and empty folders) of several directories as one: relative name → path.
+    """Return the files (and empty folders) of several directories as one mapping: relative name → path.
 
-    The first directory wins where two hold different files of one name; that is reported.
+    If two directories have different files of one name, the first directory's file is used and a warning is logged.
     """
     merged: dict[str, Path] = {}
     for directory in directories:
@@ -41,7 +41,7 @@ def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
 
 
 def pack(directories: Sequence[Path], name: str, destination: str) -> str:
-    """Pack directories, merged by :func:`merged_files`, into the archive ``name`` in a local directory; gives its path."""
+    """Pack directories, merged by :func:`merged_files`, into a local archive ``name``; return its path."""
     folder = Path(destination)
     folder.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
@@ -66,14 +66,14 @@ def pack(directories: Sequence[Path], name: str, destination: str) -> str:
 def deliver(
     directories: Sequence[Path], name: str, destination: str, job_name: str, session: Any, *, compressed: bool
 ) -> str:
-    """Put what hosts left at the job's output path, and give the address of the archive (or folder).
+    """Put the hosts' files at the job's output path, and return the address of the archive (or folder).
 
     Args:
         directories: one per host.
         name: ``"model"`` or ``"output"``.
         destination: the ``file://`` or ``s3://`` output path.
         session: uploads to S3.
-        compressed: False leaves a folder ``name`` of plain files instead of ``name.tar.gz``.
+        compressed: False writes a folder ``name`` of plain files instead of ``name.tar.gz``.
     """
     target = address(destination, name, job_name, compressed=compressed)
     if not is_s3_uri(destination):
@@ -94,9 +94,9 @@ def deliver(
 
 
 def address(destination: str, name: str, job_name: str, *, compressed: bool) -> str:
-    """Where :func:`deliver` puts something, known before the job ends.
+    """Return the address where :func:`deliver` puts an archive or folder; it is known before the job ends.
 
-    Local paths are used as they are, S3 prefixes get the job's name, as in the SDK's local mode.
+    Local paths are used as they are. S3 prefixes get the job's name, as in the SDK's local mode.
     """
     last = f"{name}.tar.gz" if compressed else f"{name}/"
     if is_s3_uri(destination):
@@ -106,7 +106,7 @@ def address(destination: str, name: str, job_name: str, *, compressed: bool) -> 
 
 
 def failure_text(path: Path) -> str | None:
-    """What a host's failure file says, cut where an error message would become unreadable; None without one."""
+    """Return the text of a host's failure file, cut to a readable length; None if there is no text."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -128,7 +128,7 @@ def _walk(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    """Add one entry under a neutral owner; a link that leaves the archive is replaced by what it points to."""
+    """Add one entry under a neutral owner; replace a link that leaves the archive by its target."""
 
     def neutral(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid = info.gid = 0

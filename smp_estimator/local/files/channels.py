@@ -1,4 +1,4 @@
-"""Input channels: where a job's ``/opt/ml/input/data/<name>`` comes from."""
+"""Input channels: the sources of a job's ``/opt/ml/input/data/<name>``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True)
 class Channel:
-    """One channel: its name, its address, and what ``inputdataconfig.json`` says of it."""
+    """One channel: its name, its address, and its entry in ``inputdataconfig.json``."""
 
     name: str
     uri: str
@@ -126,7 +126,7 @@ def _channel(entry: Mapping[str, Any], input_mode: str | None) -> Channel:
 
 
 def require_existing(path: Path, what: str) -> None:
-    """Raise ConfigError for a path that does not exist, naming its first missing folder and what lies beside it."""
+    """Raise ConfigError if a path does not exist; name its first missing folder and the entries beside it."""
     if path.exists():
         return
     missing = path

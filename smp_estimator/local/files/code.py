@@ -1,4 +1,4 @@
-"""The script of a job and what lies beside it: ``/opt/ml/code``."""
+"""The script of a job and the files beside it: ``/opt/ml/code``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NEVER_SHIPPED = ("__pycache__", ".git", ".ipynb_checkpoints")
 
 @dataclass(frozen=True)
 class CodeSource:
-    """What the estimator ships, with the cloud's meaning of its three arguments.
+    """The code that the estimator ships, with the cloud's meaning of its three arguments.
 
-    With ``source_dir`` the whole directory; without it the entry point alone, not what lies beside it. Each of
-    ``dependencies`` becomes a folder (or file) of its own name next to the script. Files and folders of ``source_dir``
-    whose names match one of ``ignore_patterns`` (``"*.bin"``) stay behind.
+    With ``source_dir`` the whole directory is shipped. Without it only the entry point is shipped, not its
+    neighbors. Each of ``dependencies`` becomes a folder (or file) of its own name next to the script. Files and
+    folders of ``source_dir`` are not shipped if their names match one of ``ignore_patterns`` (``"*.bin"``).
     """
 
     entry_point: str
@@ -35,7 +35,7 @@ class CodeSource:
 
     @property
     def uri(self) -> str:
-        """What the hyperparameter ``sagemaker_submit_directory`` says."""
+        """Return the value of the hyperparameter ``sagemaker_submit_directory``."""
         if is_s3_uri(self.source_dir):
             return str(self.source_dir)
         directory = self.source_dir if self.source_dir else os.path.dirname(self.entry_point)
@@ -43,7 +43,7 @@ class CodeSource:
 
     @property
     def program(self) -> str:
-        """What the hyperparameter ``sagemaker_program`` says: the script relative to the code directory."""
+        """Return the value of ``sagemaker_program``: the script's path relative to the code directory."""
         return self.entry_point if self.source_dir else os.path.basename(self.entry_point)
 
     def copy_to(self, target: Path, session: Any) -> None:
@@ -72,7 +72,7 @@ class CodeSource:
 
 
 def _copy(source: Path, target: Path, job_root: Path, ignored: tuple[str, ...] = ()) -> None:
-    """Copy a directory; the folder that holds the jobs may lie inside it and is left out."""
+    """Copy a directory; leave out the folder of the jobs if it lies inside."""
     skipped = {os.path.realpath(job_root), os.path.realpath(job_root.parent)}
     left = (*_NEVER_SHIPPED, *ignored)
 
@@ -94,7 +94,7 @@ def _copy(source: Path, target: Path, job_root: Path, ignored: tuple[str, ...] =
 
 
 def _unpack(uri: str, target: Path, session: Any) -> None:
-    """Download a ``sourcedir.tar.gz`` and unpack it; raises ConfigError for one that would reach beyond its folder."""
+    """Download a ``sourcedir.tar.gz`` and unpack it; raise ConfigError if it would write outside its folder."""
     bucket, key = bucket_and_key(uri)
     with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
         session.s3_resource.Bucket(bucket).download_file(key, archive.name)

@@ -1,4 +1,4 @@
-"""S3 for jobs on this machine: asked only when a job names an ``s3://`` address, since making a client looks for credentials."""
+"""S3 for jobs on this machine, used only if a job names an ``s3://`` address: a client searches for credentials."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FALLBACK_REGION = "us-east-1"
 
 
 class S3Access:
-    """What a session of jobs on this machine does with S3.
+    """S3 access of a session that runs jobs on this machine.
 
     Attributes:
         boto_session: makes the client and the resource, when one is first used.
@@ -32,7 +32,7 @@ class S3Access:
 
     @property
     def s3_resource(self) -> Any:
-        """boto3's resource, as the SDK's functions expect it."""
+        """Return boto3's resource, as the SDK's functions expect it."""
         return self._s3_part("resource")
 
     @s3_resource.setter
@@ -41,7 +41,7 @@ class S3Access:
 
     @property
     def s3_client(self) -> Any:
-        """boto3's client, as the SDK's functions expect it."""
+        """Return boto3's client, as the SDK's functions expect it."""
         return self._s3_part("client")
 
     @s3_client.setter
@@ -62,7 +62,7 @@ class S3Access:
             self._s3[kind] = value
 
     def download(self, uri: str, folder: Path) -> None:
-        """Fetch what an ``s3://`` prefix holds now into an empty folder, as the SDK's own data source does.
+        """Fetch the current contents of an ``s3://`` prefix into an empty folder, as the SDK's own data source does.
 
         Raises:
             ConfigError: AWS refuses, or there are no credentials.

@@ -28,10 +28,10 @@ _FOLDERS = {"checkpoints": "SMP_CHECKPOINT_DIR", "model": "SM_MODEL_DIR", "outpu
 
 
 def written_on_the_machine(since: float, base: Path = Path(DEFAULT_BASE)) -> dict[Path, str]:
-    """This machine's own folders of the platform's names that were written after ``since``, seconds of the clock.
+    """Return this machine's own platform folders that were written after ``since``, in seconds of the clock.
 
-    No job of host processes writes there unless its script has the path written out. By folder, the variable that
-    names the one of the job.
+    A job of host processes writes there only if its script has the path hard-coded. The result maps each folder
+    to the variable that names the job's own folder.
     """
     found = {}
     for name, variable in _FOLDERS.items():
@@ -44,13 +44,13 @@ def written_on_the_machine(since: float, base: Path = Path(DEFAULT_BASE)) -> dic
 
 @dataclass(frozen=True)
 class HostTree(Tree):
-    """What one host of a job sees as ``/opt/ml``."""
+    """One host's ``/opt/ml``."""
 
     host: str
 
     @property
     def checkpoints(self) -> Path:
-        """``/opt/ml/checkpoints``: a folder of the host's own, or a link to one that outlives the job."""
+        """Return ``/opt/ml/checkpoints``: a folder of the host's own, or a link to one that outlives the job."""
         return self.base / "checkpoints"
 
 
@@ -63,38 +63,38 @@ class JobTree:
 
     @classmethod
     def at(cls, root: Path, host_count: int) -> JobTree:
-        """The tree of ``algo-1`` … ``algo-N`` below ``root``; nothing is written yet."""
+        """Return the tree of ``algo-1`` … ``algo-N`` below ``root``; nothing is written yet."""
         names = [f"algo-{n}" for n in range(1, host_count + 1)]
         return cls(root, tuple(HostTree(root / name / "opt" / "ml", name) for name in names))
 
     @property
     def host_names(self) -> list[str]:
-        """``algo-1`` … ``algo-N``."""
+        """Return ``algo-1`` … ``algo-N``."""
         return [tree.host for tree in self.hosts]
 
     @property
     def log(self) -> Path:
-        """What the hosts wrote, without the records among it."""
+        """Return the file with the hosts' output, without its records."""
         return self.root / "job.log"
 
     @property
     def code(self) -> Path:
-        """The user's files; every host's ``code`` is a link to it."""
+        """Return the folder of the user's files; every host's ``code`` is a link to it."""
         return self.root / "code"
 
     @property
     def artifacts(self) -> Path:
-        """Where the model goes when the estimator was given no ``output_path``."""
+        """Return the folder for the model if the estimator has no ``output_path``."""
         return self.root / "output"
 
     @property
     def status(self) -> Path:
-        """Where the leader's bootstrap tells the others how it ended."""
+        """Return the folder where the leader's bootstrap leaves its exit status for the other hosts."""
         return self.root / "status"
 
     @property
     def downloads(self) -> Path:
-        """What channels from S3 held when the job began; the hosts share it."""
+        """Return the folder with the S3 channels' contents at the job's start; the hosts share it."""
         return self.root / "downloads"
 
     def build(
@@ -133,7 +133,7 @@ class JobTree:
             _write(config / "resourceconfig.json", self._resources(tree.host, instance_type))
 
     def remove_workspace(self) -> None:
-        """Remove what only the running job needed; the log and the artifacts stay."""
+        """Remove the files that only the running job needed; the log and the artifacts stay."""
         for tree in self.hosts:
             shutil.rmtree(self.root / tree.host, ignore_errors=True)
         shutil.rmtree(self.code, ignore_errors=True)
@@ -160,12 +160,12 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def only_for_us(path: str, flags: int) -> int:
-    """How ``open`` makes a file that nobody else may read."""
+    """Open a file with permissions for its owner only; an ``opener`` for ``open``."""
     return os.open(path, flags, 0o600)
 
 
 def copy_folder(source: Path, target: Path, leave_out: Callable[[Path], bool] = lambda _: False) -> None:
-    """Copy a directory with what its links point to, without what :func:`is_left_out` or ``leave_out`` names.
+    """Copy a directory with the targets of its links, except paths that :func:`is_left_out` or ``leave_out`` selects.
 
     Raises:
         shutil.Error: files that cannot be read or written, as a list of (from, to, reason).
@@ -180,10 +180,10 @@ def copy_folder(source: Path, target: Path, leave_out: Callable[[Path], bool] = 
 
 
 def is_left_out(path: Path) -> bool:
-    """Whether a path cannot be copied, said as a warning.
+    """Return whether a path cannot be copied; log a warning if so.
 
-    These are links that lead back into a folder around them (the copy would have no end), links to
-    nothing, and what is neither file nor directory: pipes, sockets, devices.
+    Such paths are links to nothing, and links back to a folder around them, because such a copy would never end.
+    So are pipes, sockets and devices, which are neither files nor directories.
     """
     return _is_odd(path, _around(path.parent, path.parent))
 
@@ -201,7 +201,7 @@ def _is_odd(path: Path, around: set[str]) -> bool:
 
 
 def _around(directory: Path, top: Path) -> set[str]:
-    """Every folder that holds ``directory``, along the way from ``top`` as well as where its links really lead."""
+    """Return every folder around ``directory``, both along the path from ``top`` and along its resolved links."""
     way = [directory, *(parent for parent in directory.parents if parent.is_relative_to(top))]
     real = {Path(os.path.realpath(folder)) for folder in way}
     return {str(folder) for one in real for folder in (one, *one.parents)}

@@ -17,20 +17,20 @@ _LONGEST_NAME = 255
 
 
 def is_file_uri(uri: object) -> bool:
-    """Whether this is text that begins with ``file://``."""
+    """Return whether this is text that begins with ``file://``."""
     return isinstance(uri, str) and uri.startswith("file://")
 
 
 def is_s3_uri(uri: object) -> bool:
-    """Whether this is text that begins with ``s3://``."""
+    """Return whether this is text that begins with ``s3://``."""
     return isinstance(uri, str) and uri.startswith("s3://")
 
 
 def path_of(uri: str) -> Path:
-    """The absolute path of a ``file://`` address; ``file://data`` is relative to the working directory.
+    """Return the absolute path of a ``file://`` address; ``file://data`` is relative to the working directory.
 
-    A percent-encoded path is decoded, as ``Path.as_uri()`` writes it, unless it (or an encoded folder in it) exists as it
-    is written, since the SDK takes it literally.
+    A percent-encoded path, as ``Path.as_uri()`` writes it, is decoded. It is taken literally, as in the SDK, if
+    that path exists, or if a folder in it with such a name exists and the decoded path does not.
     """
     written = uri.removeprefix("file://")
     path = Path(written).expanduser().absolute()
@@ -45,19 +45,19 @@ def path_of(uri: str) -> Path:
 
 
 def address_of(path: str | os.PathLike[str]) -> str:
-    """The ``file://`` address of a path, plain where :func:`path_of` reads it as it is written."""
+    """Return the ``file://`` address of a path, percent-encoded only if :func:`path_of` needs it."""
     path = Path(path).absolute()
     return f"file://{path}" if path_of(f"file://{path}") == path else path.as_uri()
 
 
 def bucket_and_key(uri: str) -> tuple[str, str]:
-    """``s3://bucket/some/key`` → ``("bucket", "some/key")``."""
+    """Split ``s3://bucket/some/key`` into ``("bucket", "some/key")``."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
     return bucket, key.strip("/")
 
 
 def require_nameable(path: str, what: str) -> None:
-    """Raise ConfigError for a text that is no path that any file system has, which could not even be looked for."""
+    """Raise ConfigError if no file system can have this path, so that it cannot even be looked up."""
     if why := strict_json.why_unusable(path):
         raise ConfigError(
             f"{what} {why}; it begins with {path[:60]!r}, and no file can have such a name: correct the path"
@@ -77,7 +77,10 @@ def require_nameable(path: str, what: str) -> None:
 
 
 def require_address(value: object, what: str) -> str:
-    """``value``, a ``file://`` or ``s3://`` address; raises ConfigError, with the address a plain path would need, otherwise."""
+    """Return ``value`` if it is a ``file://`` or ``s3://`` address; otherwise raise ConfigError.
+
+    For a plain path, the error contains the address to write instead.
+    """
     if isinstance(value, str):
         require_nameable(value.removeprefix("file://"), what)
     if is_file_uri(value) or is_s3_uri(value):

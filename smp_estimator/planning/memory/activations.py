@@ -1,4 +1,4 @@
-"""Bytes of activations: what one layer keeps for backward, what checkpointing leaves, what the loss needs.
+"""Bytes of activations: those that a layer keeps for backward, checkpoints, and those of the loss.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", sections 4 and 5:
 a layer in half precision keeps seq·batch·hidden·(34 + 5·heads·seq/hidden) bytes; with tensor parallelism t
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What layers are computed with.
+    """The sizes and degrees that layers are computed with.
 
     Attributes:
         samples: that pass through the layer together, of the whole tensor parallel group.
         element_bytes: of one activation: 2 or 4.
         tensor: tensor parallel degree.
-        sliced: what tensor parallelism does not divide by itself is sliced too (``optimize: memory``).
+        sliced: activations that tensor parallelism alone does not divide are sliced too (``optimize: memory``).
     """
 
     samples: int
@@ -33,18 +33,18 @@ class LayerCost:
     sliced: bool = True
 
     def tokens(self, shape: ModelShape) -> int:
-        """Tokens that pass through together."""
+        """Return the tokens that pass through together."""
         return self.samples * shape.sequence
 
 
 def layer_bytes(shape: ModelShape, cost: LayerCost, *, fused_attention: bool = True, dropout: bool = True) -> int:
-    """Bytes that one layer keeps between its forward and its backward.
+    """Return the bytes that one layer keeps between its forward and its backward.
 
-    Of hidden-wide tensors: the inputs of both norms, of the attention's and the MLP's first matrix (which tensor
-    parallelism alone does not divide), query, key, value and the input of the output matrix (divided); of MLP-wide
-    ones: input and output of the activation function, in a gated MLP two more. Dropout keeps masks of one byte.
-    Attention that is not fused keeps its map (once more after dropout, with a mask); fused attention keeps one
-    fp32 number per token and head.
+    Hidden-wide tensors that tensor parallelism alone does not divide: the inputs of both norms, of the
+    attention's and the MLP's first matrix. Hidden-wide tensors that it divides: query, key, value and the input
+    of the output matrix. MLP-wide tensors: input and output of the activation function, in a gated MLP two more.
+    Dropout keeps masks of one byte. Attention that is not fused keeps its map (once more after dropout, with a
+    mask). Fused attention keeps one fp32 number per token and head.
     """
     tokens, b = cost.tokens(shape), cost.element_bytes
     whole = 4 * shape.hidden * b + (2 * shape.hidden if dropout else 0)
@@ -57,11 +57,12 @@ def layer_bytes(shape: ModelShape, cost: LayerCost, *, fused_attention: bool = T
 
 
 def backward_bytes(shape: ModelShape, cost: LayerCost) -> int:
-    """What the backward of a layer needs at its worst moment beyond the kept activations.
+    """Return the most bytes that the backward of a layer needs at once, beyond the kept activations.
 
-    That moment is inside the MLP: the gradients of the layer's output and of the activation function's input (its
-    output's takes the place of a kept tensor; in a gated MLP both branches count), and the fresh gradient of one matrix
-    before it is added to the kept one. With sliced activations the gathered input of a matrix is whole for a moment.
+    That moment is inside the MLP. It has the gradients of the layer's output and of the activation function's
+    input (its output's takes the place of a kept tensor; in a gated MLP both branches count). It also has the
+    fresh gradient of one matrix before it is added to the kept one. With sliced activations the gathered input of
+    a matrix is whole for a moment.
     """
     tokens, b = cost.tokens(shape), cost.element_bytes
     gradients = tokens * (shape.hidden + (3 if shape.gated else 1) * shape.width) + shape.hidden * shape.width
@@ -70,17 +71,21 @@ def backward_bytes(shape: ModelShape, cost: LayerCost) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, cost: LayerCost) -> int:
-    """The input of one checkpointed unit: 2·seq·batch·hidden bytes in half precision, sliced where activations are."""
+    """Return the bytes of the input of one checkpointed unit.
+
+    That is 2·seq·batch·hidden bytes in half precision, sliced if activations are.
+    """
     return round(cost.tokens(shape) * shape.hidden * cost.element_bytes / (cost.tensor if cost.sliced else 1))
 
 
 def loss_bytes(shape: ModelShape, cost: LayerCost, *, distributed: bool = False, fp32_loss: bool = False) -> int:
-    """The final norm's input and output, and the logits with everything that the cross entropy makes of them.
+    """Return the bytes of the final norm's input and output, of the logits, and of the cross entropy's tensors.
 
     Four tensors of tokens × vocabulary are alive at once: the logits, the log-softmax that the loss keeps, its
-    gradient, and the gradient of the logits, each as wide as the activations; turned into fp32 by the script, the
-    last three have 4 bytes. A moment later the logits and their gradient are left, and the fresh gradient of the output
-    matrix is there; with a distributed embedding also the gathered gradients of all logits. The larger moment counts.
+    gradient, and the gradient of the logits. Each has the width of the activations. If the script converts the
+    logits to fp32, the last three have 4 bytes. A moment later the logits and their gradient are left, and the
+    fresh gradient of the output matrix exists. With a distributed embedding the gathered gradients of all logits
+    exist too. The larger moment counts.
     """
     tokens, b, t = cost.tokens(shape), cost.element_bytes, cost.tensor if distributed else 1
     each = 4 if fp32_loss else b
@@ -107,12 +112,12 @@ class StageActivations:
 
     @property
     def working(self) -> int:
-        """Of the two moments the one that needs more; they never coincide."""
+        """Return the larger need of the two moments; they never coincide."""
         return max(self.layers, self.loss)
 
     @property
     def total(self) -> int:
-        """Bytes on the GPU."""
+        """Return the bytes on the GPU."""
         return self.kept + self.working
 
 
@@ -127,15 +132,16 @@ def stage_activations(
     distributed_loss: bool,
     horizon: int | None,
 ) -> StageActivations:
-    """Activations of a stage with ``layers`` layers and ``in_flight`` microbatches.
+    """Return the activations of a stage with ``layers`` layers and ``in_flight`` microbatches.
 
-    With checkpointing the unit that is recomputed needs its layers' activations on top of the kept inputs. Recompute
-    and loss never happen at once, so the larger counts.
+    With checkpointing the unit that is recomputed needs its layers' activations on top of the kept inputs.
+    Recompute and loss never happen at once, so the larger counts.
 
     Args:
-        horizon: ``activation_loading_horizon`` when checkpoints are offloaded, else None. On the GPU are then the one
-            in use and those of the next ``horizon`` tasks, each the forward or backward pass of one checkpointed unit,
-            with a pipeline too: the last microbatches of a step have nothing but backward passes before them.
+        horizon: ``activation_loading_horizon`` when checkpoints are offloaded, else None. The GPU then has the
+            checkpoint in use and those of the next ``horizon`` tasks. A task is the forward or backward pass of
+            one checkpointed unit. This holds with a pipeline too: only backward passes follow the last
+            microbatches of a step.
     """
     layer = layer_bytes(shape, cost, fused_attention=workload.fused_attention, dropout=workload.dropout)
     backward = backward_bytes(shape, cost)

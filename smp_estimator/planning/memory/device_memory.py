@@ -1,12 +1,15 @@
 """Memory of one GPU by kind, for every strategy of the model parallel library.
 
-State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2 (gradient)
-+ 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With ``shard_optimizer_state`` over n ranks
-4 + 12/n, or 8 + 8/n, and a rank's share of the reduced gradients; with sharded data parallelism of degree s all 16 are
-divided by s, and in bfloat16, whose gradients are then summed and kept in fp32, 18. Moments are compared: backward, with
-activations, and ``optimizer.step()``, when these are gone and half precision gradients are there a second time, in fp32:
-20 bytes. Gradients that are kept in fp32 need no copy. Where state is shared out, gradients are let go of after each update:
-a step of one pass has none at its loss, which is a moment of its own.
+State per parameter with Adam (Rajbhandari et al. 2020, ZeRO, section 3): half precision 2 (parameter) + 2
+(gradient) + 4 (fp32 master copy) + 8 (two moments) = 16 bytes, fp32 4 + 4 + 8 = 16. With
+``shard_optimizer_state`` over n ranks 4 + 12/n, or 8 + 8/n, and a rank's shard of the reduced gradients. With
+sharded data parallelism of degree s all 16 are divided by s. In bfloat16 these are 18, because its gradients
+are then summed and kept in fp32.
+
+Two moments are compared: backward, with activations, and ``optimizer.step()``. In the latter the activations
+are gone and half precision gradients exist a second time, in fp32: 20 bytes. Gradients that are kept in fp32
+need no copy. If state is sharded, gradients are freed after each update. Then a step of one pass has none at
+its loss, so the loss is a moment of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _IN_WAVES = next(name for name, traits in TRAITS.items() if traits.has_waves)
 
 
 class Kind(enum.Enum):
-    """What a GPU's memory is used for; the value is the word in tables."""
+    """A use of a GPU's memory; the value is the word in tables."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -72,22 +75,22 @@ class StageMemory:
 
     @property
     def in_backward(self) -> int:
-        """Bytes of all kinds."""
+        """Return the bytes of all kinds, in backward."""
         return sum(self.kinds.values())
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment."""
+        """Return the bytes at the worst moment."""
         return max(self.in_backward, self.at_loss, self.in_update)
 
     @property
     def state(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and master copies."""
+        """Return the bytes of parameters, gradients, optimizer state and master copies."""
         return sum(self.kinds[kind] for kind in STATE)
 
 
 def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMemory]:
-    """Memory of a GPU in each pipeline stage; activations are left out when the model's width is unknown.
+    """Return the memory of a GPU in each pipeline stage; without activations if the model's width is unknown.
 
     Raises:
         ConfigError: more stages than layers.
@@ -105,7 +108,7 @@ def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMe
 
 
 def weights_of_stages(request: Request) -> list[list[Weight]]:
-    """The model's tensors by pipeline stage; raises ConfigError for more stages than layers."""
+    """Return the model's tensors by pipeline stage; raise ConfigError if there are more stages than layers."""
     shape, stages = request.shape, request.parameters.pipeline_parallel_degree
     held: list[list[Weight]] = [[] for _ in range(stages)]
     ranges = layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)
@@ -116,7 +119,7 @@ def weights_of_stages(request: Request) -> list[list[Weight]]:
 
 
 def embedding_is_distributed(parameters: ModelParallelParameters, workload: Workload) -> bool:
-    """Whether tensor parallelism divides the word embedding; sharded data parallelism turns it on by itself."""
+    """Return whether tensor parallelism divides the word embedding; sharded data parallelism always enables it."""
     return parameters.tensor_parallel_degree > 1 and (
         workload.distribute_embedding or parameters.sharded_data_parallel_degree > 1
     )
@@ -150,12 +153,12 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
 
 
 def is_half(parameters: ModelParallelParameters) -> bool:
-    """Whether parameters, gradients and activations have two bytes."""
+    """Return whether parameters, gradients and activations have two bytes."""
     return parameters.fp16 or parameters.bf16
 
 
 def summed_bytes(parameters: ModelParallelParameters) -> int:
-    """Of a gradient on its way to other ranks: in the type it is summed in, and bfloat16 is too coarse for sums."""
+    """Return the bytes of a gradient element in reductions; bfloat16 is too coarse for sums, so it is summed in fp32."""
     return 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
 
 
@@ -247,10 +250,13 @@ def _stage(
 
 
 def _bucket_bytes(request: Request, reduced: int, *, shares_state: bool) -> tuple[int, int]:
-    """Bytes of buckets beside gradients of ``reduced`` elements that other ranks average too, and of those that stay.
+    """Return the bytes of buckets that exist besides the gradients, in backward and in ``optimizer.step()``.
+
+    Args:
+        reduced: gradient elements that other ranks average too.
 
     Returns:
-        What there is in backward, and what of it is there in ``optimizer.step()`` too.
+        The bytes in backward, and the part of them that still exists in ``optimizer.step()``.
     """
     parameters, workload = request.parameters, request.workload
     element = 2 if is_half(parameters) else 4

@@ -1,4 +1,4 @@
-"""Shared memory of a host that memory checkpoints take: two generations of all that its ranks hold, replicas once."""
+"""A host's shared memory for memory checkpoints: two generations of its ranks' state, replicas once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GENERATIONS = 2
 
 @dataclass
 class _StateParts:
-    """Bytes of a stage's state on one rank, by who else has the same.
+    """Bytes of a stage's state on one rank, by how they are replicated.
 
     Attributes:
-        whole: that all replicas have.
-        divided: of which neighbours along the reduced data parallel axis have other parts.
+        whole: the same on all replicas.
+        divided: different on neighbors along the reduced data parallel axis.
     """
 
     whole: float = 0.0
@@ -32,10 +32,10 @@ class _StateParts:
 
 
 def checkpoint_bytes(request: Request, topology: Topology) -> int:
-    """Bytes of shared memory on the host that needs most; 0 where the job keeps no state in memory.
+    """Return the bytes of shared memory on the host that needs most; 0 if the job keeps no state in memory.
 
     Raises:
-        ConfigError: the job's variables of memory checkpoints are not what they should be.
+        ConfigError: the job's variables for memory checkpoints are invalid.
     """
     if not wants_memory({name: value for name, value in request.environment if isinstance(value, str)}):
         return 0
@@ -60,14 +60,14 @@ def checkpoint_bytes(request: Request, topology: Topology) -> int:
 
 
 def _neighbours(request: Request, topology: Topology) -> int:
-    """Ranks along the reduced data parallel axis that have different parts of the state."""
+    """Return the number of ranks along the reduced data parallel axis that have different parts of the state."""
     if request.parameters.sharded_data_parallel_degree > 1:
         return topology.sharded
     return topology.rdp_size if request.parameters.shard_optimizer_state else 1
 
 
 def _parts(request: Request, topology: Topology, weights: list[Weight]) -> tuple[_StateParts, _StateParts]:
-    """What a rank of a stage holds of tensors that tensor parallelism divides, and of those that it does not."""
+    """Return the state on a rank of a stage: of tensors that tensor parallelism divides, and of the others."""
     parameters, neighbours = request.parameters, _neighbours(request, topology)
     element = 2 if is_half(parameters) else 4
     updated = OPTIMIZER_BYTES[request.workload.optimizer] + (4 if is_half(parameters) else 0)

@@ -1,7 +1,8 @@
-"""What no configuration can beat: seconds and bytes from closed forms, for configurations of which some is still open.
+"""Lower bounds of seconds and bytes, from closed forms, for configurations that are still partly open.
 
-A rank computes at least its share of the operations, a pipeline fills and empties, sums of tensor parallelism hide behind
-nothing, gradients take their time on the links, and state has its bytes. Whoever simulates finds more, never less.
+A rank computes at least its share of the operations. A pipeline fills and empties. Nothing hides the sums of
+tensor parallelism. Gradients take their time on the links, and state has its bytes. A simulation finds more,
+never less.
 """
 
 from __future__ import annotations
@@ -20,28 +21,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model needs, whatever the degrees.
+    """The needs of a model, independent of the degrees.
 
     Attributes:
-        forward, backward: seconds of one sample through the whole model on one GPU, at the rates that are assumed.
-        again: what checkpointing adds in backward.
-        of_microbatch: seconds of forward and backward of a microbatch of so many samples through the whole model on one GPU,
-            where more is known of it than of a sample; not of what tensor parallelism divides.
+        forward, backward: seconds of one sample through the whole model on one GPU, at the assumed rates.
+        again: seconds that checkpointing adds in backward.
+        of_microbatch: seconds of forward and backward of a microbatch of so many samples through the whole model
+            on one GPU, if more is known of it than of a sample. Not used with tensor parallelism.
         update: seconds in which one GPU updates all parameters.
         sums_last: gradients are summed over replicas in the last microbatch's backward pass, not before.
         launches: seconds of each microbatch through the whole model that no degree divides: starting its kernels.
         elements: parameters.
         kept_bytes: per element, of parameters and their gradients.
         updated_bytes: per element, of master copies and optimizer state.
-        layers: that are alike, of which stages hold whole ones; 0: the time is that of the slowest stage, which has no less than
-            an even share.
-        layer_elements: of all of them that are trained, at least.
+        layers: identical layers; stages have whole ones. 0: the time is that of the slowest stage, which has at
+            least an even share.
+        layer_elements: of all trained layers, at least.
         summed_bytes: per element, of a gradient on its way to other ranks.
         element_bytes: of a parameter on its way.
         gathers: of sharded parameters in a backward pass and the forward pass before it, at least.
         tensor_bytes: of one sample, of all tensors that tensor parallelism sums up in forward and backward.
-        tensor_bytes_again: of these, what checkpointing adds.
-        activation_bytes: of one sample, that the first of a space's ways to hold activations keeps for backward, at least.
+        tensor_bytes_again: of these, the bytes that checkpointing adds.
+        activation_bytes: of one sample, the least bytes kept for backward with the first of the space's
+            ``memories``.
     """
 
     forward: float
@@ -65,7 +67,7 @@ class Needs:
 
 
 def least_state(needs: Needs, at: Configuration, replicas: int) -> float:
-    """Bytes of state on a rank, divided evenly; tensors that are not divided only add to it."""
+    """Return the bytes of state on a rank, divided evenly; tensors that are not divided only add to it."""
     elements = needs.elements / ((at.pipeline or 1) * (at.tensor or 1))
     whole = needs.kept_bytes + needs.updated_bytes
     if at.sharded > 1:
@@ -77,7 +79,7 @@ def least_state(needs: Needs, at: Configuration, replicas: int) -> float:
 
 
 def least_bytes(needs: Needs, space: Space, at: Configuration) -> float:
-    """Bytes that the fullest rank holds at least: state, and the activations of one microbatch as far as they are known."""
+    """Return the least bytes on the fullest rank: its state, and the known activations of one microbatch."""
     if at.tensor is None:
         return 0.0
     held = least_state(needs, at, space.replicas(at))
@@ -88,7 +90,7 @@ def least_bytes(needs: Needs, space: Space, at: Configuration) -> float:
 
 
 def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration) -> float:
-    """Seconds of an optimizer step at least: the longer of what a pipeline computes and what data parallelism sends."""
+    """Return the least seconds of an optimizer step: the longer of pipeline computation and data parallel traffic."""
     if at.tensor is None:  # what a replica reads at a time is open, too
         return space.samples * (needs.forward + needs.backward) / space.world
     stages, tensor = at.pipeline or 1, at.tensor
@@ -116,7 +118,7 @@ def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
 
 
 def _summing_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration) -> float:
-    """Seconds in which gradients go over their links until every rank has the sum of what it updates."""
+    """Return the seconds that gradients need on their links until every rank has the sum of its own part."""
     elements = needs.layer_elements * _whole(needs, at.pipeline or 1) / ((at.pipeline or 1) * (at.tensor or 1))
     kind = "reduce_scatter" if at.state == "optimizer" else "all_reduce"
     sent = sent_bytes(kind, space.replicas(at), elements * needs.summed_bytes)
@@ -124,25 +126,26 @@ def _summing_seconds(needs: Needs, space: Space, card: RateCard, at: Configurati
 
 
 def _update_seconds(needs: Needs, space: Space, at: Configuration) -> float:
-    """Seconds of an even part of the update; as if state were shared over all where nothing is chosen."""
+    """Return the seconds of an even part of the update; an open state counts as sharded over all replicas."""
     shards = at.sharded if at.state not in (None, "optimizer") else space.replicas(at)
     return needs.update / ((at.pipeline or 1) * (at.tensor or 1) * shards)
 
 
 def _pipelined(seconds: float, stages: int, microbatches: int, active: int, waiting: float) -> float:
-    """Seconds in which ``stages`` compute what takes ``seconds`` on one of them, however it is divided.
+    """Return the seconds that ``stages`` need for ``seconds`` of computation, for any division among them.
 
-    Stage i of a chain cannot begin before those before it have passed a microbatch on, and these come last in backward. With
-    times t_i of a microbatch, of which the part w of each stage before is waited for, the step takes m · t_i + w · (t_0 + … +
-    t_(i−1)) or more, and the division for which the largest of these is least gives T · w / (m · (1 − (1 − w/m)^p)). Of
-    ``active`` microbatches in flight each takes the part w of the whole chain.
+    Stage i of a chain cannot begin before the earlier ones have passed a microbatch on, and these come last in
+    backward. Let t_i be the times of a microbatch, and w the part of each earlier stage that is waited for. Then
+    the step takes at least m · t_i + w · (t_0 + … + t_(i−1)). The division with the least maximum of these gives
+    T · w / (m · (1 − (1 − w/m)^p)). Of ``active`` microbatches in flight each takes the part w of the whole
+    chain.
     """
     filling = seconds * waiting / (microbatches * (1.0 - (1.0 - waiting / microbatches) ** stages))
     return max(filling, waiting * seconds / active)
 
 
 def _data_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration) -> float:
-    """Seconds in which gradients and sharded parameters go over their links, if nothing else did."""
+    """Return the seconds that gradients and sharded parameters need on their links, without other traffic."""
     replicas = space.replicas(at)
     if replicas == 1 or at.state is None:
         return 0.0
@@ -161,7 +164,7 @@ def _data_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
 
 
 def _whole(needs: Needs, stages: int) -> float:
-    """Part of an even share of the layers that every stage has at least: stages hold whole ones."""
+    """Return the least part of an even share of the layers that every stage has: stages have whole layers."""
     return needs.layers // stages * stages / needs.layers if needs.layers else 1.0
 
 

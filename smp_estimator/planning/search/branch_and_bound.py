@@ -1,9 +1,10 @@
-"""The search for the fastest configuration that fits, or the cheapest: best first, by bounds that nothing can beat.
+"""Best-first search for the fastest or cheapest configuration that fits, with lower bounds.
 
-Whoever evaluates a configuration (a plan's arithmetic, or a rehearsal, which takes seconds) is asked as seldom as can be:
-configurations are opened level by level in the order of their bounds, and none is evaluated whose bound is no better than what
-was found. What was evaluated says more: a configuration that keeps more than one that did not fit will not fit either, and
-one that computes more than another takes as long at least.
+An evaluation (a plan's arithmetic, or a rehearsal, which takes seconds) is made as rarely as possible.
+Configurations are opened level by level in the order of their bounds. A configuration is not evaluated if its
+bound is no better than the best found. Evaluations give further bounds: a configuration that keeps more
+memory than one that did not fit will not fit either. One that computes more than another takes at least as
+long.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came of a configuration.
+    """The result of evaluating a configuration.
 
     Attributes:
         seconds: of an optimizer step; None where it is not known, because it failed.
@@ -58,7 +59,7 @@ Evaluate = Callable[[Configuration], Evaluated]
 
 @dataclass(frozen=True)
 class SearchRegion:
-    """One cluster to look on, with all that its configurations are judged by.
+    """One cluster to search, with everything needed to judge its configurations.
 
     Attributes:
         space: the configurations.
@@ -79,7 +80,7 @@ class SearchRegion:
     name: str = ""
 
     def bound(self, at: Configuration) -> float:
-        """The worth that no configuration below can beat; infinite where none can fit."""
+        """Return the least worth of all configurations below ``at``; infinite if none can fit."""
         if self.device_bytes is not None and least_bytes(self.needs, self.space, at) > self.device_bytes:
             return math.inf
         return self.weight * least_seconds(self.needs, self.space, self.card, at)
@@ -95,7 +96,7 @@ class Judged:
 
     @property
     def worth(self) -> float:
-        """Less is better: seconds, or dollars of a step; infinite for what does not fit."""
+        """Return seconds, or dollars of a step; less is better. Infinite if the configuration does not fit."""
         evaluated = self.evaluated
         if not evaluated.fits or evaluated.seconds is None:
             return math.inf
@@ -103,13 +104,13 @@ class Judged:
 
     @property
     def preference(self) -> tuple[float, int]:
-        """Of equal worth, to the millionth, the simpler one."""
+        """Return the sort key: worth to a millionth, then effort, so that the simpler of equal ones is preferred."""
         return (math.inf if self.worth == math.inf else float(f"{self.worth:.6g}"), self.configuration.effort)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to.
+    """The result of a search.
 
     Attributes:
         best: None where nothing fits.
@@ -125,31 +126,31 @@ class Found:
 
     @property
     def is_proven(self) -> bool:
-        """Whether nothing can be better than the best by more than was asked for; not where the budget ended first."""
+        """Return whether the best is proven optimal within the gap; False if the budget ended first."""
         return self.possible_gain == 0.0
 
     @property
     def possible_gain(self) -> float:
-        """Part of the best's worth that a configuration which was not looked at might save, at most."""
+        """Return the most that an unexamined configuration might save, as a part of the best's worth."""
         if self.best is None:
             return 0.0 if self.bound == math.inf else 1.0
         return max(0.0, 1.0 - self.bound / self.best.worth)
 
     @cached_property
     def nearest(self) -> Judged | None:
-        """Where nothing fits, the one that comes nearest: with the lowest peak."""
+        """Return the configuration with the lowest peak, which is the nearest one if nothing fits."""
         known = [one for one in self.judged if one.evaluated.peak_bytes is not None]
         return min(known, key=lambda one: one.evaluated.peak_bytes or 0, default=None)
 
 
 class Search:
-    """A search over regions with one global batch, whose evaluations are kept, so that later questions reuse them.
+    """A search over regions with one global batch; it keeps its evaluations, so that later questions reuse them.
 
     Args:
         regions: clusters, each with its configurations.
-        budget: seconds after which nothing more is evaluated; None: until it is proven.
-        gap: part of the worth that does not matter: what is better by less is not looked for.
-        clock: what time is read from.
+        budget: seconds after which nothing more is evaluated; None: until the best is proven.
+        gap: part of the worth that does not matter: smaller improvements are not searched for.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -174,12 +175,12 @@ class Search:
         return self._budget is not None and self._clock() - self._start >= part * self._budget
 
     def run(self, first: Iterable[Configuration] = (), part: float = 1.0) -> Found:
-        """Look for the best.
+        """Search for the best configuration.
 
         Args:
-            part: of the budget, after which it ends.
-            first: configurations that are evaluated before all others in each region, where they are in it: with a good one
-                known, much less is opened.
+            part: of the budget, after which the search ends.
+            first: configurations that are evaluated before all others, in each region that has them. If a good one is
+                known, far fewer are opened.
         """
         best: Judged | None = None
         for known in self._judged.values():  # of an earlier question
@@ -205,7 +206,7 @@ class Search:
         return Found(best, tuple(self._judged.values()), bound, self._clock() - self._start)
 
     def _open(self, queue: list[_Waiting], bound: float, region: int, at: Configuration, best: Judged | None) -> None:
-        """Put the choices of the next level into the queue, those that may be better."""
+        """Put those choices of the next level into the queue that may be better."""
         of = self.regions[region]
         for child in of.space.children(at):
             least = max(bound, of.bound(child))
@@ -222,9 +223,10 @@ class Search:
         return self._judged[key]
 
     def changes(self, at: Configuration, region: int = 0) -> Iterator[tuple[str, Judged]]:
-        """What single changes of a configuration come to, by the level that is changed: those that help, the best first.
+        """Yield the results of helpful single changes of a configuration, by the changed level, the best first.
 
-        Of each level the best value; evaluated in the order of their bounds, as long as they could be the best of all.
+        Each level has its best value. Changes are evaluated in the order of their bounds, as long as they could be
+        the best.
         """
         before = self.judge(at, region)
         of = self.regions[region]
@@ -247,7 +249,7 @@ class Search:
         return math.inf if best is None else best.worth * (1.0 - self._gap)
 
     def _is_no_better(self, bound: float, at: Configuration, best: Judged | None) -> bool:
-        """Whether nothing below can be wanted: it is slower, or as slow and no simpler."""
+        """Return whether no configuration below is wanted: each is slower, or as slow and no simpler."""
         if best is None:
             return bound == math.inf
         limit = self._limit(best)
@@ -260,7 +262,7 @@ class Search:
         return other if best is None or other.preference < best.preference else best
 
     def _known_bound(self, region: int, at: Configuration) -> float:
-        """What is known of a configuration by others that were evaluated: infinite where it cannot fit."""
+        """Return a bound of a configuration from others that were evaluated; infinite if it cannot fit."""
         least = 0.0
         for (number, other), judged in self._judged.items():
             if number != region or (other.pipeline, other.tensor) != (at.pipeline, at.tensor):
@@ -280,7 +282,7 @@ def _traits_of(at: Configuration) -> ScheduleTraits:
 
 
 def keeps_no_less(at: Configuration, other: Configuration) -> bool:
-    """Whether a configuration of the same degrees has no more memory saved than another, in any respect."""
+    """Return whether a configuration saves no memory in any respect, compared with another of the same degrees."""
     if (at.microbatches or 1) > (other.microbatches or 1):
         return False
     if (at.active or 1) * (other.microbatches or 1) < (other.active or 1) * (at.microbatches or 1):
@@ -296,15 +298,17 @@ def keeps_no_less(at: Configuration, other: Configuration) -> bool:
 
 
 def computes_no_less(at: Configuration, other: Configuration) -> bool:
-    """Whether a configuration differs from another only by recomputing, offloading, a worse schedule, or fewer in flight.
+    """Return whether a configuration takes at least as long to compute as another.
 
-    Without a pipeline more microbatches are more of the same, too: with one, they fill it.
+    It may differ only by recomputing, offloading, a worse schedule, or fewer microbatches in flight. Without a
+    pipeline it may also have more microbatches. With a pipeline more microbatches fill it, so that case does not
+    count.
     """
     return at.state == other.state and passes_no_less(at, other)
 
 
 def passes_no_less(at: Configuration, other: Configuration) -> bool:
-    """The same of its forward and backward passes, whoever holds the state."""
+    """Return whether :func:`computes_no_less` holds for forward and backward passes, ignoring how state is stored."""
     if at.placement != other.placement:
         return False
     count, others = at.microbatches or 1, other.microbatches or 1

@@ -34,38 +34,38 @@ class Cluster:
 
     @property
     def plan(self) -> Plan:
-        """The plan of that configuration."""
+        """Return the plan of that configuration."""
         return self.step.plan
 
     @property
     def instance_type(self) -> str:
-        """Such as ``"ml.p4d.24xlarge"``."""
+        """Return the instance type, such as ``"ml.p4d.24xlarge"``."""
         return self.plan.request.instance_type
 
     @property
     def instance_count(self) -> int:
-        """Instances of the cluster."""
+        """Return the number of instances."""
         return self.plan.request.instance_count
 
     @property
     def gpus(self) -> int:
-        """GPUs of the cluster, one for each process."""
+        """Return the number of GPUs, one for each process."""
         return self.plan.request.world
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of all its GPUs."""
+        """Return the memory of all its GPUs."""
         return self.gpus * (self.plan.request.gpu_memory_bytes or 0)
 
     @property
     def is_slow(self) -> bool:
-        """Whether several instances are joined without EFA."""
+        """Return whether several instances are joined without EFA."""
         known = self.plan.instance
         return self.instance_count > 1 and known is not None and not known.efa
 
     @property
     def size(self) -> tuple[float, ...]:
-        """What to sort by: clusters that a fast network joins, fewer instances, less memory in all, fewer GPUs."""
+        """Return the sort key: a fast network first, then fewer instances, less total memory, fewer GPUs."""
         known = self.plan.instance
         host = known.host_memory_bytes if known else 0
         return (self.is_slow, self.instance_count, self.memory_bytes, self.gpus, host)
@@ -79,7 +79,7 @@ Ask = Callable[[str, int], tuple[Request, int]]
 
 
 def smallest(ask: Ask, kind: str, tries: int = MOST_INSTANCES) -> Cluster | None:
-    """The fewest instances of one type that a model fits on; None when none of ``tries`` counts is enough."""
+    """Return the fewest instances of one type that a model fits on; None if none of ``tries`` counts is enough."""
     request, _ = ask(kind, 1)
     for count, _ in zip(_counts(least_count(request)), range(tries), strict=False):
         if (found := on(ask, kind, count)) is not None:
@@ -88,7 +88,7 @@ def smallest(ask: Ask, kind: str, tries: int = MOST_INSTANCES) -> Cluster | None
 
 
 def on(ask: Ask, kind: str, count: int) -> Cluster | None:
-    """The cluster of ``count`` instances, if the model fits on it."""
+    """Return the cluster of ``count`` instances if the model fits on it, else None."""
     try:
         request, samples = ask(kind, count)
     except ConfigError:
@@ -98,7 +98,7 @@ def on(ask: Ask, kind: str, count: int) -> Cluster | None:
 
 
 def smallest_clusters(ask: Ask, count: int | None = None) -> tuple[Cluster, ...]:
-    """The smallest clusters of all types that current builds of PyTorch run on, the smallest first.
+    """Return the smallest clusters of all types that current builds of PyTorch run on, the smallest first.
 
     Args:
         count: only clusters of so many instances.
@@ -127,19 +127,19 @@ def smallest_clusters(ask: Ask, count: int | None = None) -> tuple[Cluster, ...]
 
 
 def least_count(request: Request) -> int:
-    """Instances whose GPUs can hold the state, divided over all of them; fewer can never do."""
+    """Return the fewest instances with enough GPU memory for the state, divided over all of them."""
     each = 8 + OPTIMIZER_BYTES[request.workload.optimizer]  # parameter, gradient and master copy, in any precision
     device = TIGHT_ABOVE * (request.gpu_memory_bytes or math.inf)
     return max(1, math.ceil(each * request.shape.parameters / (device * request.processes_per_host)))
 
 
 def current() -> Iterator[Instance]:
-    """Types for whose GPUs every build of PyTorch for CUDA from 12 on has code."""
+    """Return an iterator over the types with GPUs that all builds of PyTorch for CUDA 12 and newer have code for."""
     return (known for known in instances() if known.gpu_facts.dropped_by_cuda is None)
 
 
 def _kinds() -> Iterator[Instance]:
-    """Types worth asking: of those with the same GPUs and network, the one with the least memory of its own."""
+    """Yield one type per kind of GPUs and network: the one with the least host memory."""
     best: dict[tuple[object, ...], Instance] = {}
     for known in current():
         key = (known.gpu, known.gpu_memory_bytes, known.gpus, known.efa)
@@ -149,7 +149,7 @@ def _kinds() -> Iterator[Instance]:
 
 
 def _counts(least: int) -> Iterator[int]:
-    """1 to 8, then 10, 12, 14, 16, 20, …: four between a power of two and the next; from ``least`` on."""
+    """Yield 1 to 8, then 10, 12, 14, 16, 20, …: four between a power of two and the next; from ``least`` on."""
     power = 1
     while power <= MOST_INSTANCES:
         for quarter in range(4):

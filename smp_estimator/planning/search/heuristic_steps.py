@@ -1,9 +1,10 @@
-"""What is tried on a cluster, in the order of the best practices.
+"""Configurations to try on a cluster, in the order of the best practices.
 
-The order of the public page "Distributed Model Parallelism Best Practices": large instances (given), optimizer state
-sharding, activation checkpointing, tensor parallelism inside a node in powers of two, pipeline parallelism across
-nodes, offloading. Data parallelism alone comes first, since more features than needed do not improve performance.
-Sharded data parallelism, whose page says "start with a small number, and gradually increase it", is searched beside.
+The order of the public page "Distributed Model Parallelism Best Practices": large instances (given),
+optimizer state sharding, activation checkpointing, tensor parallelism inside a node in powers of two,
+pipeline parallelism across nodes, offloading. Data parallelism alone comes first, since more features than
+needed do not improve performance. Sharded data parallelism is searched separately; its page advises to "start
+with a small number, and gradually increase it".
 """
 
 from __future__ import annotations
@@ -33,22 +34,25 @@ class TriedConfiguration:
 
 
 def climb(request: Request, samples: int) -> Iterator[TriedConfiguration]:
-    """The plans of the ladder, those that can be laid over the processes, with ``samples`` per optimizer step."""
+    """Return the plans of the ladder that fit the number of processes, with ``samples`` per optimizer step."""
     return _plans(_ladder(request), request, samples)
 
 
 def sharded(request: Request, samples: int) -> Iterator[TriedConfiguration]:
-    """The plans with sharded data parallelism, from a small degree up."""
+    """Return the plans with sharded data parallelism, from a small degree up."""
     return _plans(_sharded(request), request, samples)
 
 
 def first_fit(request: Request, samples: int) -> TriedConfiguration | None:
-    """The first configuration that fits, with what it offloads fitting into the host's memory; None without one."""
+    """Return the first configuration that fits; None without one.
+
+    Its offloaded activations fit into the host's memory too.
+    """
     return next(fitting(request, samples), None)
 
 
 def fitting(request: Request, samples: int) -> Iterator[TriedConfiguration]:
-    """All configurations that fit, those with sharded data parallelism last."""
+    """Yield all configurations that fit, those with sharded data parallelism last."""
     for candidates in (_ladder, _sharded):
         for step in _plans(_possible(candidates(request), request), request, samples):
             if step.plan.verdict is Verdict.FITS and has_room(step.plan):
@@ -56,7 +60,7 @@ def fitting(request: Request, samples: int) -> Iterator[TriedConfiguration]:
 
 
 def has_room(plan: Plan) -> bool:
-    """Whether what is offloaded fits into the memory of the host."""
+    """Return whether offloaded activations fit into the memory of the host."""
     return plan.instance is None or plan.offloaded_host_bytes <= plan.instance.host_memory_bytes
 
 
@@ -64,7 +68,7 @@ _Candidate = tuple[str, dict[str, Any], str | None]
 
 
 def _ladder(request: Request) -> Iterator[_Candidate]:
-    """What to add, one after the other; each rung keeps the ones below it."""
+    """Yield the features to add, one after the other; each step keeps the earlier ones."""
     own = request.workload.activation_checkpointing
     yield "data parallelism", {}, own
     settings: dict[str, Any] = {"shard_optimizer_state": True} if request.world > 1 else {}
@@ -89,7 +93,7 @@ def _ladder(request: Request) -> Iterator[_Candidate]:
 
 
 def _sharded(request: Request) -> Iterator[_Candidate]:
-    """Sharded data parallelism, from a small degree up; then with tensor parallelism, then offloading."""
+    """Yield sharded data parallelism, from a small degree up; then with tensor parallelism, then with offloading."""
     each = request.workload.activation_checkpointing or "each"
     degrees = [*_powers(request.world), request.world] if request.world > 1 else []
     for degree in dict.fromkeys(degrees):
@@ -108,7 +112,7 @@ def _sharded(request: Request) -> Iterator[_Candidate]:
 
 
 def _possible(candidates: Iterator[_Candidate], request: Request) -> Iterator[_Candidate]:
-    """Those whose state, divided evenly, leaves the device not full; the others cannot fit, and need no plan to tell."""
+    """Yield the candidates with evenly divided state that leaves the device not full; others cannot fit."""
     if request.gpu_memory_bytes is None or not request.shape.is_trained_whole:
         yield from candidates
         return
@@ -128,7 +132,7 @@ def _possible(candidates: Iterator[_Candidate], request: Request) -> Iterator[_C
 
 
 def _powers(limit: int) -> Iterator[int]:
-    """2, 4, 8, … up to ``limit``, those that divide it."""
+    """Yield 2, 4, 8, … up to ``limit``, if they divide it."""
     degree = 2
     while degree <= limit:
         if limit % degree == 0:
@@ -141,7 +145,7 @@ def _tensor(degree: int) -> dict[str, Any]:
 
 
 def _plans(candidates: Iterator[_Candidate], request: Request, samples: int) -> Iterator[TriedConfiguration]:
-    """The plans of the candidates that can be laid over the processes, all with the same global batch."""
+    """Yield the plans of the candidates that fit the number of processes, all with the same global batch."""
     for what, settings, checkpointing in candidates:
         try:
             given = {**request.parameters.model_dump(by_alias=True, exclude_unset=True), **settings}

@@ -1,4 +1,4 @@
-"""Which single change of given settings would help most, and what a search came to in words."""
+"""The most helpful single changes of given settings, and the result of a search in words."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Improvement:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step after the change."""
+        """Return the seconds of a step after the change; None if they are unknown."""
         return None if self.plan.time is None else self.plan.time.total
 
     def to_dict(self) -> dict[str, Any]:
-        """The change, seconds and bytes by name."""
+        """Return the change, seconds and bytes by name."""
         return {
             "what": self.what,
             "parameters": self.plan.request.parameters.to_mp_parameters(),
@@ -71,15 +71,16 @@ class Improvement:
 def improvements(
     request: Request, samples: int, parameters: Mapping[str, Any], budget: float
 ) -> tuple[Improvement, ...]:
-    """Single changes of settings that make a step shorter, or let it fit; the one that helps most first.
+    """Return single changes of settings that shorten a step or let it fit, the most helpful first.
 
-    One level of a configuration changes; what follows from it (microbatches of another batch) takes the nearest value.
+    One level of a configuration changes. Levels that depend on it (microbatches of another batch) take the
+    nearest value.
 
     Args:
         request: of the cluster and the model.
-        samples: of an optimizer step, which stay.
+        samples: of an optimizer step; they do not change.
         parameters: ``mp_parameters`` that are changed.
-        budget: seconds after which no more is looked at.
+        budget: seconds after which the search ends.
 
     Raises:
         ConfigError: settings that cannot work, or do not read this global batch.
@@ -105,7 +106,7 @@ def improvements(
 
 
 def change_words(name: str, before: Configuration, after: Configuration) -> str:
-    """``"microbatches 4 → 16"``, with what follows from it."""
+    """Return a change as text, ``"microbatches 4 → 16"``, with its consequences."""
     if name == "state":
         return _state(after)
     if name == "memory":
@@ -123,7 +124,10 @@ def _state(at: Configuration) -> str:
 
 
 def change_line(what: str, after: float | None, before: float | None) -> str:
-    """A change and the seconds of a step after and before it; None: not known, or what was did not fit."""
+    """Return a line with a change and the seconds of a step after and before it.
+
+    None means that the time is not known, or that the earlier settings did not fit.
+    """
     seconds = "" if after is None else f"{after:.3g} s per step"
     if before is None or after is None:
         return f"{what}: fits, {seconds}".rstrip(", ")
@@ -131,7 +135,7 @@ def change_line(what: str, after: float | None, before: float | None) -> str:
 
 
 def search_line(found: Found) -> str:
-    """How many configurations were looked at, and whether a better one may have been missed."""
+    """Return a line with the number of configurations evaluated, and whether a better one may exist."""
     looked = f"{len(found.judged)} configurations in {found.seconds:.3g} s"
     if found.is_proven:
         return f"{looked}; by their bounds no other is faster"
@@ -139,7 +143,7 @@ def search_line(found: Found) -> str:
 
 
 def search_dict(found: Found) -> dict[str, Any]:
-    """The same as numbers."""
+    """Return the same facts as :func:`search_line`, as numbers."""
     return {
         "evaluated": len(found.judged),
         "seconds": found.seconds,

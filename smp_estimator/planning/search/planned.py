@@ -1,4 +1,4 @@
-"""The search with a plan's arithmetic: what a configuration comes to is a plan, and the bounds are the plan's own terms."""
+"""The search with a plan's arithmetic: a configuration is evaluated by a plan, and bounds are the plan's terms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GAP = 0.005
 
 @dataclass(frozen=True)
 class PlannedSearch:
-    """What a search over plans found on one cluster.
+    """The result of a search over plans on one cluster.
 
     Attributes:
         plan: of the best; None where nothing fits, or no time is known.
@@ -46,9 +46,10 @@ class PlannedSearch:
 def search_plans(
     request: Request, samples: int, *, budget: float = BUDGET_SECONDS, first: Iterable[Configuration] = ()
 ) -> PlannedSearch:
-    """The fastest configuration of a cluster whose plan fits, among all degrees, and ways to hold state and activations.
+    """Return the fastest configuration of a cluster with a plan that fits.
 
-    Offloading comes in only where nothing else fits: its copies are not in the time of a plan.
+    The search covers all degrees and all ways to store state and activations. Offloading is included only if
+    nothing else fits: its copies are not in the time of a plan.
 
     Args:
         request: of the cluster, with the model, the script and the precision; its degrees do not matter.
@@ -66,10 +67,10 @@ def search_plans(
 
 
 def region_of(request: Request, samples: int, *, offloads: bool = True) -> SearchRegion:
-    """The configurations of a request's cluster, judged by their plans.
+    """Return the configurations of a request's cluster, judged by their plans.
 
     Raises:
-        ConfigError: the time of a step cannot be known there (:func:`~smp_estimator.planning.step_time.unknown_because`).
+        ConfigError: the step time is unknown there (:func:`~smp_estimator.planning.step_time.unknown_because`).
     """
     why = unknown_because(request)
     if why is not None:
@@ -101,7 +102,10 @@ def region_of(request: Request, samples: int, *, offloads: bool = True) -> Searc
 
 
 def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
-    """All configurations of a model of transformer layers on a request's cluster; a schedule that it names is not searched."""
+    """Return all configurations of a model of transformer layers on a request's cluster.
+
+    If the request names a schedule, only that one is included.
+    """
     shape, schedule = request.shape, request.parameters.pipeline
     return Space(
         world=request.world,
@@ -116,7 +120,7 @@ def space_of(request: Request, samples: int, *, offloads: bool = True) -> Space:
 
 
 def plan_of(request: Request, samples: int, at: Configuration) -> Plan:
-    """The plan of a configuration; raises ConfigError where settings contradict one another."""
+    """Return the plan of a configuration; raise ConfigError if settings contradict one another."""
     space = space_of(request, samples)
     own = request.workload.activation_checkpointing
     checkpointing = (own or "each") if at.recomputes else None
@@ -124,13 +128,17 @@ def plan_of(request: Request, samples: int, at: Configuration) -> Plan:
 
 
 def configuration_of(request: Request) -> Configuration:
-    """The configuration that a request's own settings are; it may lie outside the space that a search looks through."""
+    """Return the configuration of a request's own settings; it may lie outside the space of a search."""
     kept = "kept" if request.workload.activation_checkpointing is None else "again"
     return configuration_of_settings(request.parameters, kept)
 
 
 def configuration_of_settings(settings: ModelParallelParameters, memory: str) -> Configuration:
-    """The same of ``mp_parameters``; ``memory``: what activations cost where they are not offloaded."""
+    """Return the configuration of ``mp_parameters``.
+
+    Args:
+        memory: the treatment of activations, if they are not offloaded.
+    """
     refuse_pieces(settings)
     state: str | int = settings.sharded_data_parallel_degree
     if state == 1:
@@ -149,7 +157,7 @@ def configuration_of_settings(settings: ModelParallelParameters, memory: str) ->
 
 
 def refuse_pieces(settings: ModelParallelParameters) -> None:
-    """Refuse what a search does not compare.
+    """Refuse settings that a search does not compare.
 
     Raises:
         ConfigError: stages own several pieces.
@@ -162,7 +170,7 @@ def refuse_pieces(settings: ModelParallelParameters) -> None:
 
 
 def needs_of(request: Request) -> Needs:
-    """The terms of a plan that no degree takes away."""
+    """Return the terms of a plan that no degree removes."""
     shape, script = request.shape, request.workload
     alone = Plan.of(
         request.changed(

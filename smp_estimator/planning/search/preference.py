@@ -1,4 +1,4 @@
-"""Which of the clusters that fit is wanted: the smallest, the one that costs least, or the fastest.
+"""The preference among the clusters that fit: the smallest, the cheapest, or the fastest.
 
 The last two go by the time of a step (:mod:`smp_estimator.planning.step_time`), and for each token: larger clusters read
 more of them in a step.
@@ -42,7 +42,7 @@ class PreferredClusters:
 
 
 def checked(prefer: str) -> str:
-    """``prefer`` of an argument; raises ConfigError for another word."""
+    """Return ``prefer`` if it is a known preference; raise ConfigError for another word."""
     if prefer not in PREFERENCES:
         raise ConfigError(
             f"prefer is {prefer!r}{suggest(str(prefer), PREFERENCES)}; clusters that fit are compared by their size, by what "
@@ -52,9 +52,10 @@ def checked(prefer: str) -> str:
 
 
 def fastest_step(steps: Iterable[TriedConfiguration]) -> TriedConfiguration | None:
-    """Of configurations that fit, the one with the shortest step; one that offloads only if all do; None without any.
+    """Return the fitting configuration with the shortest step; None without any.
 
-    Copies of offloaded activations are not in the time, so it is not compared with that of others.
+    One that offloads is returned only if all do. Copies of offloaded activations are not in its time, so that
+    time is not compared with others.
     """
     fit = [step for step in steps if step.plan.verdict is Verdict.FITS and has_room(step.plan)]
     return min(
@@ -65,14 +66,15 @@ def fastest_step(steps: Iterable[TriedConfiguration]) -> TriedConfiguration | No
 def rank(
     ask: Ask, prefer: str, *, kind: str | None = None, count: int | None = None, up_to: int | None = None
 ) -> PreferredClusters:
-    """The best clusters by price or by speed, of each type the best one.
+    """Return the best clusters by price or by speed, one per type.
 
     Args:
         prefer: ``"cheapest"`` or ``"fastest"``.
         kind: clusters of this type only.
         count: clusters of so many instances only.
-        up_to: of each type the fewest instances that fit, and twice as many, and so on up to here. Without it: for the
-            cheapest the fewest of each type, for the fastest no more than the smallest cluster of all needs.
+        up_to: most instances. Of each type the fewest instances that fit are tried, then twice as many, and so
+            on. Without it: for the cheapest the fewest of each type, for the fastest no more than the smallest
+            cluster of all needs.
     """
     names = [kind] if kind is not None else list(_types(ask))
     asked = list(_comparable(ask, prefer, names))
@@ -98,7 +100,7 @@ def rank(
 
 
 def _types(ask: Ask) -> Iterator[str]:
-    """Types worth asking: of those with the same GPUs and network, the one with the lowest price."""
+    """Yield one type per kind of GPUs and network: the one with the lowest price."""
     best: dict[tuple[object, ...], tuple[float, int, str]] = {}
     for known in current():
         try:
@@ -112,7 +114,7 @@ def _types(ask: Ask) -> Iterator[str]:
 
 
 def _comparable(ask: Ask, prefer: str, names: Iterable[str]) -> Iterator[tuple[int, str, str | None]]:
-    """The least number of instances of each type that could do, and why it cannot be compared, if so."""
+    """Yield the least number of instances of each type, its name, and why it cannot be compared, or None."""
     for name in names:
         try:
             request, _ = ask(name, 1)
@@ -128,7 +130,7 @@ def _comparable(ask: Ask, prefer: str, names: Iterable[str]) -> Iterator[tuple[i
 
 
 def _fewest_of_all(ask: Ask, comparable: list[tuple[int, str]]) -> int:
-    """Instances of the cluster that has fewest."""
+    """Return the number of instances of the cluster with the fewest."""
     fewest = MOST_INSTANCES
     for least, name in sorted(comparable):
         if least >= fewest:
@@ -141,9 +143,10 @@ def _fewest_of_all(ask: Ask, comparable: list[tuple[int, str]]) -> int:
 def _bounds(
     ask: Ask, prefer: str, comparable: list[tuple[int, str]], most: int
 ) -> Iterator[tuple[bool, float, int, str]]:
-    """The worth that no cluster of a type can exceed: arithmetic alone, on every GPU, with nothing computed twice.
+    """Yield the worth that no cluster of a type can exceed: arithmetic alone, on every GPU, without recomputation.
 
-    Before it, whether all clusters of the type are slow, which come last: several instances without EFA.
+    Each item begins with whether all clusters of the type are slow (several instances without EFA); these come
+    last.
     """
     for least, name in comparable:
         if least > most:
@@ -165,7 +168,7 @@ def _arithmetic_worth(request: Request, prefer: str, most: int) -> float:
 
 
 def _clusters(ask: Ask, name: str, least: int, most: int, *, count: int | None, only_fewest: bool) -> Iterator[Cluster]:
-    """Clusters of one type that fit, each with its fastest configuration."""
+    """Yield clusters of one type that fit, each with its fastest configuration."""
     if count is not None:
         counts: Iterable[int] = [count] if least <= count else []
     else:
@@ -184,7 +187,7 @@ def _clusters(ask: Ask, name: str, least: int, most: int, *, count: int | None, 
 
 
 def _doubled(first: int, most: int) -> list[int]:
-    """first, 2 · first, 4 · first, … and ``most`` itself."""
+    """Return first, 2 · first, 4 · first, … and ``most`` itself."""
     counts = [first]
     while counts[-1] * 2 <= most:
         counts.append(counts[-1] * 2)
@@ -196,7 +199,7 @@ def _seconds(plan: Plan) -> float:
 
 
 def _worth(cluster: Cluster, prefer: str) -> float:
-    """What to sort by, less is better: price of a token (times a constant), or tokens per second with a minus sign."""
+    """Return the sort key, less is better: price of a token (times a constant), or negative tokens per second."""
     time, price = cluster.plan.time, cluster.plan.request.usd_per_hour
     if time is None:
         return math.inf
@@ -206,5 +209,5 @@ def _worth(cluster: Cluster, prefer: str) -> float:
 
 
 def _order(cluster: Cluster, prefer: str) -> tuple[float, ...]:
-    """As everywhere, clusters that a fast network joins come first."""
+    """Return the sort key of a cluster; clusters with a fast network come first, as everywhere."""
     return (cluster.is_slow, _worth(cluster, prefer), *cluster.size)

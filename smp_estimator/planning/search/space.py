@@ -1,4 +1,6 @@
-"""What can be chosen for a job on a cluster: degrees, state, recomputation, microbatches, schedule, placement; in which order.
+"""The choices for a job on a cluster, and their order.
+
+They are degrees, state, recomputation, microbatches, schedule and placement.
 
 A configuration is chosen level by level (:data:`LEVELS`), so that a bound for the first levels holds for all that share
 them. Degrees are divisors of what they divide, not powers of two only: published configurations have 35 stages.
@@ -53,27 +55,27 @@ class Configuration:
 
     @property
     def chosen(self) -> int:
-        """Levels that have a value; they are the first."""
+        """Return the number of levels that have a value; they are the first ones."""
         return sum(getattr(self, name) is not None for name in LEVELS)
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything is chosen."""
+        """Return whether everything is chosen."""
         return self.placement is not None
 
     @property
     def sharded(self) -> int:
-        """The degree of sharded data parallelism."""
+        """Return the degree of sharded data parallelism."""
         return self.state if isinstance(self.state, int) else 1
 
     @property
     def recomputes(self) -> bool:
-        """Whether layers are computed again in backward; not where that is not chosen yet."""
+        """Return whether layers are computed again in backward; False if that is not chosen yet."""
         return self.memory in (_AGAIN, _OFFLOADED)
 
     @property
     def effort(self) -> int:
-        """How much is switched on, of what is chosen: of two configurations that are equally fast, the simpler is wanted."""
+        """Return how many features are enabled; of two equally fast configurations, the simpler one is preferred."""
         stages, count = self.pipeline or 1, self.microbatches or 1
         switched = (stages > 1, (self.tensor or 1) > 1, self.state not in (None, _WHOLE), self.recomputes)
         own = stages > 1 and self.active not in (None, min(default_active(stages), count))
@@ -83,7 +85,7 @@ class Configuration:
         return 2 * sum(switched) + single
 
     def settings(self) -> dict[str, Any]:
-        """Of ``mp_parameters``; those that are as they are by themselves are left out."""
+        """Return the ``mp_parameters`` of the configuration; values equal to their defaults are omitted."""
         stages, tensor = self.pipeline or 1, self.tensor or 1
         found: dict[str, Any] = {}
         if stages > 1:
@@ -138,7 +140,7 @@ class Space:
         accumulation: passes of an update.
         layers: most stages.
         heads: which tensor parallelism divides; 0: nothing is divided, there is no tensor parallelism.
-        memories: what activations may cost, the least work first; without ``"kept"`` where a script checkpoints by itself.
+        memories: ways to store activations, the least work first; without ``"kept"`` if the script itself checkpoints.
         schedules: that a pipeline may have.
     """
 
@@ -157,15 +159,15 @@ class Space:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it is a count: set it to 1 or more")
 
     def replicas(self, at: Configuration) -> int:
-        """Ranks that hold the same part of the model."""
+        """Return the number of ranks that have the same part of the model."""
         return self.world // ((at.pipeline or 1) * (at.tensor or 1))
 
     def batch(self, at: Configuration) -> int:
-        """Samples that a replica reads at a time, the script's batch size."""
+        """Return the samples that a replica reads at a time, the script's batch size."""
         return self.samples // (self.replicas(at) * self.accumulation)
 
     def check(self, at: Configuration) -> None:
-        """Refuse a configuration of others whose replicas cannot read the global batch.
+        """Refuse a configuration from outside the space if its replicas cannot read the global batch.
 
         Raises:
             ConfigError: degrees that do not divide the processes, or a batch that is not whole.
@@ -180,7 +182,7 @@ class Space:
             )
 
     def topology(self, at: Configuration) -> Topology:
-        """The degrees over all processes."""
+        """Return the degrees over all processes."""
         return Topology(
             self.world,
             pipeline=at.pipeline or 1,
@@ -190,7 +192,7 @@ class Space:
         )
 
     def children(self, at: Configuration) -> Iterator[Configuration]:
-        """The choices of the next level."""
+        """Yield the choices of the next level."""
         name = LEVELS[at.chosen]
         choices: Mapping[str, Callable[[Configuration], Iterator[Any]]] = {
             "pipeline": self._pipelines,
@@ -206,7 +208,7 @@ class Space:
             yield dataclasses.replace(at, **{name: value})
 
     def all(self, at: Configuration | None = None) -> Iterator[Configuration]:
-        """Every complete configuration, below ``at``."""
+        """Yield every complete configuration below ``at``."""
         at = at or Configuration()
         if at.is_complete:
             yield at
@@ -215,9 +217,10 @@ class Space:
             yield from self.all(child)
 
     def neighbours(self, at: Configuration) -> Iterator[tuple[str, Configuration]]:
-        """What differs from a configuration in one level, by its name; what follows from that level stays where it can.
+        """Yield configurations that differ in one level, each with the name of that level.
 
-        A level below that cannot stay (another number of stages has other microbatches) takes the nearest value.
+        Later levels keep their values if they can. A level that cannot (another number of stages has other
+        microbatches) takes the nearest value.
         """
         for level, name in enumerate(LEVELS):
             before = dataclasses.replace(at, **dict.fromkeys(LEVELS[level:]))
@@ -241,7 +244,7 @@ class Space:
         yield from (degree for degree in _divisors(self.world) if degree <= self.layers)
 
     def _tensors(self, at: Configuration) -> Iterator[int]:
-        """Inside a host; only where replicas can read the global batch."""
+        """Yield degrees inside a host, but only those with which replicas can read the global batch."""
         for degree in _divisors(self.world // (at.pipeline or 1)):
             if degree > 1 and (not self.heads or self.heads % degree or self.per_host % degree):
                 continue
@@ -263,11 +266,11 @@ class Space:
         yield from _divisors(self.batch(at))
 
     def _schedules(self, at: Configuration) -> Iterator[str]:
-        """Without a pipeline all are alike."""
+        """Yield the schedules; only the default one without a pipeline, because all are then alike."""
         yield from self.schedules if (at.pipeline or 1) > 1 else (DEFAULT_SCHEDULE,)
 
     def _actives(self, at: Configuration) -> Iterator[int]:
-        """What there is by itself, enough to fill the pipeline and half of that, twice as many, and all."""
+        """Yield the default, enough to fill the pipeline and half of that, twice as many, and all."""
         stages, most = at.pipeline or 1, at.microbatches or 1
         if stages == 1:
             yield 1
@@ -276,7 +279,7 @@ class Space:
         yield from dict.fromkeys(min(most, max(1, each)) for each in wanted)
 
     def _placements(self, at: Configuration) -> Iterator[str]:
-        """Those that lay the groups over hosts in different ways; on one host all are alike."""
+        """Yield placements that distribute the groups over hosts in different ways; on one host all are alike."""
         if self.world <= self.per_host:
             yield "DPT"
             return
@@ -289,7 +292,10 @@ class Space:
                 yield letters
 
     def ring(self, at: Configuration, group: Group) -> tuple[int, int]:
-        """Ranks of a group on its host that has most, and hosts that it lies on; at best where no placement is chosen."""
+        """Return the most ranks of a group on one host, and the number of its hosts.
+
+        If no placement is chosen, these are the best possible values.
+        """
         sizes = {
             Group.TP: at.tensor or 1,
             Group.RDP: self.replicas(at),

@@ -56,28 +56,28 @@ class Suggestion(Shown):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """``mp_parameters`` for ``distribution``, with the degree under its documented name only."""
+        """Return ``mp_parameters`` for ``distribution``, with the degree under its documented name only."""
         given = self.plan.request.parameters.to_mp_parameters()
         given.pop("partitions")
         return {name: value for name, value in given.items() if value is True or (value is not False and value != 1)}
 
     @property
     def batch(self) -> int:
-        """The batch size for the script."""
+        """Return the batch size for the script."""
         return self.plan.request.workload.batch
 
     @property
     def instance_type(self) -> str:
-        """Of the cluster that the plan is for."""
+        """Return the instance type of the plan's cluster."""
         return self.plan.request.instance_type
 
     @property
     def instance_count(self) -> int:
-        """Of the cluster that the plan is for."""
+        """Return the number of instances of the plan's cluster."""
         return self.plan.request.instance_count
 
     def to_dict(self) -> dict[str, Any]:
-        """The suggestion as plain Python values, sizes in bytes."""
+        """Return the suggestion as plain Python values, sizes in bytes."""
         return {
             "instance_type": self.instance_type,
             "instance_count": self.instance_count,
@@ -112,7 +112,7 @@ class Suggestion(Shown):
         }
 
     def report(self) -> Report:
-        """The clusters, or what was tried on the one that was given, in order; and the plan that was chosen."""
+        """Return a report of the clusters, or of the configurations tried on the given one, and of the chosen plan."""
         other, script = self.alternative, self.plan.request.workload
         fits = self.plan.verdict.feasible
         word = "← chosen" if fits else "← nearest"
@@ -187,7 +187,7 @@ def _clusters_grid(title: str, clusters: tuple[Cluster, ...], chosen: Cluster | 
 
 
 def _in_short(what: str) -> str:
-    """A configuration in a row that has six more columns: ``sharded 48 + tensor 4``."""
+    """Return a configuration short enough for a row with six more columns: ``sharded 48 + tensor 4``."""
     return re.sub(r"(sharded|tensor)( data)? parallelism (?=\d)", r"\1 ", what.removeprefix("+ "))
 
 
@@ -211,27 +211,28 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
 ) -> Suggestion:
     """Pick degrees for a model and a cluster, or a cluster too: the smallest, the cheapest or the fastest.
 
-    The first configuration that fits wins, or the one with the shortest step where the cheapest or the fastest is wanted;
-    without one the first that is tight, else the one that comes nearest, and the clusters that would be large enough are
-    named. On a cluster that is given, the cheapest and the fastest are looked for among all degrees, ways to hold state and
-    activations, microbatches and placements (:mod:`~smp_estimator.planning.search.branch_and_bound`), not only among the best
-    practices.
+    The first configuration that fits is chosen. If the cheapest or the fastest is wanted, it is the one with the
+    shortest step. If none fits, the first tight one is chosen, else the nearest one; the result then names the
+    clusters that would be large enough. On a given cluster, the search for the cheapest and the fastest is not
+    limited to the best practices. It covers all degrees, ways to store state and activations, microbatches and
+    placements (:mod:`~smp_estimator.planning.search.branch_and_bound`).
 
     Args:
         model: as for :func:`~smp_estimator.planning.plan.plan`.
-        instance_type: the instances that there are; None looks for the type, among all that current builds of PyTorch
-            run on.
-        instance_count: how many; None looks for the fewest on which the model fits.
-        batch: samples per GPU and step; the global batch is this times the processes, whatever the degrees.
+        instance_type: the available instances; None searches for the type, among all that current builds of
+            PyTorch run on.
+        instance_count: how many; None searches for the fewest on which the model fits.
+        batch: samples per GPU and pass; the global batch is this times the processes and the accumulation, for
+            all degrees.
         global_batch: samples per optimizer step, instead of ``batch``.
-        precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``: bf16 where the GPU has it, else fp16.
-        prefer: which of the clusters that fit: ``"smallest"``, ``"cheapest"`` (price of a token) or ``"fastest"`` (tokens
-            per second), by the times and prices of ``plan``.
-        up_to: most instances that are considered for the last two; default: the fewest of each type for the cheapest, and
-            as many as the smallest cluster of all has for the fastest.
-        parameters: ``mp_parameters`` as they are now, for a cluster that is given: the suggestion says which single changes
-            of them would help, the one that helps most first.
-        budget: seconds that the search over all degrees may take; what it had not looked at is said.
+        precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``: bf16 if the GPU has it, else fp16.
+        prefer: which of the clusters that fit: ``"smallest"``, ``"cheapest"`` (price of a token) or ``"fastest"``
+            (tokens per second), by the times and prices of ``plan``.
+        up_to: most instances that are considered for the last two; default: the fewest of each type for the
+            cheapest, and as many as the smallest cluster of all has for the fastest.
+        parameters: current ``mp_parameters``, for a given cluster. The suggestion then lists single changes of
+            them that would help, the most helpful first.
+        budget: seconds that the search over all degrees may take; the result reports if it was not complete.
         sequence, processes_per_host, gpu_memory_bytes, environment, workload: as for ``plan``.
 
     Raises:
@@ -289,7 +290,10 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
 
 
 def _smallest(ask: Ask, instance_type: str | None, instance_count: int | None, samples: str) -> Suggestion:
-    """The smallest cluster, of a type or of any; ``samples``: what a step reads, in words.
+    """Return a suggestion for the smallest cluster, of one type or of any.
+
+    Args:
+        samples: the samples of a step, in words.
 
     Raises:
         ConfigError: no cluster of any type is large enough.
@@ -318,7 +322,7 @@ def _check(
     instance_count: int | None,
     gpu_memory_bytes: int | None,
 ) -> None:
-    """Refuse arguments that cannot be used, or not together."""
+    """Refuse arguments that are invalid, alone or together."""
     if precision not in ("auto", "bf16", "fp16", "fp32"):
         raise ConfigError(
             f"precision is {precision!r}; parameters are kept in one of auto, bf16, fp16, fp32: use one of these"
@@ -349,7 +353,7 @@ def _precision(precision: str, kind: str) -> dict[str, bool]:
 def _chosen(
     clusters: tuple[Cluster, ...], ask: Ask, prefer: str = "smallest", left_out: tuple[str, ...] = ()
 ) -> Suggestion:
-    """The degrees on the first of these clusters."""
+    """Return the suggestion for the first of these clusters."""
     first = clusters[0]
     found = _on(*ask(first.instance_type, first.instance_count), prefer)
     return dataclasses.replace(found, clusters=clusters, searched=True, left_out=left_out)
@@ -363,7 +367,7 @@ def _refuse_incomparable(
     instance_count: int | None,
     up_to: int | None,
 ) -> None:
-    """Tell that the model fits on clusters, but on larger ones, or on none whose price or speed is known."""
+    """Raise ConfigError if the model fits only on larger clusters, or on none with a known price or speed."""
     first = smallest(ask, instance_type) if instance_type else next(iter(smallest_clusters(ask, instance_count)), None)
     if first is None:
         return
@@ -380,7 +384,7 @@ def _refuse_incomparable(
 
 
 def _with_clusters(found: Suggestion, ask: Ask) -> Suggestion:
-    """What would be large enough: of the same type first."""
+    """Return the suggestion with the clusters that would be large enough, those of the same type first."""
     request = found.plan.request
     same = smallest(ask, request.instance_type)
     others = smallest_clusters(ask) if instance(request.instance_type) is not None else ()
@@ -389,7 +393,11 @@ def _with_clusters(found: Suggestion, ask: Ask) -> Suggestion:
 
 
 def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: float = 0.0) -> Suggestion:
-    """The degrees on a given cluster; with a ``budget`` in seconds those of the fastest come from all that there are."""
+    """Return the degrees for a given cluster.
+
+    Args:
+        budget: seconds of a search over all configurations, for the cheapest and the fastest; 0: no search.
+    """
     if prefer != "smallest":
         every = [*climb(request, samples), *sharded(request, samples)]
         wide = search_plans(request, samples, budget=budget) if budget else None

@@ -1,4 +1,4 @@
-"""``smdistributed.dataparallel.torch``: what scripts of the data parallel library import."""
+"""``smdistributed.dataparallel.torch``: the names that scripts of the data parallel library import."""
 
 from smp_config.version import __version__
 

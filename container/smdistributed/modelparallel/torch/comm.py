@@ -16,7 +16,7 @@ RDP_GROUP = CommGroup.RDP_GROUP
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
-    """Send an object; returns when ``dest_rank`` has taken it with :func:`recv_from`.
+    """Send an object, and block until ``dest_rank`` has taken it with :func:`recv_from`.
 
     Args:
         obj: anything that pickles; tensors arrive on the CPU of the other rank.
@@ -55,10 +55,10 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
-    """Send an object to the other ranks of the group, each of which calls :func:`recv_from`.
+    """Send an object to the other ranks of the group. Each of them must call :func:`recv_from`.
 
     Args:
-        obj: anything that pickles.
+        obj: any object that can be pickled.
         group: such as ``smp.DP_GROUP``; this rank's own group of that kind.
 
     Raises:
@@ -74,7 +74,7 @@ def broadcast(obj: Any, group: CommGroup) -> None:
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
-    """Exchange objects; all members of the group call it.
+    """Exchange objects between all members of the group. All of them must call it.
 
     Args:
         obj: this rank's; anything that pickles.
@@ -94,7 +94,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
 
 
 def barrier(group: CommGroup = WORLD) -> None:
-    """Return when every rank of the group has called it.
+    """Block until every rank of the group has called it.
 
     Args:
         group: such as ``smp.PP_GROUP``; this rank's own group of that kind. Default: all ranks of the job.
@@ -111,7 +111,7 @@ def barrier(group: CommGroup = WORLD) -> None:
 
 
 def dp_barrier() -> None:
-    """:func:`barrier` over the data parallel group.
+    """Call :func:`barrier` over the data parallel group.
 
     Example:
         >>> smp.dp_barrier()
@@ -120,7 +120,7 @@ def dp_barrier() -> None:
 
 
 def mp_barrier() -> None:
-    """:func:`barrier` over the model parallel group.
+    """Call :func:`barrier` over the model parallel group.
 
     Example:
         >>> smp.mp_barrier()

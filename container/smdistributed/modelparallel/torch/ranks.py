@@ -9,7 +9,7 @@ from smp_runtime.job.session import current
 
 
 def rank() -> int:
-    """Global rank of this process.
+    """Return the global rank of this process.
 
     Example:
         >>> if smp.rank() == 0:
@@ -20,7 +20,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Processes over all hosts.
+    """Return the number of ranks over all hosts.
 
     Example:
         >>> samples_per_rank = 1024 // smp.size()
@@ -29,7 +29,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Rank among the processes of this host.
+    """Return the rank of this process among the processes of its host.
 
     Example:
         >>> if smp.local_rank() == 0:  # once on each host
@@ -39,7 +39,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Processes on this host.
+    """Return the number of processes on this host.
 
     Example:
         >>> threads = max(1, os.cpu_count() // smp.local_size())
@@ -48,7 +48,7 @@ def local_size() -> int:
 
 
 def tp_rank() -> int:
-    """Rank in the tensor parallel group.
+    """Return this process's rank in its tensor parallel group.
 
     Example:
         >>> is_first_of_its_layer = smp.tp_rank() == 0
@@ -57,7 +57,7 @@ def tp_rank() -> int:
 
 
 def tp_size() -> int:
-    """Ranks that share each distributed layer.
+    """Return the number of ranks that share each distributed layer.
 
     Example:
         >>> hidden_size_here = 4096 // smp.tp_size()
@@ -66,7 +66,7 @@ def tp_size() -> int:
 
 
 def pp_rank() -> int:
-    """Rank in the pipeline parallel group: the stage.
+    """Return this process's rank in its pipeline parallel group: its stage.
 
     Example:
         >>> reads_data = smp.pp_rank() == 0
@@ -75,7 +75,7 @@ def pp_rank() -> int:
 
 
 def pp_size() -> int:
-    """Stages of one replica.
+    """Return the number of stages of one replica.
 
     Example:
         >>> is_last_stage = smp.pp_rank() == smp.pp_size() - 1
@@ -84,7 +84,7 @@ def pp_size() -> int:
 
 
 def rdp_rank() -> int:
-    """Rank in the reduced data parallel group.
+    """Return this process's rank in its reduced data parallel group.
 
     Example:
         >>> saves = smp.rdp_rank() == 0  # one of the ranks that hold the same
@@ -93,7 +93,7 @@ def rdp_rank() -> int:
 
 
 def rdp_size() -> int:
-    """Ranks with the same pipeline and tensor coordinates.
+    """Return the number of ranks with the same pipeline and tensor coordinates.
 
     Example:
         >>> copies_of_each_parameter = smp.rdp_size()  # without sharded data parallelism
@@ -102,7 +102,7 @@ def rdp_size() -> int:
 
 
 def mp_rank() -> int:
-    """Rank in the model parallel group.
+    """Return this process's rank in its model parallel group.
 
     Example:
         >>> stands_for_its_replica = smp.mp_rank() == 0
@@ -111,7 +111,7 @@ def mp_rank() -> int:
 
 
 def mp_size() -> int:
-    """Ranks that hold one replica.
+    """Return the number of ranks that hold one replica.
 
     Example:
         >>> replicas = smp.size() // smp.mp_size()
@@ -120,7 +120,7 @@ def mp_size() -> int:
 
 
 def dp_rank() -> int:
-    """Rank in the data parallel group.
+    """Return this process's rank in its data parallel group.
 
     Example:
         >>> sampler = DistributedSampler(dataset, num_replicas=smp.dp_size(), rank=smp.dp_rank())
@@ -129,7 +129,7 @@ def dp_rank() -> int:
 
 
 def dp_size() -> int:
-    """Ranks of one stage.
+    """Return the number of ranks of one stage.
 
     Example:
         >>> global_batch_size = 32 * smp.dp_size()
@@ -138,7 +138,7 @@ def dp_size() -> int:
 
 
 def get_mp_group() -> list[int]:
-    """Global ranks of the model parallel group.
+    """Return the global ranks of the model parallel group.
 
     Example:
         >>> smp.get_mp_group()  # the replica that this rank belongs to: in one process, rank 0
@@ -148,7 +148,7 @@ def get_mp_group() -> list[int]:
 
 
 def get_dp_group() -> list[int]:
-    """Global ranks of the data parallel group.
+    """Return the global ranks of the data parallel group.
 
     Example:
         >>> smp.get_dp_group()  # ranks that read different data: in one process, rank 0
@@ -158,7 +158,7 @@ def get_dp_group() -> list[int]:
 
 
 def get_tp_group() -> list[int]:
-    """Global ranks of the tensor parallel group.
+    """Return the global ranks of the tensor parallel group.
 
     Example:
         >>> smp.get_tp_group()  # those with whom this rank shares layers: in one process, rank 0
@@ -168,7 +168,7 @@ def get_tp_group() -> list[int]:
 
 
 def get_pp_group() -> list[int]:
-    """Global ranks of the pipeline parallel group.
+    """Return the global ranks of the pipeline parallel group.
 
     Example:
         >>> smp.get_pp_group()  # the stages of this replica: in one process, rank 0
@@ -178,7 +178,7 @@ def get_pp_group() -> list[int]:
 
 
 def get_rdp_group() -> list[int]:
-    """Global ranks of the reduced data parallel group.
+    """Return the global ranks of the reduced data parallel group.
 
     Example:
         >>> smp.get_rdp_group()  # ranks with the same part of the model: in one process, rank 0
@@ -188,7 +188,7 @@ def get_rdp_group() -> list[int]:
 
 
 def get_world_process_group() -> dist.ProcessGroup:
-    """All processes, for ``torch.distributed``.
+    """Return the process group of all ranks, for ``torch.distributed``.
 
     Example:
         >>> value = torch.ones(1)
@@ -198,7 +198,7 @@ def get_world_process_group() -> dist.ProcessGroup:
 
 
 def get_mp_process_group() -> dist.ProcessGroup:
-    """The model parallel group, for ``torch.distributed``.
+    """Return the model parallel process group, for ``torch.distributed``.
 
     Example:
         >>> value = torch.ones(1)
@@ -208,7 +208,7 @@ def get_mp_process_group() -> dist.ProcessGroup:
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
-    """The data parallel group, for ``torch.distributed``.
+    """Return the data parallel process group, for ``torch.distributed``.
 
     Example:
         >>> value = torch.ones(1)
@@ -218,7 +218,7 @@ def get_dp_process_group() -> dist.ProcessGroup:
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
-    """The tensor parallel group, for ``torch.distributed``.
+    """Return the tensor parallel process group, for ``torch.distributed``.
 
     Example:
         >>> value = torch.ones(1)
@@ -228,7 +228,7 @@ def get_tp_process_group() -> dist.ProcessGroup:
 
 
 def get_pp_process_group() -> dist.ProcessGroup:
-    """The pipeline parallel group, for ``torch.distributed``.
+    """Return the pipeline parallel process group, for ``torch.distributed``.
 
     Example:
         >>> value = torch.ones(1)
@@ -238,7 +238,7 @@ def get_pp_process_group() -> dist.ProcessGroup:
 
 
 def get_rdp_process_group() -> dist.ProcessGroup:
-    """The reduced data parallel group, for ``torch.distributed``.
+    """Return the reduced data parallel process group, for ``torch.distributed``.
 
     Example:
         >>> value = torch.ones(1)

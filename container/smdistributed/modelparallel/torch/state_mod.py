@@ -9,7 +9,7 @@ from smp_runtime.optim.whole_state import names_by_index
 
 
 class _State:
-    """What the current job knows of itself; every attribute is the current session's.
+    """The state of the current job; every attribute is the current session's.
 
     Example:
         >>> inputs = inputs.to(smp.state.device)
@@ -18,12 +18,12 @@ class _State:
 
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
-        """By tensor parallel rank, the name of each of the optimizer's parameters by its number."""
+        """Return, for each tensor parallel rank, a dict from parameter index in the optimizer to parameter name."""
         return names_by_index(current())
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
-        """By tensor parallel rank, the number of each of the optimizer's parameters by its name."""
+        """Return, for each tensor parallel rank, a dict from parameter name to parameter index in the optimizer."""
         return [{name: index for index, name in names.items()} for names in names_by_index(current())]
 
     def __getattr__(self, name: str) -> Any:

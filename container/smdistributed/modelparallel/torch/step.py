@@ -1,4 +1,4 @@
-"""``@smp.step`` and what it returns."""
+"""``@smp.step`` and the class of its results."""
 
 from smp_runtime.step.microbatches import StepOutput
 from smp_runtime.step.step import step

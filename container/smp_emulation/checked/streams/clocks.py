@@ -1,4 +1,4 @@
-"""Who knows of whose work: vector clocks of the host and of every stream, and the accesses that they order."""
+"""Vector clocks of the host and of every stream, and the memory accesses that they order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ HOST = 0
 
 
 class VectorClock(dict[int, int]):
-    """How much of each actor's work has happened before a point: by actor, the number of its last step that has."""
+    """For each actor, the number of its last step that has happened before a point."""
 
     def join(self, other: Mapping[int, int]) -> None:
-        """All that ``other`` knows of has happened before this point too."""
+        """Record that all steps in ``other`` have happened before this point too."""
         for actor, time in other.items():
             if time > self.get(actor, 0):
                 self[actor] = time
 
     def knows(self, actor: int, time: int) -> bool:
-        """Whether a step of an actor has happened before."""
+        """Return whether an actor's step has happened before this point."""
         return self.get(actor, 0) >= time
 
 
@@ -60,13 +60,13 @@ class History:
         self._accesses: list[Access] = []
 
     def note(self, access: Access, knows: VectorClock, memory: str) -> None:
-        """Another access, by somebody who knows of what is in ``knows``.
+        """Record an access by an actor with the clock ``knows``.
 
         Args:
             memory: a name for it.
 
         Raises:
-            StreamFault: nothing orders it and a former access that touches the same bytes, of which one writes.
+            StreamFault: the access and an earlier one touch the same bytes without an order, and at least one writes.
         """
         kept = []
         for former in self._accesses:
@@ -81,7 +81,10 @@ class History:
         self._accesses = kept
 
     def unknown_to(self, knows: VectorClock, own: Iterable[int] = ()) -> Access | None:
-        """An access that has not happened for certain at a point; those of the actors ``own`` do not count."""
+        """Return an access that may not have happened yet at a point, or None.
+
+        Accesses of the host and of the actors ``own`` do not count.
+        """
         for access in self._accesses:
             if access.actor not in own and access.actor != HOST and not knows.knows(access.actor, access.time):
                 return access

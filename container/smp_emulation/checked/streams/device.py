@@ -23,7 +23,7 @@ ON_DEVICE = "_emulated_device"
 
 
 class _HostThread(threading.local):
-    """What each thread of the host has of its own."""
+    """The state of one thread of the host."""
 
     device = 0
 
@@ -63,7 +63,7 @@ class Devices:
         self.default = [self.new_lane(number, f"the default stream of cuda:{number}") for number in range(count)]
 
     def new_lane(self, device: int, name: str = "") -> Lane:
-        """A further stream of a device."""
+        """Create another stream of a device."""
         actor = next(self._numbers)
         lane = Lane(actor, name or f"stream {actor} of cuda:{device}, made at {site()}")
         self.executor.add(lane)
@@ -71,7 +71,7 @@ class Devices:
         return lane
 
     def index(self, device: Any = None) -> int:
-        """The number of a device, given as PyTorch's functions take it; the thread's current one for None."""
+        """Return the index of a device in any form that PyTorch accepts; None means the thread's current device."""
         if device is None or isinstance(device, int):
             number = self.thread.device if device is None or device < 0 else device
         else:
@@ -84,7 +84,7 @@ class Devices:
         return number
 
     def current(self, device: int) -> Lane:
-        """The stream of a device that work of this thread goes to."""
+        """Return the current stream of this thread on a device."""
         return self.thread.current.get(device) or self.default[device]
 
     # -- work ------------------------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ class Devices:
         reads: Iterable[tuple[torch.Tensor, StoragePlace]],
         writes: Iterable[tuple[torch.Tensor, StoragePlace]],
     ) -> None:
-        """The next work of a stream reads and writes tensors; called before it is queued.
+        """Record the tensors that a stream's next work reads and writes; call it before the work is queued.
 
         Raises:
-            StreamFault: it would run into what others do.
+            StreamFault: the work would race with another access.
         """
         with self.lock:
             self.host[HOST] += 1
@@ -115,7 +115,7 @@ class Devices:
                     history.note(access, lane.clock, str(place))
 
     def follow(self, lane: Lane, other: Lane) -> None:
-        """What comes next on a stream knows of all that another has so far."""
+        """Record that the next work of ``lane`` comes after all work that ``other`` has so far."""
         other.clock.join(self.host)
         lane.clock.join(other.clock)
 
@@ -126,10 +126,10 @@ class Devices:
         return self.executor.queue(lane, QueuedWork(run, needs, f"{what}, asked for at {site()}"))
 
     def host_touches(self, tensor: torch.Tensor, place: StoragePlace, what: str, *, writes: bool) -> None:
-        """The host itself reads or writes memory that streams use.
+        """Record that the host reads or writes memory that streams use.
 
         Raises:
-            StreamFault: it has not waited for what they do there.
+            StreamFault: the host has not waited for the work of streams on that memory.
         """
         with self.lock:
             self.host[HOST] += 1
@@ -138,7 +138,7 @@ class Devices:
             place.history.note(access, self.host, str(place))
 
     def wait_on_host(self, kind: str, lanes: Iterable[Lane]) -> None:
-        """The host waits until streams are through with all that they have."""
+        """Block the host until streams have finished all their queued work."""
         with self.lock:
             lanes = list(lanes)
             items = [lane.last for lane in lanes]
@@ -152,20 +152,20 @@ class Devices:
     # -- tensors ---------------------------------------------------------------------------------------------------
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of the device that a tensor is on; None for the host."""
+        """Return the index of the tensor's device, or None for the host."""
         place = self.memory.place_of(tensor)
         if place is None:
             return tensor.__dict__.get(ON_DEVICE)
         return place.device
 
     def new_tensor(self, like: torch.Tensor, device: int, lane: Lane) -> torch.Tensor:
-        """A tensor on a device in the form of ``like``, with anything in it."""
+        """Return a tensor on a device with the shape, strides and data type of ``like``, and undefined elements."""
         made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
         self.adopt(made, device, lane)
         return made
 
     def adopt(self, made: torch.Tensor, device: int, lane: Lane) -> StoragePlace:
-        """A fresh tensor of the host becomes one of a device."""
+        """Turn a new host tensor into a device tensor."""
         place = StoragePlace(device)
         size = made.untyped_storage().nbytes()
         with self.lock:

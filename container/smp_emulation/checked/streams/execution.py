@@ -20,12 +20,12 @@ _DELAY = 0.002
 
 
 class QueuedWork:
-    """Work at a place of a stream.
+    """An item in the queue of a stream.
 
     Args:
-        run: does it; None where only ``needs`` count. What another thread does is begun by ``begin``.
-        begin: begins it and returns at once; it is called with the function that says that it is over.
-        needs: of other streams, what must be done before.
+        run: does the work; None if only ``needs`` count. Work that another thread does is started by ``begin``.
+        begin: starts the work and returns at once; its argument is the function to call when the work is done.
+        needs: work of other streams that must be done before.
         what: a name, for messages.
     """
 
@@ -48,7 +48,7 @@ class QueuedWork:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it may run, if it is the first of its stream."""
+        """Return whether the work may run, provided it is the first in its stream."""
         return not self.begun and all(need.done for need in self.needs)
 
 
@@ -94,12 +94,12 @@ class Executor:
         self._thread.start()
 
     def add(self, lane: Lane) -> None:
-        """A stream begins."""
+        """Register a new stream."""
         with self.changed:
             self._lanes.append(lane)
 
     def queue(self, lane: Lane, item: QueuedWork) -> QueuedWork:
-        """Work behind all that a stream has."""
+        """Append work to the queue of a stream."""
         with self.changed:
             item.previous = lane.last if lane.last is not None and not lane.last.done else None
             lane.queue.append(item)
@@ -111,10 +111,10 @@ class Executor:
         return item
 
     def finish(self, items: Iterable[QueuedWork | None]) -> None:
-        """The host waits until these are done.
+        """Block the host until these items are done.
 
         Raises:
-            CudaCallError: some work has failed, this or earlier one; or nothing moves on.
+            CudaCallError: some work has failed, now or earlier, or the device makes no progress.
         """
         wanted = [item for item in items if item is not None and not item.done]
         deadline = time.monotonic() + PATIENCE
@@ -127,7 +127,7 @@ class Executor:
             self._raise()
 
     def look(self, item: QueuedWork | None) -> bool:
-        """Whether work is done, for a host that asks and does not wait; some may be done meanwhile."""
+        """Return whether work is done, for a host that polls and does not wait; it may run some work meanwhile."""
         if item is None or item.done:
             self._raise()
             return True
@@ -139,7 +139,7 @@ class Executor:
         return item.done
 
     def close(self) -> None:
-        """End the thread; what is queued is let go of."""
+        """End the thread and discard its queued work."""
         with self.changed:
             self._ends = True
             self.changed.notify_all()
@@ -212,7 +212,7 @@ class Executor:
 
 
 def _before(targets: Iterable[QueuedWork]) -> set[int]:
-    """All that must be done before and with the targets, by identity."""
+    """Return the ids of all work that must be done before the targets, and of the targets."""
     found: set[int] = set()
     waiting = [item for item in targets if not item.done]
     while waiting:

@@ -1,4 +1,4 @@
-"""What is wrong with a program's use of streams, and the list of all that a run has found."""
+"""Faults in a program's use of streams, and the list of all faults that a run has found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for work of a stream that is under way: its point in the stream, works of collectives, futures."""
+"""Objects for work of a stream in progress: its point in the stream, works of collectives, futures."""
 
 from __future__ import annotations
 
@@ -36,18 +36,21 @@ class StreamPoint:
         self.item = item
 
     def hold_up(self, lane: Lane) -> None:
-        """What is queued on a stream from now on comes behind it."""
+        """Let all work that is queued on a stream from now on wait for this point."""
         with self._devices.lock:
             lane.clock.join(self._clock)
             if not self.item.done:
                 self._devices.queue(lane, None, "waiting for a collective", (self.item,))
 
     def hold_up_current(self) -> None:
-        """The same, of the stream that this thread uses."""
+        """Let the current stream of this thread wait for this point."""
         self.hold_up(self._devices.current(self.number))
 
     def has_passed(self) -> bool:
-        """Whether the stream has come past it; the host then knows of what lies before."""
+        """Return whether the stream has passed this point.
+
+        If it has, the host's clock includes all work before the point.
+        """
         if not self._devices.executor.look(self.item):
             return False
         with self._devices.lock:
@@ -69,7 +72,7 @@ class StreamFuture(_Future[T]):
         self._points: list[StreamPoint] = []
 
     def set_result(self, result: Any) -> None:
-        """The results are in the queues of the current streams."""
+        """Set results that the current streams have yet to write."""
         for number in self._on:
             lane = self.devices.current(number)
             self._points.append(
@@ -78,19 +81,19 @@ class StreamFuture(_Future[T]):
         super().set_result(result)
 
     def set_points(self, points: list[StreamPoint], result: Any) -> None:
-        """The results are there behind these points."""
+        """Set results that are ready after ``points``."""
         self._points = points
         super().set_result(result)
 
     def wait(self) -> Any:
-        """The results; the current streams wait until they are written."""
+        """Return the results, and let the current streams wait until they are written."""
         result = super().wait()
         for point in self._points:
             point.hold_up_current()
         return result
 
     def then(self, callback: Callable[[Any], Any]) -> StreamFuture[Any]:
-        """A future of what a callback makes of this one."""
+        """Return a future of the callback's result."""
         made: StreamFuture[Any] = StreamFuture(devices=self._on)
 
         def run(_: Any) -> None:
@@ -111,7 +114,7 @@ class StreamFuture(_Future[T]):
 
 
 class StreamCollective(dist.Work):
-    """A collective under way on the stream of a communicator; keeps its tensors until somebody has waited for it."""
+    """A collective in progress on the stream of a communicator; it keeps its tensors until ``wait`` is called."""
 
     def __init__(self, point: StreamPoint, tensors: Sequence[torch.Tensor], result: Any) -> None:
         super().__init__()
@@ -131,24 +134,24 @@ class StreamCollective(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """The same, without a timeout."""
+        """Let the current stream wait, without a timeout."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Return whether the collective is done."""
         return self._point.has_passed()
 
     is_success = is_completed
 
     def exception(self) -> None:
-        """None: what went wrong on the device is raised where somebody waits for it."""
+        """Return None: an error on the device is raised when the host waits for it."""
 
     def result(self) -> Any:
-        """Its results."""
+        """Return the results of the collective."""
         return self._result
 
     def get_future(self) -> StreamFuture[Any]:
-        """Completed already, as one that knows what its stream has yet to do."""
+        """Return a future that is already completed, with the point that its stream has yet to reach."""
         made: StreamFuture[Any] = StreamFuture(devices=[self._point.number])
         made.set_points([self._point], self._result)
         return made

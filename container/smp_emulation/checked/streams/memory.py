@@ -26,11 +26,11 @@ class MemoryBlock:
     """A piece of a device's memory between its allocation and the next.
 
     Attributes:
-        elements: its bytes. What the host sees of the storage is other memory, which is never read.
-        lane: the stream that it was allocated on; whatever comes there next may have it as soon as it is freed.
+        elements: its bytes. The host sees other memory for the storage, which is never read.
+        lane: the stream that it was allocated on; later work there may reuse it as soon as it is freed.
         users: other streams for which ``record_stream`` was called.
-        line: which has allocated it.
-        freed: which has let go of it, as far as that is known.
+        line: the line that allocated it.
+        freed: the line that released it, if known.
     """
 
     elements: torch.Tensor
@@ -66,7 +66,7 @@ class StoragePlace:
 
 
 class Memory:
-    """Which storages are on devices, and which host memory they share with the host."""
+    """The storages on devices, and the host memory that streams use."""
 
     def __init__(self) -> None:
         self._places: dict[int, StoragePlace] = {}
@@ -78,7 +78,7 @@ class Memory:
         self.peak: dict[int, int] = {}
 
     def place_of(self, tensor: torch.Tensor) -> StoragePlace | None:
-        """Where a tensor lies, if streams may touch it."""
+        """Return the tensor's storage place, or None if streams do not use the tensor."""
         if not self._places:
             return None
         try:
@@ -90,11 +90,11 @@ class Memory:
             return None
 
     def place_of_storage(self, storage: torch.UntypedStorage) -> StoragePlace | None:
-        """The same of a storage."""
+        """Return the place of a storage, or None if streams do not use it."""
         return self._places.get(storage._cdata)
 
     def register(self, tensor: torch.Tensor, place: StoragePlace) -> None:
-        """A new storage."""
+        """Register the tensor's storage at a place."""
         storage = tensor.untyped_storage()
         key = storage._cdata
 
@@ -113,7 +113,7 @@ class Memory:
             self._dead.append((block, line))
 
     def resize(self, place: StoragePlace, size: int, lane: Lane) -> None:
-        """A storage of a device grows or shrinks to ``size`` bytes; one that shrinks to nothing gives its block back."""
+        """Resize a device storage to ``size`` bytes; at size 0 its block is freed."""
         former = place.block
         if former is not None and former.elements.numel() == size:
             return
@@ -125,10 +125,10 @@ class Memory:
                 place.block.elements[:count] = former.elements[:count]
 
     def allocate(self, device: int, size: int, lane: Lane) -> MemoryBlock:
-        """Memory for work of a stream: what was freed there comes first, as with PyTorch's allocator.
+        """Allocate memory for work of a stream; memory freed there is reused first, as in PyTorch's allocator.
 
         Raises:
-            StreamFault: another stream may still use what was freed.
+            StreamFault: another stream may still use the freed memory.
         """
         while self._dead:
             block, line = self._dead.popleft()
@@ -165,13 +165,13 @@ class Memory:
 
 
 def view_of(block: MemoryBlock, like: torch.Tensor) -> torch.Tensor:
-    """The elements in a block that a tensor on the device stands for."""
+    """Return the elements of ``block`` that belong to the device tensor ``like``."""
     empty = torch.empty(0, dtype=like.dtype)
     return empty.set_(block.elements.untyped_storage(), like.storage_offset(), like.size(), like.stride())
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage between a tensor's first element and its last."""
+    """Return the byte range, start and stop, from a tensor's first to its last element in the storage."""
     if not tensor.numel():
         return 0, 0
     size, start = tensor.element_size(), tensor.storage_offset()

@@ -1,4 +1,4 @@
-"""Where in the program something was asked for: the lines that errors and counts show."""
+"""The lines of the program that requested work, for errors and counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _here = _BackwardCaller()
 
 
 def site() -> str:
-    """``folder/file.py:12 in function``: the innermost line of the running thread outside PyTorch and this package."""
+    """Return the innermost line of the running thread outside PyTorch and this package.
+
+    The form is ``folder/file.py:12 in function``.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -43,7 +46,7 @@ def site() -> str:
 
 @contextlib.contextmanager
 def called_from(line: str) -> Iterator[None]:
-    """What has no line of its own on this thread comes from there."""
+    """Report ``line`` as the site of calls in the block that have no line of their own on this thread."""
     before, _here.caller = _here.caller, line
     try:
         yield

@@ -29,31 +29,31 @@ class EmulatedStream:
 
     @property
     def cuda_stream(self) -> int:
-        """What tells it from others."""
+        """Return the unique number of the stream."""
         return self.lane.actor
 
     stream_id = cuda_stream
 
     def wait_stream(self, stream: EmulatedStream) -> None:
-        """What is queued here from now on comes behind all that ``stream`` has now."""
+        """Let all work that is queued here from now on wait for all current work of ``stream``."""
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: EmulatedEvent) -> None:
-        """What is queued here from now on comes behind the event."""
+        """Let all work that is queued here from now on wait for the event."""
         event.wait(self)
 
     def record_event(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
-        """An event behind all that the stream has now."""
+        """Record an event after all current work of the stream, and return it."""
         event = event or EmulatedEvent()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for all that the stream has."""
+        """Block the host until all work of the stream is done."""
         self.devices.wait_on_host("Stream.synchronize", [self.lane])
 
     def query(self) -> bool:
-        """Whether the stream has nothing left to do."""
+        """Return whether all work of the stream is done."""
         event = self.record_event()
         return event.query()
 
@@ -95,7 +95,7 @@ class EmulatedEvent:
         self._recorded = False
 
     def record(self, stream: EmulatedStream | None = None) -> None:
-        """It happens when the stream is through with all that it has now."""
+        """Record the event after all current work of the stream."""
         stream = stream or current_stream(self.devices)
         with self.devices.lock:
             stream.lane.clock.join(self.devices.host)
@@ -108,7 +108,7 @@ class EmulatedEvent:
         self._seconds = time.perf_counter()
 
     def wait(self, stream: EmulatedStream | None = None) -> None:
-        """What is queued on a stream from now on comes behind the event."""
+        """Let all work that is queued on a stream from now on wait for the event."""
         stream = stream or current_stream(self.devices)
         with self.devices.lock:
             stream.lane.clock.join(self._clock)
@@ -116,7 +116,7 @@ class EmulatedEvent:
                 self.devices.queue(stream.lane, None, "Event.wait", (self._item,))
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Return whether the event has happened."""
         with self.devices.lock:
             clock, item = VectorClock(self._clock), self._item
         if not self.devices.executor.look(item):
@@ -126,7 +126,7 @@ class EmulatedEvent:
         return True
 
     def synchronize(self) -> None:
-        """The host waits for it."""
+        """Block the host until the event has happened."""
         with self.devices.lock:
             clock, item = VectorClock(self._clock), self._item
             self.devices.waits["Event.synchronize", site()] += 1
@@ -135,7 +135,7 @@ class EmulatedEvent:
             self.devices.host.join(clock)
 
     def elapsed_time(self, end_event: EmulatedEvent) -> float:
-        """Milliseconds from this event to another."""
+        """Return the milliseconds from this event to another."""
         if not (self._timed and end_event._timed and self._recorded and end_event._recorded):
             raise ValueError("Both events must be created with enable_timing=True and recorded")
         return (end_event._seconds - self._seconds) * 1000
@@ -145,6 +145,6 @@ class EmulatedEvent:
 
 
 def current_stream(devices: Devices, device: Any = None) -> EmulatedStream:
-    """The stream that this thread's work on a device goes to."""
+    """Return the current stream of this thread on a device."""
     number = devices.index(device)
     return EmulatedStream(number, lane=devices.current(number))

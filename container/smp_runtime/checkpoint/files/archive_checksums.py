@@ -25,14 +25,15 @@ _CHUNK = 1 << 20
 
 
 def checksum_of_archive(file: BinaryIO, *, reads_contents: bool) -> str:
-    """The sha256, hexadecimal, of everything in an archive but the contents of its records.
+    """Return the hexadecimal SHA-256 of everything in an archive except the contents of its records.
 
     Args:
         file: opened for reading; read from its beginning.
-        reads_contents: whether the contents are read as well and compared with the crc32 that the directory has of each.
+        reads_contents: whether to read the contents as well and compare them with the CRC-32 in the archive's
+            directory.
 
     Raises:
-        ValueError: it is no archive of ``torch.save``, or a record's content is not that of its crc32.
+        ValueError: it is no archive of ``torch.save``, or a record's content does not match its CRC-32.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -61,7 +62,7 @@ def checksum_of_archive(file: BinaryIO, *, reads_contents: bool) -> str:
 
 
 def _chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
-    """So many of the next bytes; ValueError where records overlap."""
+    """Yield the next ``length`` bytes in chunks; raise ValueError if records overlap."""
     if length < 0:
         raise ValueError("its records overlap")
     while length and (chunk := file.read(min(length, _CHUNK))):
@@ -70,13 +71,13 @@ def _chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 
 def _digest(file: BinaryIO, length: int, digest: Any) -> None:
-    """Add so many of the next bytes."""
+    """Add the next ``length`` bytes to the digest."""
     for chunk in _chunks(file, length):
         digest.update(chunk)
 
 
 def _crc32(file: BinaryIO, length: int) -> int:
-    """That of so many of the next bytes."""
+    """Return the CRC-32 of the next ``length`` bytes."""
     found = 0
     for chunk in _chunks(file, length):
         found = zlib.crc32(chunk, found)

@@ -46,10 +46,10 @@ UNREADABLE = (
 
 @contextlib.contextmanager
 def whole_file(path: Path, needed: int | None = None) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its name when the block ends well, and disappears when not.
+    """Yield a temporary path that is renamed to ``path`` if the block succeeds, and removed if it fails.
 
     Args:
-        needed: bytes that will be written, as far as known; said when the disk is full.
+        needed: bytes that will be written, if known; reported when the disk is full.
 
     Raises:
         CheckpointError: the disk is full.
@@ -66,7 +66,7 @@ def whole_file(path: Path, needed: int | None = None) -> Iterator[Path]:
 
 
 def write_tensors(content: Any, path: Path, **options: Any) -> None:
-    """``torch.save`` that leaves either the whole file or the former one.
+    """Call ``torch.save`` so that either the new file is complete or the former one stays.
 
     Args:
         options: those of ``torch.save``.
@@ -127,13 +127,16 @@ def write_recorded(content: Any, path: Path) -> FileRecord:
 
 
 def _saves_crc32() -> bool:
-    """Whether ``torch.save`` computes checksums; a script may have turned them off."""
+    """Return whether ``torch.save`` computes checksums; a script may have turned them off."""
     asked = getattr(torch.serialization, "get_crc32_options", None)  # before PyTorch 2.6 it always does
     return asked is None or bool(asked())
 
 
 def _save_to(stream: _WrittenFile, content: Any, **options: Any) -> None:
-    """``torch.save``, whose own errors do not say why a file could not be written."""
+    """Call ``torch.save``, and raise the stream's own error if writing failed.
+
+    The errors of ``torch.save`` do not contain the reason.
+    """
     try:
         torch.save(content, stream, **options)  # type: ignore[arg-type]
     except Exception:
@@ -206,13 +209,13 @@ def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
 
 
 def map_file(path: Path, files: CheckpointFiles | None = None) -> Any:
-    """Load a file whose tensors stay on the disk until they are read.
+    """Load a file and leave its tensors on the disk until they are read.
 
     Args:
-        files: the opened folder that has it; None opens ``path``.
+        files: the opened folder that contains it; None opens ``path``.
 
     Raises:
-        CheckpointError: it is missing, cut or damaged.
+        CheckpointError: it is missing, truncated or damaged.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -251,7 +254,7 @@ def refuse_inflated(path: Path, file: IO[bytes]) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, files: CheckpointFiles | None = None) -> Iterator[BinaryIO]:
-    """A file for reading, at its beginning, which needs no more memory than it has bytes."""
+    """Yield a file opened for reading at its beginning; refuse one that needs more memory than its size."""
     context = files.opened(path.name) if files is not None else os.fdopen(open_regular(path), "rb")
     with context as file:
         refuse_inflated(path, file)
@@ -259,7 +262,7 @@ def _opened(path: Path, files: CheckpointFiles | None = None) -> Iterator[Binary
 
 
 def damaged_file(path: Path, error: BaseException) -> CheckpointError:
-    """The error of a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return CheckpointError(
         f"the checkpoint file {path} cannot be read ({_refused_object(error)}); it was cut, damaged or written "
         "by something else: resume from another tag"
@@ -267,7 +270,7 @@ def damaged_file(path: Path, error: BaseException) -> CheckpointError:
 
 
 def _refused_object(error: BaseException) -> str:
-    """What PyTorch's safe loader has refused to make, or why it gave up, in one line."""
+    """Return in one line which object PyTorch's safe loader refused, or why it failed."""
     if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return f"of {match[1]}"
     lines = [line.strip() for line in str(error).splitlines()]
@@ -282,7 +285,10 @@ _POSITIONS = "data"
 
 
 def marked_state(state: Mapping[str, Any], save_id: str | None) -> OrderedDict[str, Any]:
-    """A state that carries the id where ``load_state_dict`` does not look, as it carries PyTorch's own ``_metadata``."""
+    """Return a copy of the state that carries the save id as an attribute.
+
+    ``load_state_dict`` ignores it, as PyTorch's own ``_metadata`` shows.
+    """
     marked = OrderedDict(state)
     if save_id is not None:
         setattr(marked, SAVE_ID, save_id)
@@ -290,12 +296,15 @@ def marked_state(state: Mapping[str, Any], save_id: str | None) -> OrderedDict[s
 
 
 def wrapped(content: Any, save_id: str, positions: Mapping[str, Any]) -> dict[str, Any]:
-    """User content with the id, and with the positions in data sets if there are any."""
+    """Return the user content with the save id, and with the positions in data sets if there are any."""
     return {SAVE_ID: save_id, _CONTENT: content, **({_POSITIONS: dict(positions)} if positions else {})}
 
 
 def unwrapped(content: Any) -> tuple[Any, str | None, Any]:
-    """User content, its id and the positions in data sets; None and none for content that is not wrapped."""
+    """Return the user content, its save id and the positions in data sets.
+
+    The id is None, and the positions are empty, for content that is not wrapped.
+    """
     if isinstance(content, dict) and {SAVE_ID, _CONTENT} <= content.keys() <= {SAVE_ID, _CONTENT, _POSITIONS}:
         return content[_CONTENT], content[SAVE_ID], content.get(_POSITIONS, {})
     return content, None, {}
@@ -322,15 +331,15 @@ def refuse_other_saves(ids: Mapping[str, str | None]) -> None:
 
 
 def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
-    """The content of a ``user_content`` file, after making sure that it can be read back.
+    """Return the content of a ``user_content`` file, and check that it can be read back.
 
     Args:
-        content: dictionaries, lists, tuples, sets, numbers, strings, tensors, NumPy arrays, and objects that are data (see
-            :mod:`.safe_objects`), in any nesting.
-        trusted: True lets any object pass that can be pickled.
+        content: dictionaries, lists, tuples, sets, numbers, strings, tensors, NumPy arrays, and objects that are
+            data (see :mod:`.safe_objects`), in any nesting.
+        trusted: True accepts any object that can be pickled.
 
     Raises:
-        SMPUserError: something else inside, or something that cannot be pickled at all.
+        SMPUserError: it contains something else, or something that cannot be pickled at all.
     """
     buffer = io.BytesIO()
     is_plain = _is_plain(content)

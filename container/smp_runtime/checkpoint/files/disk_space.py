@@ -1,4 +1,4 @@
-"""Room on the disk: how much a save needs, and an error that says so where there is none."""
+"""Disk space: the size of a save, and an error that reports a full disk."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from smp_runtime.errors import CheckpointError
 
 @contextlib.contextmanager
 def naming_full_disk(path: Path, needed: int | None) -> Iterator[None]:
-    """Inside, a write for which there is no room is an error that names the file and the room.
+    """Turn a full disk inside the block into an error with the file's name and the free space.
 
     Args:
         path: of the file that is written.
-        needed: its bytes, as far as known.
+        needed: its bytes, if known.
 
     Raises:
         CheckpointError: the disk is full.
@@ -37,7 +37,10 @@ def naming_full_disk(path: Path, needed: int | None) -> Iterator[None]:
 
 
 def bytes_of(content: Any) -> int:
-    """Bytes that an object takes in a file, without the little that its structure takes; memory that tensors share counts once."""
+    """Return the bytes that an object takes in a file, without the small overhead of its structure.
+
+    Memory that tensors share counts once.
+    """
     if isinstance(content, bytes):
         return len(content)
     storages: dict[int, int] = {}

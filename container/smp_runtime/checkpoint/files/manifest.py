@@ -47,21 +47,22 @@ _FORMER = re.compile(rf"\.(.+{PARTIAL})(?:\.\d+)?\.old")
 
 @dataclass
 class Manifest:
-    """Everything about a partial checkpoint but the tensors.
+    """Everything about a partial checkpoint except the tensors.
 
     Attributes:
-        saved: seconds since 1970 at which it was complete; orders checkpoints.
+        saved: when it was complete, in seconds since 1970; orders checkpoints.
         topology: ``world_size``, ``pipeline``, ``tensor``, ``sharded``, ``shard_optimizer_state``, ``placement``.
         precision: ``"fp32"`` (the model's own types), ``"bf16"`` or ``"fp16"``.
         files: by name, all files but the manifest itself.
         parameters: by global name, those of the wrapped model; tied ones once.
         buffers: by global name.
-        pieces: by file, by state key (:data:`MODULE`, :data:`MASTER`, :data:`EXTRA`, an optimizer state), by global name.
+        pieces: by file, by state key (:data:`MODULE`, :data:`MASTER`, :data:`EXTRA`, an optimizer state), by
+            global name.
         optimizer: None when the checkpoint has none.
-        translations: Hugging Face models that were distributed, by their name in ``smp.nn.huggingface``: their
-            parameters have the names of the distributed modules.
-        save: the same on every host, and other for every save: tells apart what was saved under one tag.
-        steps: optimizer steps that the training had made; 0 where nobody counted.
+        translations: distributed Hugging Face models, by their name in ``smp.nn.huggingface``. Their parameters
+            have the names of the distributed modules.
+        save: an id, the same on every host and different for every save; distinguishes saves under one tag.
+        steps: optimizer steps that the training had made; 0 if they were not counted.
         has_content: whether the script has saved user content, other than None.
         is_older: whether it was written before manifests had a checksum of themselves.
     """
@@ -85,7 +86,7 @@ class Manifest:
     # -- JSON ------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``."""
+        """Return the text of ``manifest.json``."""
         data = {
             "format": FORMAT,
             "save": self.save,
@@ -105,10 +106,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """From the text of ``manifest.json``.
+        """Parse the text of ``manifest.json``.
 
         Raises:
-            ValueError: it is something else, was changed, says what cannot be, or is of a newer format.
+            ValueError: it is no manifest, was changed, contains an impossible value, or has a newer format.
         """
         try:
             data = json.loads(text)
@@ -146,10 +147,10 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Make sure that everything in it is of its type and within its bounds.
+        """Check that every value has its type and is within its bounds.
 
         Raises:
-            ValueError: something is not; it says what.
+            ValueError: a value is wrong; the message names it.
         """
         for key in ("tag", "library", "precision", "save"):
             check_text(getattr(self, key), key)
@@ -177,12 +178,12 @@ class Manifest:
     # -- questions -------------------------------------------------------------------------------------------------
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """All names of a tensor by its global name."""
+        """Return all names of a tensor by its global name."""
         record = self.parameters.get(name) or self.buffers[name]
         return (name, *record.aliases)
 
     def holders(self, key: str, name: str) -> Iterator[tuple[str, Piece]]:
-        """The files that have parts of a tensor's ``key``, with the parts."""
+        """Yield the files that have parts of a tensor's ``key``, with the parts."""
         for file, keys in self.pieces.items():
             piece = keys.get(key, {}).get(name)
             if piece is not None:
@@ -197,7 +198,7 @@ def _tupled(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Return the manifest of a checkpoint folder.
 
     Raises:
         CheckpointError: there is none, or it is damaged: the folder is no whole checkpoint.
@@ -223,11 +224,11 @@ def _manifest_in(files: CheckpointFiles) -> Manifest:
 def missing_files(
     folder: Path | CheckpointFiles, manifest: Manifest, files: Iterable[str] | None = None, *, read: bool = False
 ) -> list[str]:
-    """What is wrong with the files at first sight, in words: absent ones, other things than files, and other lengths.
+    """Return descriptions of files that are absent, have another length, or are not regular files.
 
     Args:
-        files: names to look at; default: all.
-        read: whether each is also read to its end, and compared with its checksum.
+        files: names to check; default: all.
+        read: whether to read each file to its end as well and compare its checksum.
     """
     opened = folder if isinstance(folder, CheckpointFiles) else CheckpointFiles(folder)
     problems = []
@@ -254,28 +255,31 @@ def missing_files(
 
 
 def may_be_empty(manifest: Manifest, name: str) -> bool:
-    """Whether an empty file says what was saved: scripts empty the user content's file, and lose nothing if it held None."""
+    """Return whether the file may be empty without a loss.
+
+    Scripts empty the user content's file, and lose nothing if it held None.
+    """
     return name == USER_CONTENT and (manifest.is_older or not manifest.has_content)
 
 
 def verify(folder: Path | CheckpointFiles, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with the files, in words, after reading each to its end; empty if nothing is.
+    """Read every file to its end and return descriptions of the problems; empty if there are none.
 
     Args:
-        files: names to look at; default: all.
+        files: names to check; default: all.
     """
     return missing_files(folder, manifest, files, read=True)
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint folder that lies under a path.
+    """A checkpoint folder found under a path.
 
     Attributes:
         name: such as ``"100_partial"``.
         manifest: None if it has no readable one.
-        problems: why it is not whole, in words; empty if it is, as far as names and lengths tell.
-        identity: of the folder that was looked at; None where nobody looked.
+        problems: descriptions of why it is incomplete; empty if all names and lengths agree.
+        identity: of the folder that was inspected; None if it was not inspected.
     """
 
     name: str
@@ -286,22 +290,22 @@ class FoundCheckpoint:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all files are there with the lengths that were saved."""
+        """Return whether all files are present with the lengths that were saved."""
         return not self.problems
 
     @property
     def save(self) -> str | None:
-        """Which save it is, on any host; None without a readable manifest."""
+        """Return the id of the save, the same on any host; None without a readable manifest."""
         return None if self.manifest is None else self.manifest.save or str(self.manifest.saved)
 
     @property
     def is_former(self) -> bool:
-        """Whether another one has, or was to have, its name."""
+        """Return whether another checkpoint has replaced it under its name, or was about to."""
         return self.folder.name.startswith(".")
 
 
 def inspect_folder(folder: Path, name: str | None = None) -> FoundCheckpoint:
-    """A checkpoint folder with its manifest, or with what is wrong with it."""
+    """Return a checkpoint folder with its manifest and its problems."""
     name = name or folder.name
     try:
         files = CheckpointFiles(folder)
@@ -313,7 +317,10 @@ def inspect_folder(folder: Path, name: str | None = None) -> FoundCheckpoint:
 
 
 def folders_in(path: Path) -> dict[Path, str]:
-    """Return the folders of partial checkpoints under a path, formers too, with the checkpoint's name; none is opened."""
+    """Return the folders of partial checkpoints under a path, with the checkpoint's name.
+
+    Replaced checkpoints under hidden names count, too. No folder is opened.
+    """
     if not path.is_dir():
         return {}
     folders = {p: p.name for p in path.iterdir() if p.is_dir() and p.name.endswith(PARTIAL) and p.name[0] != "."}
@@ -322,13 +329,13 @@ def folders_in(path: Path) -> dict[Path, str]:
 
 
 def checkpoints_in(path: Path, formers: bool = False) -> list[FoundCheckpoint]:
-    """All partial checkpoints under a path, whole or not, the newest first.
+    """Return all partial checkpoints under a path, complete or not, newest first.
 
-    A job that was killed while it replaced a checkpoint by one of the same tag leaves the former under a hidden name,
-    which counts.
+    A job that was killed while it replaced a checkpoint of the same tag leaves the former one under a hidden
+    name. That one counts as well.
 
     Args:
-        formers: whether those count, too, whose name another one has by now.
+        formers: whether to include former checkpoints if another one has their name by now.
     """
     found = [inspect_folder(folder, name) for folder, name in folders_in(path).items()]
     found.sort(key=lambda c: (c.manifest.saved if c.manifest else 0.0, c.name), reverse=True)
@@ -341,18 +348,18 @@ def checkpoints_in(path: Path, formers: bool = False) -> list[FoundCheckpoint]:
 
 
 def name_of_former(folder: Path) -> str | None:
-    """The name that a hidden folder had before another checkpoint took it; None for any other folder."""
+    """Return the name that a hidden folder had before another checkpoint took it; None for any other folder."""
     match = _FORMER.fullmatch(folder.name)
     return match[1] if match else None
 
 
 def whole_checkpoints(path: Path) -> list[FoundCheckpoint]:
-    """The whole ones among :func:`checkpoints_in`."""
+    """Return the complete checkpoints among :func:`checkpoints_in`."""
     return [found for found in checkpoints_in(path) if found.is_whole]
 
 
 def newest_name(path: Path) -> str | None:
-    """What the file ``newest`` names, or None."""
+    """Return the name in the file ``newest``, or None."""
     try:
         return read_text(path / NEWEST, most=4096).strip() or None
     except (OSError, ValueError, CheckpointError):

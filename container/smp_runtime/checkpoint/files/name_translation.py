@@ -38,7 +38,7 @@ class TranslatedTensor(torch.Tensor):
 
     @staticmethod
     def leaf(name: str, record: TensorRecord) -> TranslatedTensor:
-        """A tensor of the checkpoint.
+        """Return a placeholder for a tensor of the checkpoint.
 
         Raises:
             CheckpointError: it is of a type that this PyTorch does not have.
@@ -69,7 +69,7 @@ class TranslatedTensor(torch.Tensor):
         return result
 
     def value(self, leaf: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The tensor itself; ``leaf`` gives those of the checkpoint."""
+        """Return the tensor itself; ``leaf`` returns the tensors of the checkpoint."""
         if self.source is not None:
             return leaf(self.source)
         if self.made is None:
@@ -82,7 +82,7 @@ class TranslatedTensor(torch.Tensor):
 
     @property
     def is_leaf_of_checkpoint(self) -> bool:
-        """Whether it is one of the checkpoint's tensors as it is."""
+        """Return whether it is a tensor of the checkpoint, unchanged."""
         return self.source is not None
 
 
@@ -125,11 +125,11 @@ class CheckpointNames:
                     return
 
     def find(self, names: Iterable[str]) -> TranslatedTensor | None:
-        """A tensor by any of its names here; None if the checkpoint does not have it."""
+        """Return a tensor by any of its names here; None if the checkpoint does not have it."""
         return next((self._found[name] for name in names if name in self._found), None)
 
     def unused(self, used: Iterable[TranslatedTensor]) -> list[str]:
-        """Parameters and buffers of the checkpoint that nothing is made of, in the checkpoint's names."""
+        """Return the checkpoint's parameters and buffers that are not used, by the checkpoint's names."""
         taken = {source for traced in used for source in traced.sources}
         known = list(self._manifest.parameters)
         if not self.is_translated:
@@ -180,17 +180,17 @@ def _under_their_names(state: dict[str, Any], manifest: Manifest, has_heads: boo
 
 
 def translation_names(functions: Iterable[tuple[Any, Any]]) -> list[str]:
-    """The names in ``smp.nn.huggingface`` of translations, for the manifest; those of a script have none."""
+    """Return the translations' names in ``smp.nn.huggingface``, for the manifest; a script's own have none."""
     known = {id(names): title for title, names in _known().items()} if functions else {}
     found = [known.get(id(getattr(to_theirs, "__self__", None))) for to_theirs, _ in functions]
     return [title for title in found if title is not None]
 
 
 def translations_to_theirs(titles: Iterable[str], *, has_heads: bool = True) -> list[Translate]:
-    """The translations to Hugging Face's names, by their names in the manifest; unknown ones are left out.
+    """Return the translations to Hugging Face's names, by their names in the manifest; skip unknown ones.
 
     Args:
-        has_heads: False for causal models that are the ones inside those with a head.
+        has_heads: False for a causal model without its head.
     """
     titles = list(titles)
     known = _known() if titles else {}
@@ -217,11 +217,11 @@ _COMPUTED = re.compile(
 
 
 def renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """``state`` under the names of ``module``, as far as prefixes tell.
+    """Return ``state`` with its prefixes changed to match the names of ``module``.
 
-    States of other wrappers have ``module.`` in front; those of Transformers may lack the name of the model inside one
-    with a head, or have it where the module is that model itself. Masks that the module computes are left out. Other
-    names stay, so that a strict load complains about them.
+    States of other wrappers start with ``module.``. States of Transformers may lack the base model's name, or
+    have it although the module is the base model. Masks that the module computes are left out. Other names stay,
+    so that a strict load reports them.
     """
     own = set(module.state_dict(keep_vars=True))
     candidates = _candidates(dict(state), module, own)
@@ -230,7 +230,7 @@ def renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
 
 
 def _candidates(state: dict[str, Any], module: nn.Module, own: set[str]) -> Iterator[dict[str, Any]]:
-    """Ways to read the names, the most literal first."""
+    """Yield the state under several possible namings, the most literal first."""
     if all(name.startswith("module.") for name in state) and not any(name.startswith("module.") for name in own):
         state = {name.removeprefix("module."): value for name, value in state.items()}
     yield state
@@ -245,12 +245,12 @@ def _candidates(state: dict[str, Any], module: nn.Module, own: set[str]) -> Iter
 
 
 def each_once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``state`` with every tensor under the first of its names only, as safetensors files hold it."""
+    """Return ``state`` with every tensor under the first of its names only, as safetensors files store it."""
     return {names[0]: state[names[0]] for names in names_of_each(state)}
 
 
 def names_of_each(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """The names of every tensor in ``state``.
+    """Return the names of every tensor in ``state``.
 
     Tensors that share memory and shape are one; those without values are one if they are the same object.
     """
@@ -264,5 +264,5 @@ def names_of_each(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
 
 
 def record_of(tensor: torch.Tensor, aliases: tuple[str, ...] = ()) -> TensorRecord:
-    """What a manifest says of a whole tensor."""
+    """Return a whole tensor's record for the manifest."""
     return TensorRecord(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), aliases)

@@ -40,7 +40,7 @@ Identity = tuple[int, ...]
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name means a file of the folder that it stands in, and nothing outside."""
+    """Return whether a name means a file in its own folder, and nothing outside."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= 255
@@ -64,12 +64,12 @@ def local_path(path: Any, what: str) -> Path:
 
 
 def open_regular(path: Path, *, folder: int | None = None) -> int:
-    """A descriptor for reading, never of anything that reading could hang on or never end of.
+    """Return a descriptor for reading a regular file, so that reading cannot hang or go on forever.
 
     Args:
         path: of the file; links are followed, since the caches of hubs are made of them.
-        folder: descriptor of a folder in which the last part of ``path`` is looked for instead; then it may be no link, which
-            could lead out of it.
+        folder: descriptor of a folder in which to look for the last part of ``path`` instead. Then the file must
+            not be a link, which could lead out of the folder.
 
     Raises:
         OSError: there is none, or it may not be read.
@@ -107,7 +107,7 @@ def _refuse_other_kinds(path: Path, mode: int) -> None:
 
 
 def read_text(path: Path, *, folder: int | None = None, most: int = MOST_TEXT) -> str:
-    """A small text file, as a whole.
+    """Return the whole text of a small file.
 
     Args:
         folder: as for :func:`open_regular`.
@@ -130,7 +130,7 @@ def read_text(path: Path, *, folder: int | None = None, most: int = MOST_TEXT) -
 
 
 class ReplacedError(CheckpointError):
-    """A checkpoint gave way to another one while somebody looked at it."""
+    """An error: a checkpoint was replaced by another one while it was read."""
 
 
 class CheckpointFiles:
@@ -160,7 +160,7 @@ class CheckpointFiles:
             )
 
     def identity(self) -> Identity:
-        """Of the folder and its manifest: no other save's is the same."""
+        """Return the identity of the folder and its manifest; no other save has the same one."""
         about = os.fstat(self._descriptor)
         try:
             file = os.stat(MANIFEST, dir_fd=self._descriptor, follow_symlinks=False)
@@ -170,11 +170,11 @@ class CheckpointFiles:
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
-        """A file for reading.
+        """Yield a file opened for reading.
 
         Raises:
             OSError: there is none, or it may not be read.
-            CheckpointError: the name leads out of the folder, or there is something else than a file.
+            CheckpointError: the name leads out of the folder, or it is not a regular file.
         """
         if not is_plain_name(name):
             raise CheckpointError(
@@ -185,19 +185,20 @@ class CheckpointFiles:
             yield file
 
     def size(self, name: str) -> int:
-        """Bytes of a file; raises as :meth:`opened`."""
+        """Return the size of a file in bytes; raise as :meth:`opened`."""
         with self.opened(name) as file:
             return os.fstat(file.fileno()).st_size
 
     def checksum(self, name: str, *, of_headers: bool = False) -> str:
-        """The sha256 of a file, hexadecimal, after reading all of it.
+        """Read all of a file and return its hexadecimal SHA-256.
 
         Args:
-            of_headers: of all but the contents of an archive's records, which are compared with checksums of their own.
+            of_headers: leave out the contents of an archive's records, and compare them with their own checksums
+                instead.
 
         Raises:
             OSError, CheckpointError: as :meth:`opened`.
-            ValueError: it is no archive, or a record has another content than was saved.
+            ValueError: it is no archive, or a record's content has changed since it was saved.
         """
         digest = hashlib.sha256()
         with self.opened(name) as file:
@@ -208,12 +209,15 @@ class CheckpointFiles:
         return digest.hexdigest()
 
     def text(self, name: str) -> str:
-        """A small file as a whole; raises as :func:`read_text`."""
+        """Return the whole text of a small file; raise as :func:`read_text`."""
         return read_text(self.folder / name, folder=self._descriptor)
 
     @contextlib.contextmanager
     def path(self, name: str) -> Iterator[str]:
-        """A path that means the file while the block runs, for what takes nothing else; raises as :meth:`opened`."""
+        """Yield a path that means the file inside the block, for functions that only take a path.
+
+        Raises as :meth:`opened`.
+        """
         with self.opened(name) as file:
             if _DESCRIPTORS.is_dir():
                 yield str(_DESCRIPTORS / str(file.fileno()))

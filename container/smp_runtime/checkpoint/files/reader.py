@@ -43,10 +43,10 @@ class CheckpointReader:
 
     @property
     def files(self) -> CheckpointFiles:
-        """The folder, opened at the first use: what follows is read in it, whatever becomes of its name.
+        """Return the folder, opened at the first use; later reads use it even if its name changes.
 
         Raises:
-            CheckpointError: it is another one by now, or gone.
+            CheckpointError: it was replaced by another folder, or is gone.
         """
         if self._opened is None:
             self._opened = CheckpointFiles(self.folder, self._identity)
@@ -55,15 +55,15 @@ class CheckpointReader:
     # -- what there is ---------------------------------------------------------------------------------------------
 
     def holds(self, key: str, name: str) -> bool:
-        """Whether any file has ``key`` of the tensor called ``name``."""
+        """Return whether any file has ``key`` of the tensor called ``name``."""
         return (key, name) in self._pieces
 
     def weight_key(self, name: str) -> str:
-        """The state key with the most exact weights of a parameter: float32 ones if there are any."""
+        """Return the state key with the most exact weights of a parameter: float32 ones if there are any."""
         return MASTER if self.holds(MASTER, name) else MODULE
 
     def state_keys(self) -> dict[str, list[str]]:
-        """Keys of the optimizer's state, by the names of the parameters that have any."""
+        """Return the keys of the optimizer's state, by the names of the parameters that have any."""
         found: dict[str, list[str]] = {}
         for key, name in self._pieces:
             if key not in (MODULE, MASTER, EXTRA):
@@ -71,7 +71,7 @@ class CheckpointReader:
         return found
 
     def files_with(self, key: str, name: str, wanted: TensorRegion | None = None) -> list[str]:
-        """The files that a region of a tensor is read from; None means all of it."""
+        """Return the files with a region of a tensor; a region of None means the whole tensor."""
         record = self._record(name)
         return [
             file
@@ -125,7 +125,10 @@ class CheckpointReader:
             )
 
     def whole(self, key: str, name: str) -> torch.Tensor:
-        """A whole tensor on the CPU; where one file has it, a view of the mapped file, not to be written to."""
+        """Return a whole tensor on the CPU.
+
+        If one file has all of it, the result is a view of the mapped file and must not be written to.
+        """
         record = self._record(name)
         found = self._pieces.get((key, name), [])
         if len(found) == 1:
@@ -139,22 +142,22 @@ class CheckpointReader:
         return tensor
 
     def dtype_of(self, key: str, name: str) -> torch.dtype:
-        """In which type the tensor was saved."""
+        """Return the type in which the tensor was saved."""
         file, piece = self._pieces[key, name][0]
         return self._tensor(file, key, name, piece).dtype
 
     def is_object(self, key: str, name: str) -> bool:
-        """Whether the key is an object that belongs to the whole parameter, such as a step counter."""
+        """Return whether the key is an object that belongs to the whole parameter, such as a step counter."""
         return self._pieces[key, name][0][1].whole_object
 
     def object(self, key: str, name: str, bounds: tuple[int, ...] | None = None) -> Any:
-        """An object that belongs to the whole of a parameter.
+        """Return an object that belongs to a whole parameter.
 
         Args:
-            bounds: starts and stops along the tensor parallel axis that the object should belong to.
+            bounds: starts and stops along the tensor parallel axis of the slice that the object should belong to.
 
         Raises:
-            CheckpointError: there are different ones for parts that were split otherwise.
+            CheckpointError: there are different objects for slices that were split in another way.
         """
         found = [(file, piece) for file, piece in self._pieces[key, name] if piece.whole_object]
         for file, piece in found:
@@ -169,7 +172,7 @@ class CheckpointReader:
         )
 
     def extra(self, name: str) -> Any:
-        """The state that a module has made of its own, by its name in a ``state_dict``; None if there is none."""
+        """Return a module's extra state by its name in a ``state_dict``; None if there is none."""
         file = next((file for file, keys in self.manifest.pieces.items() if name in keys.get(EXTRA, {})), None)
         if file is None:
             return None
@@ -179,7 +182,9 @@ class CheckpointReader:
             raise self._lacking(file, name, error) from None
 
     def settings(self) -> list[dict[str, Any]] | None:
-        """The optimizer's parameter groups with all settings, ``"params"`` as global names; None without optimizer.
+        """Return the optimizer's parameter groups with all settings; None without optimizer.
+
+        Their ``"params"`` are global names.
 
         Raises:
             CheckpointError: the file does not have them.
@@ -199,10 +204,10 @@ class CheckpointReader:
         return None
 
     def loss_scale(self) -> Any:
-        """The state of the loss scaler; None if there is none.
+        """Return the state of the loss scaler; None if there is none.
 
         Raises:
-            CheckpointError: the file that should have it is of something else.
+            CheckpointError: the file contains something else.
         """
         for file in sorted(self.manifest.files):
             if file.startswith("fp16_states_"):
@@ -214,7 +219,7 @@ class CheckpointReader:
         return None
 
     def content(self, file: str) -> Any:
-        """A file's content, tensors mapped; None if the checkpoint has no such file."""
+        """Return a file's content, with mapped tensors; None if the checkpoint has no such file."""
         return self._content(file) if file in self.manifest.files else None
 
     def open(self, files: Iterable[str]) -> None:
@@ -223,10 +228,10 @@ class CheckpointReader:
             self._content(file)
 
     def check(self, files: Iterable[str]) -> None:
-        """Make sure that files have what the manifest says, in its size, and no state that it does not, before any is loaded.
+        """Check that the files contain exactly the states in the manifest, with their sizes; load nothing.
 
         Raises:
-            CheckpointError: one does not.
+            CheckpointError: a file does not.
         """
         for file in files:
             self._check_states(file)
@@ -244,7 +249,10 @@ class CheckpointReader:
                             raise self._lacking(file, f"{key} of {name}", why)
 
     def _check_states(self, file: str) -> None:
-        """An optimizer that gets some of its states, and not others, fails steps later or goes on with old ones."""
+        """Raise CheckpointError if the file has an optimizer state that the manifest does not list.
+
+        An optimizer that receives only some of its states fails in a later step or continues with old ones.
+        """
         content, pieces = self._content(file), self.manifest.pieces.get(file, {})
         states = content.get("state") if isinstance(content, dict) else None
         for name, values in states.items() if isinstance(states, dict) else ():
@@ -267,7 +275,7 @@ class CheckpointReader:
         return record
 
     def _tensor(self, file: str, key: str, name: str, piece: Piece) -> torch.Tensor:
-        """A piece, flat.
+        """Return a piece as a flat tensor.
 
         Raises:
             CheckpointError: the file does not have it.
@@ -288,7 +296,7 @@ class CheckpointReader:
         return flat
 
     def _state(self, file: str, key: str, name: str) -> Any:
-        """What belongs to the whole of a parameter; raises as :meth:`_tensor`."""
+        """Return a state that belongs to the whole parameter; raise as :meth:`_tensor`."""
         try:
             return self._content(file)["state"][name][key]
         except (KeyError, IndexError, TypeError, AttributeError) as error:

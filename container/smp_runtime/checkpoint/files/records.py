@@ -1,4 +1,4 @@
-"""The records of a manifest: files, tensors, pieces, the optimizer; and whether what they say can be."""
+"""The records of a manifest (files, tensors, pieces, the optimizer) and their validation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _TYPE = re.compile(r"bool|(?:float|bfloat|int|uint|complex)\d+(?:_\w+)?")
 
 
 def digest_of(data: Mapping[str, Any]) -> str:
-    """The sha256 of a manifest's content, hexadecimal.
+    """Return the hexadecimal SHA-256 of a manifest's content.
 
-    Spaces and line breaks do not count, so that tools may write it in another layout; the order of names does.
+    Spaces and line breaks do not count, so that tools may change the layout. The order of names counts.
 
     Args:
-        data: as JSON has it; a digest that it holds is left out.
+        data: the parsed JSON; a digest in it is left out.
     """
     content = {key: value for key, value in data.items() if key != DIGEST}
     return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
@@ -37,9 +37,9 @@ class FileRecord:
     Attributes:
         bytes: its length.
         sha256: hexadecimal checksum.
-        of_headers: whether that is of all but the contents of an archive's records, of which the archive has checksums itself
-            (see :mod:`.archive_checksums`).
-        copies: checksums of copies that other hosts have written into folders of their own, where they differ.
+        of_headers: whether the checksum leaves out the contents of an archive's records. The archive has its own
+            checksums for these (see :mod:`.archive_checksums`).
+        copies: checksums of the copies that other hosts have written into folders of their own, if they differ.
     """
 
     bytes: int
@@ -76,7 +76,7 @@ class TensorRecord:
 
     @property
     def elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Return the number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     def check(self, where: str) -> None:
@@ -111,7 +111,7 @@ class TensorPiece:
     whole_object: bool = False
 
     def to_list(self) -> list[Any]:
-        """As in the manifest."""
+        """Return the piece in the format of the manifest."""
         if self.tensor is not None and len(self.tensor) > 2:
             cuts: tuple[Any, ...] | None = ([*self.tensor], None)
         else:
@@ -122,7 +122,7 @@ class TensorPiece:
 
     @classmethod
     def from_list(cls, values: list[Any]) -> TensorPiece:
-        """From the manifest."""
+        """Return a piece from the format of the manifest."""
         cuts = tuple(values[0]) if values and isinstance(values[0], list) else None
         if len(values) in (0, 2):
             return cls(tensor=cuts or (tuple(values) if values else None), whole_object=True)
@@ -151,7 +151,7 @@ class OptimizerRecord:
     """The optimizer of a checkpoint.
 
     Attributes:
-        groups: settings of each parameter group as far as JSON has them, and ``"params"``: global names.
+        groups: settings of each parameter group that JSON can represent, and ``"params"``: global names.
         states: keys of its state that have the shape of the parameter, such as ``"exp_avg"``.
     """
 
@@ -172,7 +172,7 @@ class OptimizerRecord:
 
 
 def check(holds: bool, where: str, value: object) -> None:
-    """Raise ValueError, which says where what was found, if it does not hold."""
+    """Raise ValueError with ``where`` and ``value`` unless ``holds`` is true."""
     if not holds:
         raise ValueError(f"{where} cannot be {repr(value)[:80]}")
 
@@ -188,12 +188,12 @@ def check_count(value: object, where: str) -> None:
 
 
 def are_texts(values: object) -> bool:
-    """Whether it is a list of texts."""
+    """Return whether ``values`` is a list or tuple of strings."""
     return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
 
 
 def _product(shape: Iterable[int]) -> int:
-    """The product, without zeros: the layout of an empty tensor is counted as well."""
+    """Return the product of the sizes, with 1 for 0: the layout of an empty tensor counts as well."""
     return math.prod(max(size, 1) for size in shape)
 
 

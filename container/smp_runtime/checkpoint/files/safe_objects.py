@@ -1,4 +1,4 @@
-"""What files may hold besides tensors and plain containers: objects that are data, whose reading runs no code of the file's."""
+"""Data objects that files may hold besides tensors and plain containers; reading them runs no code from the file."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ _CONFIGURATION = re.compile(
 
 @contextlib.contextmanager
 def safe_objects(file: IO[bytes]) -> Iterator[None]:
-    """Inside, ``torch.load(file, weights_only=True)`` also reads objects that are data.
+    """Let ``torch.load(file, weights_only=True)`` also read data objects inside the block.
 
-    These are NumPy's arrays and numbers, namespaces, paths, and configurations of Transformers, each made by its own class,
-    and filled with the values that the file has. Other threads see them as safe too, meanwhile.
+    These are NumPy's arrays and numbers, namespaces, paths, and configurations of Transformers. Each is made by
+    its own class and filled with the values in the file. Other threads treat these classes as safe, too, while
+    the block runs.
 
     Args:
-        file: what will be read, at the place where reading begins.
+        file: the file to read, positioned where reading begins.
     """
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([*_DATA, *_configurations(file)])
@@ -53,7 +54,7 @@ def safe_objects(file: IO[bytes]) -> Iterator[None]:
 
 
 def _configurations(file: IO[bytes]) -> Iterator[type]:
-    """The classes of Transformers' configurations that a file names."""
+    """Yield the classes of Transformers' configurations that a file names."""
     named = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)  # since PyTorch 2.6
     start = file.tell()
     names: list[str] = []

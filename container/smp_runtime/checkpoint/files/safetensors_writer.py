@@ -33,12 +33,12 @@ _CHUNK = 16 * 2**20
 
 
 def size_of(value: torch.Tensor) -> int:
-    """Bytes of a tensor in the file; it may be one without values."""
+    """Return the size of a tensor in the file in bytes; the tensor may have no values."""
     return math.prod(value.shape) * value.dtype.itemsize
 
 
 def as_it_is(value: torch.Tensor) -> torch.Tensor:
-    """For tensors that have values."""
+    """Return a tensor unchanged, because it already has its values."""
     return value
 
 
@@ -48,12 +48,12 @@ def write_safetensors(
     make: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write ``tensors`` as one file that appears whole.
+    """Write ``tensors`` as one file that appears only when it is complete.
 
     Args:
         path: of the file; its folder exists.
         tensors: by name.
-        make: gives the values of a tensor that may have none yet; called for one after the other.
+        make: returns the values of a tensor that may have none yet; called for one after the other.
         metadata: put into the file's header.
 
     Raises:

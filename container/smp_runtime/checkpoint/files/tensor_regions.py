@@ -40,7 +40,10 @@ class TensorRegion:
         bounds: tuple[int, ...] | None = None,
         flat: tuple[int, int] | None = None,
     ) -> TensorRegion:
-        """A region; ``bounds`` None means all along the axis, ``flat`` None all of the slice."""
+        """Return a region of a tensor.
+
+        ``bounds`` None means the whole axis, ``flat`` None the whole slice.
+        """
         if axis is None or bounds is None:
             axis, bounds = None, (0, 0)
         region = cls(tuple(shape), axis, bounds, 0, 0)
@@ -49,12 +52,12 @@ class TensorRegion:
 
     @classmethod
     def of_piece(cls, record: TensorRecord, piece: Piece) -> TensorRegion:
-        """Where a piece of a checkpoint lies."""
+        """Return the region that a piece of a checkpoint covers."""
         return cls.of(record.shape, record.tensor_axis, piece.tensor, piece.flat)
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
+        """Return the shape of the slice."""
         if self.axis is None:
             return self.shape
         length = sum(stop - start for start, stop in intervals(self.cuts))
@@ -62,25 +65,25 @@ class TensorRegion:
 
     @property
     def slice_elements(self) -> int:
-        """Elements of the slice."""
+        """Return the number of elements of the slice."""
         return math.prod(self.slice_shape)
 
     @property
     def elements(self) -> int:
-        """Elements of the region."""
+        """Return the number of elements of the region."""
         return self.last - self.first
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is all of its slice."""
+        """Return whether the region covers its whole slice."""
         return self.first == 0 and self.last == self.slice_elements
 
     def same_slice(self, other: TensorRegion) -> bool:
-        """Whether both are parts of the same slice."""
+        """Return whether both are parts of the same slice."""
         return self.bounds(other.axis) == other.bounds(self.axis)
 
     def overlaps(self, other: TensorRegion) -> bool:
-        """Whether both may have elements in common; slices of different axes always may."""
+        """Return whether both may have elements in common; slices of different axes always may."""
         if self.same_slice(other):
             return max(self.first, other.first) < min(self.last, other.last)
         axis = self.axis if self.axis is not None else other.axis
@@ -89,11 +92,11 @@ class TensorRegion:
         return any(True for _ in _common(self.bounds(axis), other.bounds(axis)))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """The slice of a whole tensor."""
+        """Return the region's slice of a whole tensor."""
         return whole if self.axis is None else cut(whole, self.axis, self.cuts)
 
     def bounds(self, axis: int | None) -> tuple[int, ...]:
-        """Starts and stops along an axis, which is this region's own or one that it is not cut along."""
+        """Return starts and stops along an axis: the region's own axis, or one that it is not cut along."""
         if self.axis is not None:
             return self.cuts
         return (0, 0) if axis is None else (0, self.shape[axis])
@@ -104,11 +107,11 @@ def copy_common(target: torch.Tensor, wanted: TensorRegion, source: torch.Tensor
     """Copy the elements that two regions of one tensor share; types may differ.
 
     Args:
-        target: flat, ``[wanted.elements]``. All of a slice, unless both regions are of the same slice.
+        target: flat, ``[wanted.elements]``. It covers its whole slice, unless both regions are of the same slice.
         source: flat, ``[given.elements]``.
 
     Returns:
-        How many elements were copied.
+        The number of elements copied.
     """
     if wanted.same_slice(given):
         begin, end = max(wanted.first, given.first), min(wanted.last, given.last)
@@ -146,7 +149,7 @@ def copy_common(target: torch.Tensor, wanted: TensorRegion, source: torch.Tensor
 
 
 def _common(wanted: Sequence[int], given: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """What two slices along one axis share: where it begins in each of them, and how long it is."""
+    """Yield the intervals that two slices share along one axis: start in ``wanted``, start in ``given``, length."""
     there = 0
     for t0, t1 in intervals(wanted):
         here = 0
@@ -159,7 +162,11 @@ def _common(wanted: Sequence[int], given: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def _rows(first: int, last: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """A flat range as rows of ``width``: row, number of whole rows (0 for a part of one), begin and end in the row."""
+    """Split a flat range into rows of ``width``.
+
+    Yields:
+        Row, number of whole rows (0 for a part of one), begin and end in the row.
+    """
     row, begin = divmod(first, width)
     if begin and first < last:
         end = min(width, begin + last - first)

@@ -41,7 +41,7 @@ _UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "K
 
 
 def bytes_in(size: int | str) -> int:
-    """Bytes of a number, or of a text like ``"5GB"``.
+    """Return the number of bytes in a number, or in a text like ``"5GB"``.
 
     Raises:
         SMPUserError: it is none.
@@ -58,7 +58,7 @@ def bytes_in(size: int | str) -> int:
 
 
 def is_transformers_name(name: str) -> bool:
-    """Whether a full checkpoint of this name is written so that Transformers loads its folder."""
+    """Return whether a full checkpoint of this name is written so that Transformers loads its folder."""
     return name == PICKLED or name.endswith(".safetensors")
 
 
@@ -66,9 +66,9 @@ def is_transformers_name(name: str) -> bool:
 
 
 def weights_of(path: Path) -> Path | None:
-    """The file of weights, or their index, that ``path`` means: a folder, a file, or a file that was cut in shards.
+    """Return the file of weights, or their index, for a folder, a file, or the name of a sharded file.
 
-    Where ``model.safetensors`` or ``pytorch_model.bin`` is meant and absent, the other is taken.
+    If ``model.safetensors`` or ``pytorch_model.bin`` is absent, the other one is used.
     """
     if path.is_dir():
         return next((path / name for name in _KNOWN if (path / name).is_file()), None)
@@ -81,7 +81,7 @@ def weights_of(path: Path) -> Path | None:
 
 
 def read_weights(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """All weights by name, mapped from their files: they are read when they are used.
+    """Return all weights by name, mapped from their files; they are read when they are used.
 
     Args:
         path: a folder of Transformers, a file of ``torch.save`` or of safetensors, or an index of shards.
@@ -118,7 +118,10 @@ def read_weights(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def save_ids(path: Path) -> dict[str, str | None]:
-    """Of every file of weights that :func:`read_weights` reads, the id of the save that wrote it, by its path."""
+    """Return the id of the save that wrote each file of weights, by its path.
+
+    The files are those that :func:`read_weights` reads.
+    """
     found = weights_of(path)
     if found is None:
         return {}
@@ -153,7 +156,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _safetensors(file: Path) -> Iterator[None]:
-    """Inside, a file of safetensors is read; raises CheckpointError if it is none."""
+    """Raise CheckpointError if reading a safetensors file inside the block fails."""
     from safetensors import SafetensorError
 
     refuse_other_kinds(file)
@@ -215,11 +218,12 @@ def write_transformers(
 
     Args:
         file: ``model.safetensors`` for example; its ending decides the format. If the weights are larger than
-            ``largest_file``, there are shards ``model-00001-of-00003.safetensors`` and ``model.safetensors.index.json``.
+            ``largest_file``, there are shards ``model-00001-of-00003.safetensors`` and
+            ``model.safetensors.index.json``.
         weights: each tensor once, whatever names it has in the model.
         config: of the model, as a dictionary.
         largest_file: in bytes; a tensor that is larger has a file of its own.
-        make: gives the values of a tensor that may have none yet; for safetensors one after the other.
+        make: returns the values of a tensor that may have none yet; for safetensors one after the other.
 
     Returns:
         The files of weights.
@@ -259,7 +263,7 @@ def write_transformers(
 
 
 def files_of(file: Path) -> Iterator[Path]:
-    """The files that a checkpoint with the name ``file`` has now, whole or in shards."""
+    """Yield the existing files of a checkpoint with the name ``file``, whole or in shards."""
     if not file.parent.is_dir():
         return
     of_a_shard = re.compile(rf"{re.escape(file.stem)}-\d{{5}}-of-\d{{5}}{re.escape(file.suffix)}")
@@ -281,7 +285,7 @@ def _shards(weights: Mapping[str, torch.Tensor], largest_file: int) -> Iterator[
 
 
 def _config_for(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """A configuration that says of what type the weights are."""
+    """Return the configuration with the type of the weights as ``torch_dtype``, if they have a single one."""
     types = {value.dtype for value in weights.values() if value.dtype.is_floating_point}
     if len(types) != 1:
         return dict(config)
@@ -290,7 +294,7 @@ def _config_for(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) 
 
 
 def config_of(module: Any) -> dict[str, Any] | None:
-    """The configuration of a module of Transformers, or None for any other module."""
+    """Return the configuration of a module of Transformers, or None for any other module."""
     config = getattr(module, "config", None)
     if config is None or not callable(getattr(config, "to_json_string", None)):
         return None

@@ -1,4 +1,4 @@
-"""All that can be said about a checkpoint folder without its job: files, checksums, pieces, and what is in them."""
+"""Checks of a checkpoint folder that need no job: files, checksums, pieces and their contents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Range = tuple[int, int]
 
 
 def problems_of(found: FoundCheckpoint) -> list[str]:
-    """What is wrong with a checkpoint, in words, after reading it to its end; empty if nothing is."""
+    """Read a checkpoint to its end and return descriptions of its problems; empty if there are none."""
     if found.manifest is None:
         return list(found.problems)
     reader = CheckpointReader(found.folder, found.manifest, found.identity)
@@ -38,7 +38,7 @@ def problems_of(found: FoundCheckpoint) -> list[str]:
 
 
 def _unreadable(reader: CheckpointReader) -> Iterator[str]:
-    """Tensors that the files do not give as the manifest says, each put together once and dropped again."""
+    """Yield descriptions of tensors that cannot be read as in the manifest; each is assembled once, then freed."""
     manifest, states = reader.manifest, reader.state_keys()
     for name in (*manifest.parameters, *manifest.buffers):
         for key in (MODULE, MASTER, *sorted(states.get(name, ()))):
@@ -56,17 +56,17 @@ def _unreadable(reader: CheckpointReader) -> Iterator[str]:
 
 
 def uncovered(manifest: Manifest) -> list[str]:
-    """What is missing or twice there, in words; empty if every weight and every optimizer state is there once.
+    """Return descriptions of missing or duplicate parts; empty if each weight and state is there exactly once.
 
-    A weight may be there as the model has it, in float32, or as both, but each of these whole. A state of the optimizer
-    may be absent for a parameter that it has never updated, but not in part.
+    A weight may exist in the model's type, in float32, or in both, but each of these must be complete. An
+    optimizer state may be absent for a parameter that was never updated, but not in part.
     """
     states = manifest.optimizer.states if manifest.optimizer is not None else []
     return [*_uncovered_tensors(manifest, states), *_strange_pieces(manifest, states)]
 
 
 def _uncovered_tensors(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
-    """Tensors of which something is missing, or there twice."""
+    """Yield descriptions of tensors with missing or duplicate parts."""
     holders: dict[tuple[str, str], list[tuple[str, Piece]]] = {}
     for file, keys in manifest.pieces.items():
         for key, pieces_of_key in keys.items():
@@ -85,7 +85,7 @@ def _uncovered_tensors(manifest: Manifest, states: Sequence[str]) -> Iterator[st
 
 
 def _strange_pieces(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
-    """Pieces that belong to nothing, or that their files cannot have."""
+    """Yield descriptions of pieces that belong to no tensor, or that do not fit into their files."""
     names, known = {*manifest.parameters, *manifest.buffers}, {MODULE, MASTER, EXTRA, *states}
     for file, keys in manifest.pieces.items():
         if file not in manifest.files:
@@ -106,7 +106,10 @@ def _strange_pieces(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
 
 
 def _claimed(manifest: Manifest, name: str, piece: Piece) -> int:
-    """Elements of a piece, each of which takes a byte at least: nobody makes room for more than a file can have."""
+    """Return the number of elements of a piece; each takes at least one byte in a file.
+
+    This keeps a wrong manifest from making a reader allocate more memory than a file can fill.
+    """
     record = manifest.parameters.get(name) or manifest.buffers.get(name)
     return 0 if record is None or piece.whole_object else TensorRegion.of_piece(record, piece).elements
 
@@ -134,7 +137,7 @@ def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def _tiles(ranges: Iterable[Range], size: int, what: str) -> Iterator[str]:
-    """What keeps ranges from making up ``0 … size`` exactly once."""
+    """Yield the gaps and overlaps that keep ranges from covering ``0 … size`` exactly once."""
     reached = 0
     for start, stop in sorted(r for r in ranges if r[0] != r[1]):
         if start > reached:

@@ -1,1 +1,1 @@
-"""What full checkpoints hold: weights and the optimizer's state, by the names that one process gives them."""
+"""Full checkpoints: weights and the optimizer's state, by the names that they have in one process."""

@@ -38,12 +38,12 @@ _DISTRIBUTED = "seq_layers."
 
 @dataclass
 class Weights:
-    """Whole weights that can be written.
+    """Complete weights that can be written.
 
     Attributes:
         tensors: each once, by its first name; without values.
         config: of the model, if it is one of Transformers.
-        translations: kinds of distributed models whose names ``tensors`` has.
+        translations: kinds of distributed models; ``tensors`` has the names of these models.
     """
 
     tensors: dict[str, TranslatedTensor]
@@ -54,7 +54,7 @@ class Weights:
 
 
 def full_weights(path: Path, config: str | None) -> Weights | None:
-    """What a file of full weights or a folder of Transformers holds; None if ``path`` is neither.
+    """Return the contents of a file of full weights or a Transformers folder; None if ``path`` is neither.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -78,11 +78,11 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
 
 
 def assembled(folder: Path, manifest: Manifest, config: str | None, dtype: str | None) -> Weights:
-    """The weights of a partial checkpoint.
+    """Return the weights of a partial checkpoint.
 
     Args:
-        config: file with the model's configuration; default: the one that was saved along.
-        dtype: what they will become; then float32 weights are preferred to rounded ones.
+        config: file with the model's configuration; default: the one in the checkpoint.
+        dtype: the type they will be converted to; then float32 weights are preferred to rounded ones.
     """
     reader = CheckpointReader(folder, manifest)
     records = {**manifest.parameters, **manifest.buffers}
@@ -107,10 +107,11 @@ def write(
     """Write ``source`` as ``"transformers"`` (a folder), ``"safetensors"`` or ``"full"`` (a file).
 
     Returns:
-        The files of weights, and how many tensors they have; with ``"full"`` one under several names counts under each.
+        The files of weights, and their number of tensors. With ``"full"`` a tensor counts once for each of its
+        names.
 
     Raises:
-        SMPUserError: the model's configuration is not known, or a type that the format does not have.
+        SMPUserError: the model's configuration is unknown, or the format does not have one of the types.
     """
     translated: dict[str, Any] = dict(source.tensors)
     for translate in translations_to_theirs(source.translations):

@@ -1,4 +1,4 @@
-"""A full checkpoint that is read by names, tensor by tensor: weights, and the optimizer's state where numbers do not tell."""
+"""A full checkpoint read by names, tensor by tensor: weights, and optimizer state if numbers do not suffice."""
 
 from __future__ import annotations
 
@@ -117,7 +117,10 @@ class FullReader(CheckpointReader):
 
 
 class FullLoading(PartialLoad):
-    """A full checkpoint whose optimizer's state is read by names, since the model here has other parameters than the saved one."""
+    """A full checkpoint with optimizer state that is read by names.
+
+    The numbers of parameters do not suffice, because the model's parameters differ from the saved ones.
+    """
 
     def __init__(
         self,

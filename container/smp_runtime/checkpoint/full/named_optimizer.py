@@ -1,7 +1,7 @@
-"""The optimizer's state in a full checkpoint: numbered as in one process, with the names that belong to the numbers.
+"""The optimizer's state in a full checkpoint: numbered as in one process, with the parameters' names.
 
-Numbers follow the order of ``model.parameters()``, which tensor parallelism changes where it puts a model of its own in another
-one's place, as it does names and shapes. Names tell which values belong together.
+Numbers follow the order of ``model.parameters()``. If tensor parallelism replaces a model by its own, this
+order changes, and so do names and shapes. The names show which values belong together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NamedState:
     state: Mapping[str, Any]
 
     def by_name(self) -> dict[str, dict[str, Any]]:
-        """The state of each parameter that has any."""
+        """Return the state of each parameter that has any."""
         numbers = [number for group in self.state["param_groups"] for number in group["params"]]
         flat = itertools.chain.from_iterable(self.names)
         states = self.state["state"]
@@ -55,7 +55,10 @@ class NamedState:
 
 
 def groups_here(model: DistributedModel, optimizer: DistributedOptimizer) -> list[list[str]] | None:
-    """Names of the optimizer's parameters in its order, by group; None if some are no parameters of the model."""
+    """Return the names of the optimizer's parameters in its order, by group.
+
+    None if some are no parameters of the model.
+    """
     try:
         return [
             [model.registry.record_of(parameter).name for parameter in dict.fromkeys(group)]
@@ -68,7 +71,9 @@ def groups_here(model: DistributedModel, optimizer: DistributedOptimizer) -> lis
 def groups_of_one_process(
     session: Session, model: DistributedModel, here: Sequence[Sequence[str]]
 ) -> list[list[NamedParameter]] | None:
-    """The optimizer's parameters as one process has them, in the model's order; None where they are those of this job.
+    """Return the optimizer's parameters as one process has them, in the model's order.
+
+    None if they are the same as in this job.
 
     Args:
         here: from :func:`groups_here`.
@@ -101,10 +106,10 @@ def with_names(
     *,
     translates: bool,
 ) -> dict[str, Any]:
-    """A whole state with the names that belong to its numbers, numbered and shaped as in one process.
+    """Add the parameters' names to a full state, and number and shape it as in one process.
 
     Args:
-        state: from ``optimizer.full_state_dict()``; that of a rank that only took part is empty, and stays so.
+        state: from ``optimizer.full_state_dict()``. On a rank that only took part it is empty, and stays so.
         translates: False keeps this job's parameters.
     """
     here = groups_here(model, optimizer)
@@ -141,7 +146,7 @@ def with_names(
 def _values_of(
     made: TranslatedTensor, states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
-    """The state of a parameter, from those of the parameters that it is made of."""
+    """Return a parameter's state, built from those of its source parameters."""
     values: dict[str, Any] = {}
     for key, first in states.get(made.sources[0], {}).items():
         parts = {name: states.get(name, {}).get(key) for name in made.sources}
@@ -162,7 +167,7 @@ def fitted(
     state: dict[str, Any],
     title: str,
 ) -> dict[str, Any] | NamedState:
-    """A saved state under the numbers of ``optimizer``; one to be read by names, where its parameters are others than here.
+    """Return a saved state with the numbers of ``optimizer``, or a state to read by names if the parameters differ.
 
     Args:
         title: of the state, for messages.
@@ -195,7 +200,7 @@ def fitted(
 
 
 def names_in(state: Mapping[str, Any]) -> list[list[str]] | None:
-    """The names of a state's parameters by group; None if it does not have them all."""
+    """Return the names of a state's parameters by group; None if it does not have them all."""
     names = state.get(NAMES_KEY)
     if not isinstance(names, list) or not all(isinstance(group, list) for group in names):
         return None
@@ -207,7 +212,7 @@ def names_in(state: Mapping[str, Any]) -> list[list[str]] | None:
 def _renumbered(
     saved: NamedState, here: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], title: str
 ) -> dict[str, Any]:
-    """``saved`` with the numbers of the optimizer here."""
+    """Return the state of ``saved`` with this optimizer's numbers."""
     _refuse_other_counts(title, [len(group) for group in saved.names], [len(group) for group in here])
     for index, (theirs, ours) in enumerate(zip(saved.names, here, strict=True)):
         if others := sorted(set(theirs) ^ set(ours)):
@@ -249,7 +254,7 @@ def _refuse_other_shapes(saved: NamedState, shapes: Mapping[str, tuple[int, ...]
 
 
 def _clash(saved: NamedState, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """A value of the state that cannot belong to its parameter, in words; empty if there is none."""
+    """Describe a value of the state that cannot belong to its parameter; empty if there is none."""
     for name, values in saved.by_name().items():
         for key, value in values.items():
             if does_clash(value, shapes[name]):

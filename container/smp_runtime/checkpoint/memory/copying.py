@@ -78,11 +78,14 @@ class Rooms:
 
     @property
     def newest(self) -> Generation | None:
-        """The last copy that is complete."""
+        """Return the last complete copy."""
         return max(filter(None, self._holds), default=None)
 
     def make_room(self, slots: tuple[StoredTensor, ...]) -> tuple[int, Data]:
-        """The number of the place with the older copy, which is none from now on, and its data; OSError without memory."""
+        """Discard the older copy, and return the index of its buffer and the buffer.
+
+        Raises OSError if there is not enough memory.
+        """
         newest = self.newest
         index = 1 if newest is not None and self._holds[0] == newest else 0
         if (former := self._holds[index]) is not None:
@@ -99,12 +102,12 @@ class Rooms:
         return index, data
 
     def complete(self, index: int, generation: Generation, content: Mapping[str, Any]) -> None:
-        """The data of a place are whole; ``content`` becomes its head."""
+        """Mark the data of a buffer as complete by writing ``content`` as its head."""
         write_head(head_path(self._folder, generation, self._rank), content)
         self._holds[index] = generation
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for generation in filter(None, self._holds):
             head_path(self._folder, generation, self._rank).unlink(missing_ok=True)
         for data in filter(None, self._data):
@@ -129,16 +132,16 @@ class Interval:
 
     @property
     def is_given(self) -> bool:
-        """Whether the user has set it."""
+        """Return whether the user has set the interval."""
         return self._given is not None
 
     def step_ended(self, now: float) -> None:
-        """A step is over; ``now`` in seconds."""
+        """Record the end of a step; ``now`` in seconds."""
         if self._ended is not None:
             self._between.append(now - self._ended)
 
     def call_ended(self, now: float, copied: float | None) -> None:
-        """The script goes on; ``copied`` are the seconds that a copy has taken, if one was made."""
+        """Record that the script continues; ``copied`` is the time of a copy in seconds, None if none was made."""
         self._ended = now
         if copied is not None:
             self._seen += 1
@@ -146,11 +149,14 @@ class Interval:
                 self._copies.append(copied)
 
     def measured(self) -> tuple[float, float] | None:
-        """Seconds of a copy and of a step; None as long as that is not known."""
+        """Return the seconds of a copy and of a step; None as long as these are unknown."""
         return (median(self._copies), median(self._between)) if self._copies and self._between else None
 
     def agree(self, measured: list[tuple[float, float] | None]) -> None:
-        """Go by what all ranks have measured: the slowest copy, which the others wait for, and the mean step."""
+        """Set the interval from all ranks' measurements.
+
+        It uses the slowest copy, because the other ranks wait for it, and the mean step.
+        """
         known = [found for found in measured if found is not None]
         if self._given is None and known:
             step = sum(seconds for _, seconds in known) / len(known)
@@ -204,18 +210,18 @@ class Copier:
 
     @classmethod
     def of(cls, session: Session) -> Copier | None:
-        """The copier of a session, always the same object; None where the job wants no copies."""
+        """Return the copier of a session, always the same object; None if the job wants no copies."""
         if not wants_memory(os.environ):
             return None
         return session.ranks.keep(cls, lambda: cls(session, os.environ))
 
     def regrouped(self) -> None:
-        """The job has gone over to other degrees: who keeps what is another question now."""
+        """Compute anew which rank copies what, after the parallel degrees have changed."""
         self._share = WriteShare(self._session, self._hosts)
         self._report = None
 
     def sent(self) -> int:
-        """Bytes that this rank has sent to another host with the last copy, once they are there."""
+        """Return the bytes of the last copy that this rank has sent to another host; wait until they have arrived."""
         if self._buddies is None:
             return 0
         self._buddies.wait()
@@ -228,11 +234,11 @@ class Copier:
         content: Callable[[], bytes],
         moment: ScriptPosition | None = None,
     ) -> bool:
-        """A step is over: copy, if it is time to.
+        """Copy the state after a step, if a copy is due.
 
         Args:
-            content: gives the script's own, as ``user_content_bytes`` has it.
-            moment: to which the copy belongs; None for now. The model and the optimizer must not have changed since.
+            content: returns the script's own content in the format of ``user_content_bytes``.
+            moment: the position of the copy; None for now. The model and the optimizer must not have changed since.
 
         Returns:
             Whether this rank has a copy of the state of this moment.
@@ -257,7 +263,7 @@ class Copier:
         return copied is not None
 
     def _agree(self) -> None:
-        """Now and then, go by what copies and steps take on all ranks."""
+        """Adapt the interval, at some of the steps, to the durations of copies and steps on all ranks."""
         calls = self._number - Recovery.of(self._session).number
         if self._interval.is_given or not (calls in _FIRST_AGREEMENTS or calls % _AGREEMENT_EVERY == 0):
             return
@@ -288,7 +294,10 @@ class Copier:
         content: Callable[[], bytes],
         moment: ScriptPosition,
     ) -> Outgoing | None:
-        """Copy; what other hosts do not have of it is what the buddy may get. None where there was no copy."""
+        """Copy the state, and return the part to send to the buddy: tensors that other hosts do not have.
+
+        Returns None if no copy was made.
+        """
         tensors: list[torch.Tensor] = []
 
         def keep(_: str, tensor: torch.Tensor) -> str:
@@ -345,13 +354,16 @@ class Copier:
         )
 
     def _remove_older(self) -> None:
-        """All ranks have a copy of this start: nobody needs those of earlier ones."""
+        """Remove copies of earlier starts, because all ranks have a copy of this start."""
         if self._has_older and self._rank == self._neighbours[0]:
             remove_older(self._folder, self._start)
         self._has_older = False
 
     def _all_have(self, generation: Generation) -> bool:
-        """Wait for the other ranks of this host, which a step makes wait for one another anyway."""
+        """Wait until all ranks of this host have the generation, and return whether they do.
+
+        This costs little, since a step makes these ranks wait for each other anyway.
+        """
         patience = min(timeout_seconds(), 5.0)
         if self._progress.wait(self._neighbours, generation.number, patience):
             return True
@@ -366,7 +378,7 @@ class Copier:
         self._rooms.clear()
 
     def _layout(self, report: Report, model: DistributedModel, optimizer: DistributedOptimizer | None) -> str:
-        """The name of the file that says what the tensors of a copy are; a new one where that has changed."""
+        """Return the name of the file that describes the copy's tensors; write a new one if they have changed."""
         if self._report != report:
             self._reports += 1
             told: dict[str, Any] = {"report": report.to_json()}
@@ -400,7 +412,7 @@ class Copier:
 
 
 def _identity(folder: str) -> tuple[int, ...]:
-    """Which folder it is; empty for none."""
+    """Return the device and inode of a folder; empty if there is none."""
     try:
         found = os.stat(folder)
     except OSError:

@@ -1,11 +1,14 @@
-"""A job's folder in the shared memory of a host: what each rank has copied there, complete or absent.
+"""A job's folder in a host's shared memory: the copies of each rank, complete or absent.
 
-A rank's copy is two files: the data, which are its tensors one after the other, and the head, which has all the rest and says
-where in the data each tensor is. Copies are numbered by their generation. A rank has room for two: while it writes one over the
-older one, the newer one stays. A head is there exactly as long as its data are complete, and no rank writes over its older copy
-before all ranks of the host have the newer one: so whenever ranks are killed there is a generation that all of them have.
+A rank's copy is two files. The data file has its tensors one after the other. The head has everything else,
+and the offset of each tensor in the data. Copies are numbered by their generation.
 
-What a rank of another host has sent here (``peer_replication.py``) looks the same, and has the number of that rank.
+A rank keeps two copies: while it overwrites the older one, the newer one stays. A head exists exactly as long
+as its data are complete. No rank overwrites its older copy before all ranks of the host have the newer one.
+So whenever ranks are killed, there is a generation that all of them have.
+
+Copies that a rank of another host has sent here (``peer_replication.py``) look the same, and have the number
+of that rank.
 """
 
 from __future__ import annotations
@@ -61,12 +64,12 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Its length."""
+        """Return the length of the tensor in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def slots_of(tensors: Iterable[torch.Tensor]) -> tuple[StoredTensor, ...]:
-    """Places for tensors in their order."""
+    """Return the places of tensors in the data, in their order."""
     found, offset = [], 0
     for tensor in tensors:
         slot = StoredTensor(offset, tuple(tensor.shape), tensor.dtype)
@@ -133,20 +136,20 @@ class CopyProgress:
             os.close(descriptor)
 
     def note(self, rank: int, number: int) -> None:
-        """A rank has a generation, whole."""
+        """Record that a rank has a complete copy of a generation."""
         _COUNT.pack_into(self._map, rank * _COUNT.size, number)
 
     def turn_off(self, rank: int) -> None:
-        """A rank will copy nothing any more."""
+        """Record that a rank makes no more copies."""
         self.note(rank, _OFF)
 
     def least(self, ranks: Iterable[int]) -> int | None:
-        """The generation that all of these ranks have, or a later one; None if one of them copies nothing any more."""
+        """Return the newest generation that all of these ranks have reached; None if one of them makes no more copies."""
         found = [_COUNT.unpack_from(self._map, rank * _COUNT.size)[0] for rank in ranks]
         return None if _OFF in found else min(found)
 
     def wait(self, ranks: Iterable[int], number: int, seconds: float) -> bool:
-        """Wait until all of these ranks have a generation; whether they do after at most ``seconds``."""
+        """Wait at most ``seconds`` until all of these ranks have a generation, and return whether they do."""
         deadline, ranks = time.monotonic() + seconds, list(ranks)
         while (least := self.least(ranks)) is not None and least < number:
             if time.monotonic() >= deadline:
@@ -156,48 +159,48 @@ class CopyProgress:
 
 
 def head_path(folder: Path, generation: Generation, rank: int) -> Path:
-    """The head of a rank's copy."""
+    """Return the path of the head of a rank's copy."""
     return folder / f"{generation.start}.{generation.number}.{rank}.head"
 
 
 def write_head(path: Path, content: Any) -> None:
-    """Write a head whole, or not at all."""
+    """Write a complete head, or nothing."""
     write_whole(path, packed(content))
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole, or not at all."""
+    """Write a complete file, or nothing."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(content)
     temporary.rename(path)
 
 
 def packed(content: Any) -> bytes:
-    """Plain objects and tensors as bytes."""
+    """Serialize plain objects and tensors to bytes."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
 def unpacked(content: bytes) -> Any:
-    """The opposite of :func:`packed`; raises what ``torch.load`` does."""
+    """Deserialize the bytes of :func:`packed`; raise the errors of ``torch.load``."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def stand_in(number: int) -> str:
-    """What stands in a head for a tensor of the data, by its number among them."""
+    """Return the placeholder in a head for a tensor, by its number in the data."""
     return f"{_STANDS_IN}{number}"
 
 
 def stand_ins(content: Any) -> list[int]:
-    """The numbers of the tensors that are meant in a part of a head, in its order."""
+    """Return the tensor numbers of the placeholders in a part of a head, in its order."""
     leaves, _ = tree_flatten(content)
     found = [leaf for leaf in leaves if isinstance(leaf, str) and leaf.startswith(_STANDS_IN)]
     return [int(leaf.removeprefix(_STANDS_IN)) for leaf in found]
 
 
 def with_tensors(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The content of a head with the tensors themselves."""
+    """Replace the placeholders in a head's content by the tensors."""
     leaves, structure = tree_flatten(content)
     found = [
         tensors[int(leaf.removeprefix(_STANDS_IN))] if isinstance(leaf, str) and leaf.startswith(_STANDS_IN) else leaf
@@ -207,18 +210,18 @@ def with_tensors(content: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def generations_of(folder: Path, rank: int) -> list[Generation]:
-    """The copies of a rank that are complete, oldest first."""
+    """Return the generations of a rank's complete copies, oldest first."""
     return sorted(generation for generation, of in copies_in(folder) if of == rank)
 
 
 def copies_in(folder: Path) -> list[tuple[Generation, int]]:
-    """All copies that are complete, with the rank that each is of."""
+    """Return all complete copies, each with its rank."""
     matches = filter(None, map(_NAME.fullmatch, os.listdir(folder)))
     return [(Generation(int(m[1]), int(m[2])), int(m[3])) for m in matches if m[4] == "head"]
 
 
 def ranks_of_start(folder: Path, start: int) -> int:
-    """How many ranks the job had in a start; 0 where nobody of them has noted anything here."""
+    """Return the job's number of ranks in a start; 0 if none of them has recorded anything here."""
     try:
         return _progress_path(folder, start).stat().st_size // _COUNT.size
     except OSError:
@@ -230,12 +233,15 @@ def _progress_path(folder: Path, start: int) -> Path:
 
 
 def of_rank(start: int, rank: int, number: int, kind: str) -> str:
-    """The name of a file of a rank that is no head."""
+    """Return the name of a rank's file other than a head."""
     return f"{start}.{rank}.{number}.{kind}"
 
 
 def remove_older(folder: Path, start: int) -> None:
-    """Remove what ranks have here from earlier starts of the job; heads first, since they say that the rest is there."""
+    """Remove the files of earlier starts of the job.
+
+    Heads go first, because a head means that its data exist.
+    """
     found = []
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)

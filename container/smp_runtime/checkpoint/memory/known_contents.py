@@ -37,7 +37,10 @@ class KnownContents:
     def of(
         cls, session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, share: WriteShare
     ) -> SavePlan:
-        """What this rank copies now; see :func:`contents_of`. It has live tensors, and settings as they are when it is built."""
+        """Return the plan of what this rank copies now; see :func:`contents_of`.
+
+        It has live tensors, and settings as they are when it is built.
+        """
         known: KnownContents | None = vars(model).get(_ATTRIBUTE)
         if known is None or not known.still_holds(model, optimizer):
             known = cls(session, model, optimizer, share)
@@ -46,11 +49,11 @@ class KnownContents:
 
     @staticmethod
     def forget(model: DistributedModel) -> None:
-        """The model is laid out anew: what it was must not stay in memory."""
+        """Drop the cached contents of a model before its layout changes, so that they do not stay in memory."""
         vars(model).pop(_ATTRIBUTE, None)
 
     def still_holds(self, model: DistributedModel, optimizer: DistributedOptimizer | None) -> bool:
-        """Whether nothing but values has changed."""
+        """Return whether only values have changed."""
         if optimizer is not self._optimizer:
             return False
         objects, places = _marks(model, optimizer)
@@ -60,7 +63,10 @@ class KnownContents:
 
 
 def _marks(model: DistributedModel, optimizer: DistributedOptimizer | None) -> tuple[list[object], list[object]]:
-    """Objects that must be the same ones, and what must be equal: names, and where tensors have their values."""
+    """Return objects that must be identical, and values that must be equal, for the contents to remain valid.
+
+    The values are, among others, names and the addresses of tensors.
+    """
     objects: list[object] = []
     places: list[object] = []
     for module in model.module.modules():

@@ -50,10 +50,10 @@ _MESSAGE_BYTES = 2**26
 
 @dataclass(frozen=True)
 class _RankCopy:
-    """What there is of one rank's copy of a generation on one host, but its data.
+    """One rank's copy of a generation on one host, without its data.
 
     Attributes:
-        rank: whose copy it is.
+        rank: the rank that the copy belongs to.
         host: the number of the host that has it.
         path: of the data; None on other hosts.
     """
@@ -74,7 +74,7 @@ class _RankCopy:
 
     @classmethod
     def of(cls, rank: int, host: int, folder: Path | None, raw: tuple[bytes, str]) -> _RankCopy:
-        """From the content of its two files; ``folder`` is that of this host, if it is the one."""
+        """Return a copy from the content of its two files; ``folder`` is this host's folder if it has the copy."""
         head, told = unpacked(raw[0]), json.loads(raw[1])
         described = told.get("described")
         if described is not None:
@@ -109,7 +109,7 @@ class MemoryReader(CheckpointReader):
         super().check(f for f in files if f not in self._holders or f in self._brought or self._here(f) is not None)
 
     def bring(self, control: ControlPlane, wanted: Iterable[str] | None) -> int:
-        """Fetch what this rank needs, and only other hosts have; every rank calls it.
+        """Fetch the tensors that this rank needs and only other hosts have; every rank calls it.
 
         Args:
             wanted: the files that this rank reads; None for all.
@@ -134,7 +134,7 @@ class MemoryReader(CheckpointReader):
         return moved
 
     def _carry(self, file: str, part: _RankCopy, source: int, target: int, rank: int, group: dist.ProcessGroup) -> int:
-        """Bring the tensors of a file from one rank to another; their bytes."""
+        """Send the tensors of a file from one rank to another, and return the number of bytes."""
         numbers = stand_ins(part.head["files"][file])
         if not numbers:
             return 0
@@ -156,7 +156,7 @@ class MemoryReader(CheckpointReader):
         return end - begin
 
     def _here(self, file: str) -> _RankCopy | None:
-        """What this host has of a file's tensors."""
+        """Return this host's copy of a file's tensors; None if it has none."""
         return next((part for part in self._holders[file] if part.path is not None), None)
 
     def _content(self, file: str) -> Any:
@@ -201,14 +201,14 @@ class MemoryState:
 
     @property
     def manifest(self) -> Manifest:
-        """What there is; ``steps`` are the optimizer's."""
+        """Return the state's manifest; ``steps`` are the optimizer's."""
         if self.checkpoint.manifest is None:
             raise AssertionError("a state in memory has a manifest")
         return self.checkpoint.manifest
 
 
 class Recovery:
-    """What a session finds in memory, once: what comes later is its own.
+    """The state that a session finds in memory, once: later copies are its own.
 
     Attributes:
         number: of the generation that was loaded; 0 for none.
@@ -223,7 +223,7 @@ class Recovery:
 
     @classmethod
     def of(cls, session: Session) -> Recovery:
-        """That of a session; always the same object."""
+        """Return the recovery of a session; always the same object."""
         return session.ranks.keep(cls, cls)
 
     def newest(self, session: Session) -> MemoryState | None:
@@ -235,22 +235,22 @@ class Recovery:
         return self._found[0]
 
     def is_loaded(self, state: MemoryState) -> None:
-        """The training goes on from this state: its steps are counted on."""
+        """Record that training continues from this state, and continue its step count."""
         self.number = state.generation.number
         here().go_on(state.step)
         self.end()
 
     def end(self) -> None:
-        """The training goes on from somewhere: what is in memory is not asked for again."""
+        """Record that training has a starting point, so that the state in memory is not asked for again."""
         self._is_over, self._found = True, None
 
 
 def newest_state(session: Session) -> MemoryState | None:
-    """The newest state that is in memory of all ranks that the job had; every rank calls it.
+    """Return the newest state that is in memory for all ranks of the previous start; every rank calls it.
 
     Returns:
-        None unless the job's ranks were started again, and the hosts of now have a copy of the same moment of every rank of before;
-        nor after a checkpoint was loaded in this process.
+        None unless the job's ranks were restarted, and the present hosts have a copy of the same moment for every
+        former rank. Also None after a checkpoint was loaded in this process.
     """
     return Recovery.of(session).newest(session)
 
@@ -294,7 +294,7 @@ def _find(session: Session, environ: Mapping[str, str]) -> MemoryState | None:
 
 
 def _raw(folder: Path, generation: Generation) -> dict[int, tuple[bytes, str]]:
-    """By rank, the two files but the data of each copy on this host."""
+    """Return the head and layout of each copy on this host, by rank."""
     found = {}
     for other, of in copies_in(folder) if folder.is_dir() else ():
         if other == generation:
@@ -312,7 +312,7 @@ def _assembled(
     start: int,
     rank: int,
 ) -> MemoryState:
-    """One checkpoint out of what the hosts have.
+    """Assemble one checkpoint from the copies on all hosts.
 
     Raises:
         ValueError: something is missing.

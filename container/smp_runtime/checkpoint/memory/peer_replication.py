@@ -57,7 +57,7 @@ class Outgoing:
 
 
 class _Mirror:
-    """What this host has of one rank of another host: the last two copies.
+    """The last two copies of one rank of another host, kept on this host.
 
     Args:
         rank: that rank.
@@ -70,7 +70,10 @@ class _Mirror:
         self._layouts: dict[str, None] = {}
 
     def room(self, start: int, number: int, size: int) -> torch.Tensor:
-        """Where ``size`` bytes of data of a number go, of which there is no copy from now on; OSError without memory."""
+        """Discard the copy in buffer ``number``, and return ``size`` bytes for the next one.
+
+        Raises OSError if there is not enough memory.
+        """
         data, head = self._data.pop(number, (None, None))
         if head is not None:
             head.unlink()
@@ -85,7 +88,7 @@ class _Mirror:
         return data.bytes[:size]
 
     def complete(self, number: int, generation: Generation, head: bytes, layout: tuple[str, str] | None) -> None:
-        """The data of a number are whole; ``layout`` is one that was not here before."""
+        """Mark the data of a buffer as complete; ``layout`` is passed if this host does not have it yet."""
         if layout is not None:
             write_whole(self._folder / layout[0], layout[1].encode())
             self._layouts[layout[0]] = None
@@ -98,7 +101,7 @@ class _Mirror:
         self._data[number] = self._data[number][0], path
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for number in list(self._data):
             self._forget(number)
 
@@ -194,7 +197,13 @@ class PeerReplication:
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group)
 
     def _swap(self, words: torch.Tensor, data: torch.Tensor, told: list[list[int]]) -> list[bytes]:
-        """Send to the buddy, and receive data into their rooms, from all that have this rank for a buddy; gives their words."""
+        """Send to the buddy, and receive from all ranks that have this rank as their buddy.
+
+        Received data is written into ``_rooms``.
+
+        Returns:
+            The received texts, by mirror.
+        """
         received = [
             torch.empty(told[m.rank][2] + told[m.rank][3], dtype=torch.uint8, device="cpu") for m in self._mirrors
         ]
@@ -233,7 +242,9 @@ class PeerReplication:
 
 
 def buddies_of(hosts: Sequence[int]) -> list[int]:
-    """By rank, the rank that keeps its copy: that with the same place on the next host, or the next place that is there.
+    """Return, by rank, the rank that keeps its copy.
+
+    It has the same place on the next host; if that host has fewer ranks, places wrap around.
 
     Args:
         hosts: by global rank, the number of its host, from 0 without gaps.
@@ -251,5 +262,5 @@ def _bytes(content: bytes) -> torch.Tensor:
 
 
 def _messages(flat: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor in parts of at most a message; none where it is empty."""
+    """Split a tensor into parts of at most one message; none if it is empty."""
     return list(flat.split(_MESSAGE_BYTES)) if flat.numel() else []

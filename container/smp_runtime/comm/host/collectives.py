@@ -1,7 +1,7 @@
-"""Collectives of ranks of one host, over memory that they share: no byte goes through a socket, and none is copied twice.
+"""Collectives of ranks of one host, over shared memory: no byte goes through a socket, and none is copied twice.
 
-A rank publishes its tensor when a collective begins, and takes what it needs of the others' when it waits, so no thread of its own
-competes for processors with what the ranks compute.
+A rank publishes its tensor when a collective begins, and reads the others' when it waits. So no thread of its own
+competes for processors with the ranks' computation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SUMMED_AT_ONCE = 2**14
 
 
 class _Members:
-    """The ranks of a process group that are all on this host, and the collectives of it that are not over, in their order."""
+    """The ranks of a process group that are all on this host, and its unfinished collectives, in order."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], host: Host) -> None:
         self.group = group  # held, so that its identifier stays its own
@@ -51,7 +51,7 @@ class _Members:
         self.lock = threading.Lock()
 
     def place(self) -> int:
-        """The next place in the order of the group; a collective has two."""
+        """Return the next position in the group's order; a collective takes two."""
         return next(self._places)
 
     def publish(self, place: int, tensor: torch.Tensor) -> None:
@@ -86,14 +86,16 @@ class Host:
 
 
 def host_of(control: ControlPlane, ranks: Sequence[int], *, is_required: bool = False) -> Host | None:
-    """Meet the other ranks of this host; all ranks of the job call it. None on all of a host where one cannot.
+    """Meet the other ranks of this host; all ranks of the job call it.
+
+    It returns None on all ranks of a host if one of them cannot meet.
 
     Args:
         ranks: of this host.
         is_required: whether the job cannot do without; the same on all ranks.
 
     Raises:
-        SMPUserError: on all ranks, where those of some host cannot meet though it is required.
+        SMPUserError: on all ranks, if the ranks of some host cannot meet though it is required.
     """
     everyone = list(range(control.size))
     host, why = _opened(control.rank, ranks)
@@ -118,7 +120,10 @@ def host_of(control: ControlPlane, ranks: Sequence[int], *, is_required: bool = 
 
 
 def _opened(rank: int, ranks: Sequence[int]) -> tuple[Host | None, str]:
-    """This rank's part of its host, or why there is none; both are empty where it is alone on its host."""
+    """Create this rank's part of its host; return it, or None and the reason.
+
+    Both are empty if the rank is alone on its host.
+    """
     if len(ranks) == 1:
         return None, ""
     if not is_possible():
@@ -132,14 +137,14 @@ def _opened(rank: int, ranks: Sequence[int]) -> tuple[Host | None, str]:
 
 
 class HostCollectives(TorchCollectives):
-    """What the strategies call in a job on CPUs: groups on one host go over shared memory, all others over gloo."""
+    """The collectives of a job on CPUs: groups on one host go over shared memory, all others over gloo."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._groups: dict[int, _Members | dist.ProcessGroup] = {}
 
     def empty(self, elements: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
-        """See :class:`Collectives`: what is reduced out of it is read where it lies."""
+        """See :class:`Collectives`: reductions read the vector in place."""
         if device.type == "cpu" and self._members(group) is not None and 0 < elements * dtype.itemsize <= _MOST_BYTES:
             return self._host.arena.empty(elements, dtype)
         return super().empty(elements, dtype, device, group)
@@ -167,7 +172,7 @@ class HostCollectives(TorchCollectives):
         return _HostAllGather(members, _elements(full), _elements(shard))
 
     def close(self) -> None:
-        """This rank takes part in nothing any more, and lets go of the groups."""
+        """Stop taking part in collectives, and release the groups."""
         self._groups.clear()
         self._host.arena.leave()
 
@@ -181,7 +186,10 @@ class HostCollectives(TorchCollectives):
 
 
 def _is_served(tensor: torch.Tensor) -> bool:
-    """The same on all ranks, since tensors of a collective are alike."""
+    """Return whether a tensor goes through shared memory.
+
+    The result is the same on all ranks, since tensors of a collective are alike.
+    """
     return tensor.device.type == "cpu" and tensor.is_contiguous() and 0 < tensor.nbytes <= _MOST_BYTES
 
 
@@ -194,11 +202,13 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Work:
-    """A collective under way. Those of a group end in their order, so what nobody waits for ends with what comes after it.
+    """A collective under way.
+
+    Collectives of a group end in order, so one without a wait ends with the next one that is waited for.
 
     Args:
-        source: what the others read of this rank.
-        in_place: whether they may read it where it is, if that is in the arena.
+        source: the tensor that the other ranks read.
+        in_place: whether they may read it in place, if it is in the arena.
     """
 
     def __init__(self, members: _Members, source: torch.Tensor, *, in_place: bool = False) -> None:
@@ -232,7 +242,7 @@ class _Work:
         self._source = None
 
     def _finish(self, source: torch.Tensor) -> None:
-        """Take what the others have published, and this rank ``source``."""
+        """Read the tensors that the others have published, with ``source`` for this rank."""
         raise NotImplementedError
 
     def _sum(self, source: torch.Tensor, begin: int, out: torch.Tensor) -> None:
@@ -257,7 +267,7 @@ class _Work:
                 found.has_been_read()
 
     def _entries(self, place: int, nbytes: int) -> list[Published | None]:
-        """What each member has published; None for this rank."""
+        """Return the tensor that each member has published; None for this rank."""
         members = self._members
         return [None if other is None else other.published(members.key, place, nbytes) for other in members.others]
 

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share: each writes into an arena of its own, and reads those of the others.
+"""Shared memory of the ranks of one host: each writes to its own arena, and reads those of the others.
 
-An arena begins with a list of what its rank has published: for whom, as the how-manieth of which group, where it lies. A reader
-waits for an entry, reads the tensor where it is, and says so in the entry; then the writer may use the memory again. Nothing goes
-through the system but the call that wakes a reader.
+An arena begins with a list of entries for the tensors that its rank has published. An entry holds the readers, the
+group, the sequence number in that group, and the offset. A reader waits for an entry, reads the tensor in place, and
+marks the entry as read. Then the writer may reuse the memory. The only system call is the one that wakes a reader.
 """
 
 from __future__ import annotations
@@ -47,12 +47,18 @@ _TIMESPEC = struct.Struct("qq")
 
 
 def is_possible() -> bool:
-    """Whether this system has what is needed; an x86-64 processor, for one, which shows writes to others in their order."""
+    """Return whether this system supports collectives over shared memory.
+
+    One requirement is an x86-64 processor, which makes writes visible to other cores in order.
+    """
     return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
 
 
 class Invitation(NamedTuple):
-    """What a rank tells the others of its arena; a plain tuple, which travels without a secret too."""
+    """Data that a rank sends to others so that they can map its arena.
+
+    It is a plain tuple, so that it can be sent in a job without a secret too.
+    """
 
     process: int
     descriptor: int
@@ -68,7 +74,7 @@ class Published(NamedTuple):
     nbytes: int
 
     def tensor(self, dtype: torch.dtype, begin: int, elements: int) -> torch.Tensor:
-        """Some of its elements, where they lie."""
+        """Return some of the published elements as a vector, in place."""
         return self.by.tensor(self.offset + begin * dtype.itemsize, dtype, elements)
 
     def has_been_read(self) -> None:
@@ -87,7 +93,7 @@ class _Words:
         self.counter_address = ctypes.addressof(counter)
 
     def tensor(self, offset: int, dtype: torch.dtype, elements: int) -> torch.Tensor:
-        """Elements in the arena, as a vector."""
+        """Return elements in the arena as a vector."""
         return torch.frombuffer(self.mapped, dtype=dtype, count=elements, offset=offset)
 
 
@@ -122,13 +128,13 @@ class Arena(_Words):
 
     @property
     def invitation(self) -> Invitation:
-        """For the other ranks of the host."""
+        """Return the data by which the other ranks of the host map this arena."""
         return Invitation(os.getpid(), self._descriptor, self.words[_TOKEN])
 
     def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A vector in the arena, with anything in it.
+        """Return an uninitialized vector in the arena.
 
-        Its memory is used again when no tensor of it is left, and all have read it for whom it was published.
+        Its memory is reused when no tensor refers to it any more, and all ranks for which it was published have read it.
         """
         wanted = block_bytes(elements * dtype.itemsize)
         with self._lock:
@@ -147,7 +153,7 @@ class Arena(_Words):
         return torch.frombuffer(block, dtype=dtype, count=elements)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor lies in the arena; None if it lies elsewhere."""
+        """Return the offset of a tensor in the arena, or None if it is not in the arena."""
         offset = tensor.data_ptr() - self._base
         return offset if self._begin <= offset < self._bytes else None
 
@@ -183,7 +189,7 @@ class Arena(_Words):
             return True
 
     def leave(self) -> None:
-        """This rank publishes nothing any more; what it has can still be read."""
+        """Stop publishing; other ranks can still read the tensors published so far."""
         self.words[_LEFT] = 1
         _call(self.counter_address, _FUTEX_WAKE, 2**31 - 1, None)
         if self._descriptor >= 0:
@@ -194,7 +200,7 @@ class Arena(_Words):
         return _HEAD_WORDS + number % self._entries * self._entry_words
 
     def _tidy(self) -> None:
-        """Take back what all have read, and what nobody has any more."""
+        """Free the entries that all readers have read, and the blocks that no tensor uses any more."""
         for number in list(self._unread):
             at = self._entry(number) + _READ
             if all(self.words[at + reader] == number + 1 for reader in self._unread[number][1]):
@@ -240,7 +246,7 @@ class Neighbour(_Words):
         self._lock = threading.Lock()
 
     def published(self, group: int, place: int, nbytes: int) -> Published:
-        """Wait for what the rank publishes as the ``place``-th of a group.
+        """Wait for the tensor that the rank publishes as the ``place``-th of a group, and return it.
 
         Raises:
             RuntimeError: it has ended, or does not come in time, worded as gloo would; or it has other than ``nbytes`` bytes.
@@ -268,7 +274,7 @@ class Neighbour(_Words):
             _call(self.counter_address, _FUTEX_WAIT, count & 0xFFFFFFFF, min(left, _LOOK_SECONDS))
 
     def entry_at(self, number: int) -> int:
-        """The word at which an entry begins."""
+        """Return the index of the word at which an entry begins."""
         return _HEAD_WORDS + number % self._entries * self._entry_words
 
     def _look(self) -> None:
@@ -283,7 +289,10 @@ class Neighbour(_Words):
 
 
 def block_bytes(nbytes: int) -> int:
-    """Bytes of the block that holds so many: at most an eighth more, and whole pages, so that few sizes serve all."""
+    """Return the size in bytes of the block for ``nbytes``: whole pages, and normally at most an eighth more.
+
+    Few sizes so serve all tensors.
+    """
     step = max(_PAGE, 1 << max(0, nbytes.bit_length() - 4))
     return max(_PAGE, -(-nbytes // step) * step)
 

@@ -28,11 +28,11 @@ _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 class CausalModel(DistributedTransformerLMHead):
-    """Returns what a Hugging Face model does: an output object, or a tuple.
+    """A model that returns what a Hugging Face model does: an output object, or a tuple.
 
     Args:
         with_cross_outputs: whether the original's output objects have fields of cross attention.
-        state_names: what the original calls its parameters.
+        state_names: the original's names of its parameters.
         original: its class.
         settings: of :class:`DistributedTransformerLMHead`.
     """
@@ -83,7 +83,7 @@ class CausalModel(DistributedTransformerLMHead):
         return made if return_dict else made.to_tuple()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original's returns; see Transformers."""
+        """Return the result of the original's ``generate``; see Transformers."""
         if self.original is None or not hasattr(self.original, "generate"):
             raise SMPAttributeError(
                 f"a distributed {getattr(self, 'replaced_class', 'model')} has no head to generate with"
@@ -91,7 +91,7 @@ class CausalModel(DistributedTransformerLMHead):
         return generate_as(self.original, self, *args, **kwargs)
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """The word embedding."""
+        """Return the word embedding."""
         return self.word_embedding
 
     def gradient_checkpointing_enable(
@@ -114,7 +114,7 @@ class CausalModel(DistributedTransformerLMHead):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """The same under the name that Transformers 5 gives it."""
+        """Checkpoint the layers; this is the name in Transformers 5."""
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs, every_n_layers, offload)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -122,17 +122,17 @@ class CausalModel(DistributedTransformerLMHead):
         self.transformer.gradient_checkpointing = False
 
     def activation_checkpointing_disable(self) -> None:
-        """The same under the name that Transformers 5 gives it."""
+        """Let the layers keep all that backward needs; this is the name in Transformers 5."""
         self.gradient_checkpointing_disable()
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether layers keep only their inputs for backward."""
+        """Return whether layers keep only their inputs for backward."""
         return self.transformer.gradient_checkpointing
 
     @property
     def is_activation_checkpointing(self) -> bool:
-        """The same under the name that Transformers 5 gives it."""
+        """Return whether layers keep only their inputs for backward; this is the name in Transformers 5."""
         return self.is_gradient_checkpointing
 
 
@@ -141,7 +141,10 @@ def _causal_output(outputs: Any, with_cross: bool) -> Any:
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask of ``[batch, seq]`` with 1 for a position that counts; one of four dims is additive, or boolean."""
+    """Return an additive mask from one of ``[batch, seq]`` with 1 for a position that counts.
+
+    A mask of four dims is additive already, or boolean.
+    """
     if mask is None or mask.dim() == 4:
         return additive(mask, dtype)
     return additive_mask(mask == 0, dtype)
@@ -184,11 +187,11 @@ def register_causal(
 
 @torch.no_grad()
 def was_initialised(module: torch.nn.Module) -> bool:
-    """Whether a module of Transformers has weights that somebody gave it.
+    """Return whether a module of Transformers has initialized or loaded weights.
 
-    Scripts of the original library put a function that does nothing in place of ``PreTrainedModel.init_weights`` to
-    save its time, since the distributed form draws new weights anyway. Transformers then marks no module, and a
-    state that was trained and loaded shows in its norms.
+    Scripts of the original library replace ``PreTrainedModel.init_weights`` by a function that does nothing. This
+    saves time, since the distributed form draws new weights anyway. Transformers then marks no module. A state
+    that was trained and loaded shows in the values of the norms.
     """
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None or getattr(base.init_weights, "__module__", "").startswith("transformers."):
@@ -201,7 +204,7 @@ def was_initialised(module: torch.nn.Module) -> bool:
 
 
 def _facts(module: Any) -> dict[str, Any]:
-    """What a script may have made otherwise than the configuration says."""
+    """Return settings of a module that may differ from its configuration."""
     if not was_initialised(module):
         return {}  # nor were its weights tied
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
@@ -217,7 +220,7 @@ def refuse_cross_attention(config: Any) -> None:
 
 
 def common_settings(config: Any) -> dict[str, Any]:
-    """What all of them have: norms in front of both halves and behind the last layer, and normal weights.
+    """Return the settings common to all models: pre-norms, a norm after the last layer, and normal weights.
 
     Sizes are read under the names that all configurations of Transformers know.
     """
@@ -239,7 +242,7 @@ def common_settings(config: Any) -> dict[str, Any]:
 
 
 def _forward_hook(kind: type) -> Callable[..., Arguments]:
-    """Translates the arguments of ``kind.forward``."""
+    """Return a hook that translates the arguments of ``kind.forward``."""
     bind = given_arguments(kind)
 
     def hook(*args: Any, **kwargs: Any) -> Arguments:
@@ -265,7 +268,10 @@ def _forward_hook(kind: type) -> Callable[..., Arguments]:
 
 
 def given_arguments(kind: Any) -> Callable[..., dict[str, Any]]:
-    """What gives the arguments of ``kind.forward`` by name, in whatever order this version of Transformers has them."""
+    """Return a function that binds the arguments of ``kind.forward`` by name.
+
+    It works with the order of arguments in any version of Transformers.
+    """
     signature = inspect.signature(kind.forward)
 
     @functools.wraps(kind.forward)
@@ -277,7 +283,7 @@ def given_arguments(kind: Any) -> Callable[..., dict[str, Any]]:
 
 
 def rotary_settings(config: Any, head_size: int, *, share: float = 1.0) -> Mapping[str, Any]:
-    """The rotary embedding of a configuration; what scales its frequencies is computed by Transformers.
+    """Return the rotary embedding of a configuration; Transformers computes any scaling of its frequencies.
 
     Raises:
         NotDistributableError: its frequencies change with the sequence.
@@ -309,7 +315,7 @@ def rotary_settings(config: Any, head_size: int, *, share: float = 1.0) -> Mappi
 
 
 def activation(name: Any) -> str:
-    """An activation that distributed layers have.
+    """Return the name of an activation if distributed layers have it.
 
     Raises:
         NotDistributableError: they do not have it.

@@ -36,13 +36,13 @@ NAMES = EncoderNames(
 
 
 class Encoder(DistributedTransformer):
-    """A distributed transformer that knows what the original calls its parameters."""
+    """A distributed transformer with the original's names of its parameters."""
 
     state_names = NAMES
 
 
 def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
-    """Arguments of the distributed transformer for a ``BertConfig`` or ``RobertaConfig``."""
+    """Return the arguments of the distributed transformer for a ``BertConfig`` or ``RobertaConfig``."""
     refuse_cross_attention(config)
     kind = getattr(config, "position_embedding_type", "absolute")
     if kind != "absolute":
@@ -66,7 +66,10 @@ def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
 
 
 def _forward_hook(kind: type) -> Callable[..., Arguments]:
-    """Translates the arguments of ``kind.forward``; what only the layers of some versions take is not needed."""
+    """Return a hook that translates the arguments of ``kind.forward``.
+
+    Arguments that only the layers of some versions take are not needed.
+    """
     bind = given_arguments(kind)
 
     def hook(*args: Any, **kwargs: Any) -> Arguments:
@@ -91,7 +94,7 @@ def _forward_hook(kind: type) -> Callable[..., Arguments]:
 
 
 def return_hook(result: tuple[Any, ...]) -> Any:
-    """What the original encoder returns."""
+    """Return the output in the original encoder's type."""
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
     return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=result[0])

@@ -1,4 +1,4 @@
-"""``generate`` of a distributed language model: Transformers' code for the class that it stands for, around its own forward."""
+"""``generate`` of a distributed language model: the original class's code in Transformers, with the model's forward."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def generate_as(original: type, made: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``original.generate(*args, **kwargs)``, of a model without weights whose calls ``made`` answers."""
+    """Run ``original.generate(*args, **kwargs)`` on a model without weights; ``made`` answers its calls."""
     return _shell(original)(made).generate(*args, **kwargs)
 
 
 @functools.cache
 def _shell(original: Any) -> Callable[[nn.Module], Any]:
-    """A class that generates like ``original``; its instances have a distributed model in the place of layers."""
+    """Return a class that generates like ``original``; its instances have a distributed model instead of layers."""
 
     class Shell(original):
-        """Called like the original; what is asked of its configuration is that of the distributed model."""
+        """A model that is called like the original, with the configuration of the distributed model."""
 
         def __init__(self, made: nn.Module) -> None:
             nn.Module.__init__(self)
@@ -38,12 +38,12 @@ def _shell(original: Any) -> Callable[[nn.Module], Any]:
 
         @property
         def device(self) -> torch.device:
-            """Where inputs go."""
+            """Return the device for inputs."""
             return next(self.answers.parameters()).device
 
         @property
         def dtype(self) -> torch.dtype:
-            """Of the parameters."""
+            """Return the dtype of the parameters."""
             return next(p.dtype for p in self.answers.parameters() if p.is_floating_point())
 
     Shell.__name__, Shell.__qualname__ = original.__name__, original.__qualname__
@@ -51,7 +51,7 @@ def _shell(original: Any) -> Callable[[nn.Module], Any]:
 
 
 def past_length(cache: Any) -> int:
-    """How many tokens a cache of Transformers has; 0 for None.
+    """Return the number of tokens in a cache of Transformers; 0 for None.
 
     Raises:
         SMPUserError: it is not one that grows with the sequence.

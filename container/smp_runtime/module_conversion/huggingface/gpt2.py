@@ -53,7 +53,7 @@ NAMES = CausalNames(
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Arguments of the distributed model for a ``GPT2Config``."""
+    """Return the arguments of the distributed model for a ``GPT2Config``."""
     return {
         "intermediate_size": config.n_inner if config.n_inner is not None else 4 * config.n_embd,
         "num_positions": config.n_positions,
@@ -86,10 +86,10 @@ translate_hf_block_state_dict_to_smdistributed, translate_layer_state_dict_to_hf
 
 
 def get_hf_gpt2_transformer_layer_hooks() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The hooks that make ``smp.nn.DistributedTransformerLayer`` the distributed form of a ``GPT2Block``.
+    """Return the hooks that make ``smp.nn.DistributedTransformerLayer`` the distributed form of a ``GPT2Block``.
 
     ``smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer, *get_hf_gpt2_transformer_layer_hooks())``
-    counts for blocks that are there already, too, and these keep their weights.
+    applies to existing blocks, too, and these keep their weights.
 
     Returns:
         ``init_hook``, ``forward_hook`` and ``return_hook``.
@@ -107,17 +107,17 @@ class _BlockArguments:
 
     @staticmethod
     def arguments(block: Any) -> Arguments:
-        """What a block was made with."""
+        """Return the constructor arguments of a block."""
         return (block.attn.config, block.attn.layer_idx), {}
 
     @staticmethod
     def state_hook(state: Mapping[str, Any]) -> dict[str, Any]:
-        """A block's state by the names of the layer."""
+        """Return a block's state under the names of the layer."""
         return BLOCKS.to_ours(state)
 
 
 def _block_inputs(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Arguments:
-    """The ``forward_hook``, in whatever order this version of Transformers has a block's arguments."""
+    """Translate a block's arguments, in any order that a version of Transformers has; the ``forward_hook``."""
     given = dict(_block_signature().bind(None, hidden_states, *args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
     asked = [
@@ -138,7 +138,7 @@ def _block_inputs(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Arg
 
 
 def _block_output(result: tuple[Any, ...]) -> Any:
-    """The ``return_hook``: what a block of this version of Transformers returns."""
+    """Return the output as a block of this version of Transformers does; the ``return_hook``."""
     return (result[0],) if "tuple" in str(_block_signature().return_annotation).lower() else result[0]
 
 

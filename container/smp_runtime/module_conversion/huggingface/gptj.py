@@ -29,7 +29,7 @@ NAMES = CausalNames(
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Arguments of the distributed model for a ``GPTJConfig``."""
+    """Return the arguments of the distributed model for a ``GPTJConfig``."""
     size = config.n_embd // config.n_head
     if config.rotary_dim is None or config.rotary_dim > size:
         raise NotDistributableError(f"its rotary_dim is {config.rotary_dim}; use a number up to the head size, {size}")

@@ -29,7 +29,7 @@ NAMES = CausalNames(
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Arguments of the distributed model for a ``GPTNeoConfig``."""
+    """Return the arguments of the distributed model for a ``GPTNeoConfig``."""
     return {
         "intermediate_size": config.intermediate_size or 4 * config.hidden_size,
         "num_positions": config.max_position_embeddings,

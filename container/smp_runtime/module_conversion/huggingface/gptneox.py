@@ -43,7 +43,7 @@ NAMES = CausalNames(
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Arguments of the distributed model for a ``GPTNeoXConfig``."""
+    """Return the arguments of the distributed model for a ``GPTNeoXConfig``."""
     return {
         "intermediate_size": config.intermediate_size,
         "attention_dropout_prob": config.attention_dropout,

@@ -33,7 +33,7 @@ NAMES = CausalNames(
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """Arguments of the distributed model for a ``LlamaConfig``."""
+    """Return the arguments of the distributed model for a ``LlamaConfig``."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "num_key_value_heads": config.num_key_value_heads,

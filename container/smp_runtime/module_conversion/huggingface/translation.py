@@ -17,7 +17,7 @@ _COMPUTED = re.compile(r"(^|\.)(attn|attn\.attention|attention|self_attn)\.(mask
 
 
 def transformers_major() -> int:
-    """The first number of the version of Transformers that is installed; 0 without one."""
+    """Return the major version of the installed Transformers; 0 if there is none."""
     try:
         return int(importlib.metadata.version("transformers").partition(".")[0])
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -25,7 +25,7 @@ def transformers_major() -> int:
 
 
 def parameter_names(modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]) -> dict[str, Any]:
-    """Names of parameters from those of the modules that have them: of weight and bias, if no ``kinds`` are given."""
+    """Return names of parameters from those of their modules: of weight and bias, if no ``kinds`` are passed."""
 
     def of(target: str | tuple[str, ...], kind: str) -> str | tuple[str, ...]:
         return f"{target}.{kind}" if isinstance(target, str) else tuple(f"{part}.{kind}" for part in target)
@@ -36,7 +36,7 @@ def parameter_names(modules: Mapping[str, str | tuple[str, ...]], *kinds: Litera
 
 @dataclass(frozen=True)
 class LayerNames:
-    """How one layer's parameters are called.
+    """The names of one layer's parameters.
 
     Attributes:
         names: the distributed layer's name for each of Hugging Face's; several if the original has them in one.
@@ -47,7 +47,7 @@ class LayerNames:
     transposed: frozenset[str] = frozenset()
 
     def to_ours(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """A parameter of :attr:`names` under its names here; views of it."""
+        """Yield a parameter of :attr:`names` under its names here, as views of it."""
         target = self.names[name]
         value = value.t() if name in self.transposed else value
         if isinstance(target, str):
@@ -56,7 +56,7 @@ class LayerNames:
             yield from zip(target, value.chunk(len(target), 0), strict=True)
 
     def to_theirs(self, layer: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """One layer's parameters under Hugging Face's names, in the original's order."""
+        """Yield one layer's parameters under Hugging Face's names, in the original's order."""
         for name, target in self.names.items():
             parts = (target,) if isinstance(target, str) else target
             if not all(part in layer for part in parts):
@@ -65,23 +65,24 @@ class LayerNames:
             yield name, value.t().contiguous() if name in self.transposed else value
 
     def own_names(self, layer: Mapping[str, Any]) -> set[str]:
-        """The names in a distributed layer's state that :meth:`to_theirs` translates."""
+        """Return the names in a distributed layer's state that :meth:`to_theirs` translates."""
         targets = ((target,) if isinstance(target, str) else target for target in self.names.values())
         return {part for parts in targets if all(name in layer for name in parts) for part in parts}
 
 
 @dataclass(frozen=True)
 class CausalNames:
-    """How a causal language model's parameters are called.
+    """The names of a causal language model's parameters.
 
     The model may be a part of another; everything around it keeps its names.
 
     Attributes:
         root: Hugging Face's name of the model inside the one with the head.
-        outer: the distributed model's name for each parameter outside the layers, by Hugging Face's in the model inside.
+        outer: the distributed model's name for each parameter outside the layers, by Hugging Face's in the model
+            inside.
         head: Hugging Face's name of the head's weight; tied to the word embedding if the distributed model has none.
         head_bias: of its bias.
-        other_head: how the module of the head is called in states of other versions of Transformers.
+        other_head: name of the head's module in states of other versions of Transformers.
     """
 
     root: str
@@ -96,7 +97,7 @@ class CausalNames:
     # -- from Hugging Face ---------------------------------------------------------------------------------------------
 
     def to_ours(self, state: Mapping[str, Any], heads: Mapping[str, bool] | None = None) -> dict[str, Any]:
-        """A state of the Hugging Face model, of the model inside it, or of one with either somewhere in it.
+        """Translate a state of the Hugging Face model, of its inner model, or of one that contains either.
 
         Args:
             state: by Hugging Face's names.
@@ -112,17 +113,17 @@ class CausalNames:
         return result
 
     def headless_to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The same where the models inside are distributed, and those with a head around them are not."""
+        """Translate a state if the inner models are distributed, but the models with a head around them are not."""
         return self.to_ours(state, dict.fromkeys(self._places_of_theirs(state), False))
 
     def _places_of_theirs(self, state: Mapping[str, Any]) -> list[str]:
-        """What stands in front of each list of layers; that the layers are of this kind shows in their names."""
+        """Return the prefix of each list of layers; the names inside show if the layers are of this kind."""
         pattern = re.compile(rf"(|.*\.){self.layers}\.\d+\.(.+)")
         found = (pattern.fullmatch(name) for name in state)
         return list(dict.fromkeys(match[1] for match in found if match and match[2] in self.layer.names))
 
     def _levels(self, place: str, state: Mapping[str, Any], heads: Mapping[str, bool]) -> tuple[str, str]:
-        """The root inside the distributed model, or nothing; and what stands in front of that."""
+        """Return the root inside the distributed model, or an empty text, and the prefix before it."""
         root = f"{self.root}."
         if place != root and not place.endswith(f".{root}"):
             return "", place
@@ -157,12 +158,12 @@ class CausalNames:
     # -- to Hugging Face -----------------------------------------------------------------------------------------------
 
     def to_theirs(self, state: Mapping[str, Any], heads: Mapping[str, bool] | None = None) -> dict[str, Any]:
-        """A whole state, of a distributed model or of one with such models in it, under Hugging Face's names.
+        """Translate a whole state to Hugging Face's names, of a distributed model or one that contains such models.
 
         Args:
             state: by the names of the wrapped model.
-            heads: what stands in front of each distributed model, and whether it is one with a head; without it, one
-                that has its original's place in a model with another head counts as one without.
+            heads: the prefix of each distributed model, and whether it is one with a head. Without it, a model at its
+                original's place in a model with another head counts as one without.
         """
         if heads is None:
             heads = {place: self._seems_to_have_a_head(place, state) for place in self._places(state)}
@@ -172,17 +173,17 @@ class CausalNames:
         return result
 
     def headless_to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole state under Hugging Face's names, where no distributed model in it has a head."""
+        """Translate a whole state to Hugging Face's names, if no distributed model in it has a head."""
         return self.to_theirs(state, dict.fromkeys(self._places(state), False))
 
     @staticmethod
     def _places(state: Mapping[str, Any]) -> list[str]:
-        """What stands in front of each distributed model."""
+        """Return the prefix of each distributed model."""
         pattern = re.compile(r"(|.*\.)transformer\.seq_layers\.\d+\..+")
         return list(dict.fromkeys(match[1] for name in state if (match := pattern.fullmatch(name))))
 
     def part_to_theirs(self, part: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole state of one distributed model, ``part``."""
+        """Translate the whole state of one distributed model, ``part``."""
         return self.to_theirs(state, {"": part.add_lm_head})
 
     def _seems_to_have_a_head(self, place: str, state: Mapping[str, Any]) -> bool:
@@ -221,12 +222,12 @@ class CausalNames:
 
 @dataclass(frozen=True)
 class EncoderNames:
-    """How an encoder's parameters are called, whatever stands around it."""
+    """The names of an encoder's parameters, whatever module contains it."""
 
     layer: LayerNames
 
     def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state of a Hugging Face model with such an encoder."""
+        """Translate a state of a Hugging Face model with such an encoder."""
         result: dict[str, Any] = {}
         for name, value in state.items():
             match = re.fullmatch(r"(|.*\.)layer\.(\d+)\.(.+)", name)
@@ -238,7 +239,7 @@ class EncoderNames:
         return result
 
     def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole state of the model with the distributed encoder."""
+        """Translate a whole state of the model with the distributed encoder."""
         pattern = re.compile(r"(|(?:.*\.)?(?!transformer\.)[^.]+\.)seq_layers\.(\d+)\.(.+)")
         layers: dict[tuple[str, str], dict[str, Any]] = {}
         for name, value in state.items():
@@ -257,13 +258,13 @@ class EncoderNames:
         return result
 
     def part_to_theirs(self, part: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole state of one distributed encoder."""
+        """Translate the whole state of one distributed encoder."""
         return self.to_theirs(state)
 
 
 @dataclass(frozen=True)
 class BlockNames:
-    """How the parameters of layers are called that stay in their original's list, each distributed by itself.
+    """The names of parameters of layers that stay in their original's list, each distributed on its own.
 
     Attributes:
         layers: the list's name.
@@ -273,12 +274,12 @@ class BlockNames:
     layer: LayerNames
 
     def _split(self, name: str) -> tuple[str, str]:
-        """What stands in front of a layer's own name, and that; of a single layer's state nothing does."""
+        """Return the prefix of a layer's name and the name inside the layer; a single layer's state has no prefix."""
         match = re.fullmatch(rf"((?:.*\.)?{self.layers}\.\d+\.|)(.+)", name)
         return (match[1], match[2]) if match else ("", name)
 
     def to_ours(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state of the Hugging Face model, or of one layer."""
+        """Translate a state of the Hugging Face model, or of one layer."""
         result: dict[str, Any] = {}
         for name, value in state.items():
             place, theirs = self._split(name)
@@ -289,7 +290,7 @@ class BlockNames:
         return result
 
     def to_theirs(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole state of the model with distributed layers, or of one of them."""
+        """Translate a whole state of the model with distributed layers, or of one of them."""
         layers: dict[str, dict[str, Any]] = {}
         for name, value in state.items():
             place, ours = self._split(name)
@@ -307,12 +308,12 @@ class BlockNames:
 
 
 def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """What stands behind ``prefix``, without it."""
+    """Return the entries with the prefix, without the prefix."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _replaced(state: Mapping[str, Any], prefix: str, below: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with everything behind ``prefix`` replaced, in the place where the first of it was."""
+    """Return ``state`` with all entries under ``prefix`` replaced, at the position of the first of them."""
     result: dict[str, Any] = {}
     for name, value in state.items():
         if not name.startswith(prefix):
@@ -324,17 +325,17 @@ def _replaced(state: Mapping[str, Any], prefix: str, below: Mapping[str, Any]) -
 
 
 class Translator(Protocol):
-    """``translate(state_dict, max_seq_len=None)``; ``max_seq_len`` is accepted."""
+    """A function ``translate(state_dict, max_seq_len=None)``; ``max_seq_len`` is accepted."""
 
     def __call__(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-        """The state under the other names."""
+        """Return the state under the other names."""
 
 
 def translators(names: CausalNames | EncoderNames | BlockNames, model: str) -> tuple[Translator, Translator]:
-    """The public functions of a model: from its states to ours for ``model.load_state_dict``, and back.
+    """Return the public functions of a model: from its states to ours for ``model.load_state_dict``, and back.
 
-    Names that they do not know stay. A state alone does not tell a model with a tied head from the one inside it; the
-    wrapped models of this process do, if the state's names are one of theirs.
+    Names that they do not know stay. A state alone does not distinguish a model with a tied head from its inner
+    model. If the state's names are those of a wrapped model of this process, that model decides.
     """
 
     def from_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
@@ -355,7 +356,7 @@ def translators(names: CausalNames | EncoderNames | BlockNames, model: str) -> t
 
 
 def _wrapped_heads(names: CausalNames) -> dict[str, bool]:
-    """Where this process's wrapped models have distributed ones of this kind, and whether those have a head."""
+    """Return the places of distributed models of this kind in wrapped models, and whether they have a head."""
     found: dict[str, set[bool]] = {}
     for model in sessions.current().models if sessions.is_initialized() else ():
         for path, part in model.module.named_modules(remove_duplicate=False):

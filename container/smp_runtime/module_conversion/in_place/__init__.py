@@ -1,1 +1,1 @@
-"""Modules that no distributed class stands for, split in place: their plans, the proof of one, what changes on a module."""
+"""Modules without a distributed class, split in place: their plans, the check of a plan, changes on a module."""

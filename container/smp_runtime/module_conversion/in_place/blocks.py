@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block, and what a plan says of it.
+    """A block, and its part of a plan.
 
     Attributes:
         path: within the model.
-        leaves: of its linear maps, by their paths in it; None if nobody has planned it.
+        leaves: of its linear maps, by their paths in it; None if there is no plan for it.
         source: where the plan comes from, for the log.
         is_scripts: the script wrote it.
     """
@@ -40,17 +40,17 @@ class PlannedBlock:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for blocks that are split alike."""
+        """Return a key that is equal for blocks that are split alike."""
         shapes = tuple((name, tuple(p.shape)) for name, p in self.module.named_parameters())
         return type(self.module), shapes, tuple((self.leaves or {}).items()), self.source
 
     def is_marked(self, path: str) -> bool:
-        """Whether a script wants one of its maps to be distributed."""
+        """Return whether a script marked one of the block's maps to be distributed."""
         return mark_of(self.module.get_submodule(path)).enabled
 
 
 def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterator[PlannedBlock]:
-    """The blocks of the outermost modules that have a plan, and those that one may be inferred for."""
+    """Yield the blocks of the outermost modules that have a plan, and those that one may be inferred for."""
     pending = [("", model)]
     planned: set[int] = set()
     while pending:
@@ -72,7 +72,7 @@ def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterat
 
 
 def _may_be_inferred(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -> bool:
-    """Whether it has linear maps to pair, and is no list of blocks nor around one."""
+    """Return whether a module has linear maps to pair, and neither is nor contains a list of blocks."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or sum(map(is_linear, module.modules())) < 2:
         return False
     inside = [part for part in module.modules() if part is not module]
@@ -82,7 +82,7 @@ def _may_be_inferred(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -
 
 
 def _is_around_blocks(module: nn.Module) -> bool:
-    """Whether lists of blocks lie in it; lists of experts do not count."""
+    """Return whether a module contains lists of blocks; lists of experts do not count."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
     blocks = [part for part in lists if not is_list_of_experts(part)]
     return any(sum(map(is_linear, element.modules())) > 1 for part in blocks for element in part.children())
@@ -114,7 +114,7 @@ def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Planne
 
 
 def _starred(module: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
-    """The modules that patterns of a plan name up to their first ``*``, if they have linear maps to pair."""
+    """Yield the modules that a plan's patterns name up to their first ``*``, if they have linear maps to pair."""
     stems = {pattern[: pattern.index("*") + 1] for pattern in plan if "*" in pattern}
     for path, part in module.named_modules():
         if any(_matches(path, stem) for stem in stems) and sum(map(is_linear, part.modules())) > 1:
@@ -126,7 +126,11 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _block_of(leaf: str, plan: Mapping[str, str]) -> str:
-    """Up to the first ``*`` of the pattern that it matches; without one, what it is in, or what the plan is for if none has one."""
+    """Return the path of a leaf up to the first ``*`` of the pattern that it matches.
+
+    If that pattern has no ``*``, return its parent. If no pattern has one, return an empty path, which stands for
+    the planned module itself.
+    """
     for pattern in plan:
         if _matches(leaf, pattern):
             parts = pattern.split(".")
@@ -137,7 +141,7 @@ def _block_of(leaf: str, plan: Mapping[str, str]) -> str:
 
 
 def shared_with_others(model: nn.Module) -> Callable[[PlannedBlock], bool]:
-    """What says of a block of the model whether modules outside it use a parameter of it."""
+    """Return a function that checks whether modules outside a block use a parameter of it."""
     uses = parameter_uses(model)
 
     def shared(block: PlannedBlock) -> bool:
@@ -148,7 +152,7 @@ def shared_with_others(model: nn.Module) -> Callable[[PlannedBlock], bool]:
 
 
 def parameter_uses(module: nn.Module) -> Counter[int]:
-    """In how many places each parameter is met, by its id; a module that has several names counts under each."""
+    """Return the number of places of each parameter, by its id; a module with several names counts under each."""
     return Counter(
         id(parameter)
         for _, part in module.named_modules(remove_duplicate=False)

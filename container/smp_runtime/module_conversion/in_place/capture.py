@@ -1,4 +1,4 @@
-"""What the blocks of a model are called with: the model runs once, on a few tokens, with weights that take no memory."""
+"""The calls of a model's blocks: the model runs once, on a few tokens, with weights that take no memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class _AllSeenError(Exception):
 
 
 def calls_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, BlockCall]:
-    """What ``blocks``, by their paths in ``model``, are called with; without those that could not be found out.
+    """Return the arguments that ``blocks``, by their paths in ``model``, are called with.
 
-    Activations are random numbers of the right shapes; those arguments require a gradient that do so in training.
+    Blocks without a known call are left out. Activations are random numbers of the right shapes. Those arguments
+    require a gradient that do so in training.
     """
     found: dict[str, BlockCall] = {}
     with without_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -85,18 +86,24 @@ class _OtherUses(TorchFunctionMode):
 
 
 def calls_by_themselves(model: nn.Module, paths: Sequence[str]) -> dict[str, list[torch.Size]]:
-    """Shapes that embeddings and heads are called with, without those whose weight is used by others too, or that nobody calls."""
+    """Return the input shapes of embeddings and heads.
+
+    Modules are left out if other code uses their weight, or if they are not called.
+    """
     shapes, used = _shapes_and_uses(model, paths)
     return {path: found for path, found in shapes.items() if path not in used}
 
 
 def used_by_others(model: nn.Module, paths: Sequence[str]) -> set[str]:
-    """Those of the modules at ``paths`` whose weight is used by others than themselves, as far as the model runs."""
+    """Return the modules at ``paths`` with a weight that other code uses too, up to where the model runs."""
     return _shapes_and_uses(model, paths)[1]
 
 
 def _shapes_and_uses(model: nn.Module, paths: Sequence[str]) -> tuple[dict[str, list[torch.Size]], set[str]]:
-    """What modules are called with, nothing if the model cannot be run; and which of their weights others use."""
+    """Return the modules' input shapes, and the modules with weights that other code uses.
+
+    The shapes are empty if the model cannot be run.
+    """
     shapes: dict[str, list[torch.Size]] = {}
     with without_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -159,7 +166,7 @@ def _watch(parts: Mapping[str, nn.Module], found: dict[str, BlockCall]) -> None:
 
 
 def _drawn(value: Any, *, is_frozen: bool) -> Any:
-    """A structure of arguments with random activations; what is no activation stays."""
+    """Return a structure of arguments with random activations; other values stay."""
     if isinstance(value, torch.Tensor):
         # Activations of a model without memory are alike for all tokens; masks and positions are what they are.
         if value.is_floating_point() and value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH):
@@ -175,7 +182,10 @@ def _drawn(value: Any, *, is_frozen: bool) -> Any:
 
 
 def _without_memory(model: nn.Module) -> nn.Module | None:
-    """A copy whose parameters are one random row each, expanded; None if it cannot be had, or cannot run on one rank alone."""
+    """Return a copy with one random row per parameter, expanded to its shape.
+
+    Return None if the model cannot be copied, or cannot run on one rank alone.
+    """
     if any(isinstance(part, DistributedModule) for part in model.modules()):
         return None
     memo: dict[int, Any] = {}
@@ -193,7 +203,7 @@ def _without_memory(model: nn.Module) -> nn.Module | None:
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
-    """A copy of a model in evaluation, with what is given for some of its parts by their ``id``."""
+    """Return a copy of a model in evaluation mode, with the replacements in ``memo`` by ``id``; None if it fails."""
     try:
         copied = copy.deepcopy(model, memo).eval()
     except Exception:
@@ -214,7 +224,7 @@ def _row(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _guesses(model: nn.Module) -> Iterator[Any]:
-    """Arguments that the model may take."""
+    """Yield arguments that the model may take."""
     tokens = min((part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)), default=8)
     ids = torch.randint(max(1, min(tokens, 1000)), (BATCH, LENGTH), device="cpu")
     names = _names(model)
@@ -236,7 +246,7 @@ def _guesses(model: nn.Module) -> Iterator[Any]:
 
 
 def _guessed_call(block: nn.Module) -> BlockCall | None:
-    """A call of a block by itself with activations alone, if it takes that."""
+    """Return a call of a single block with only activations, if it accepts that."""
     copied = _without_memory(block)
     if copied is None:
         return None
@@ -252,7 +262,7 @@ def _guessed_call(block: nn.Module) -> BlockCall | None:
 
 
 def _sizes(module: nn.Module) -> Sequence[int]:
-    """Channels that the first layers take."""
+    """Return the numbers of channels that the first layers take."""
     found: dict[int, None] = {}
     for part in module.modules():
         if isinstance(part, nn.LayerNorm):

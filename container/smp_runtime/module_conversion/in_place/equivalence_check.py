@@ -1,4 +1,7 @@
-"""The proof of a split: all parts of a block in one process, against the whole one, in float64 or float32, on random numbers."""
+"""The check of a split: all parts of a block in one process, compared with the whole block on random numbers.
+
+It computes in float64 or float32.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +42,26 @@ class BlockCall:
 
     @property
     def signature(self) -> object:
-        """Equal for calls with tensors of the same shapes in the same places."""
+        """Return a key that is equal for calls with tensors of the same shapes in the same places."""
         return tuple((place, getattr(value, "shape", type(value))) for place, value in self.given().items())
 
     def given(self) -> dict[int | str, Any]:
-        """Arguments by position and keyword."""
+        """Return the arguments by position and keyword."""
         return dict([*enumerate(self.args), *self.kwargs.items()])
 
 
 class _Meeting:
-    """Where the parts of a block exchange tensors: threads of this process, all of which come to every exchange."""
+    """A place where the parts of a block exchange tensors.
+
+    The parts are threads of this process, and all of them come to every exchange.
+    """
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=_PATIENCE)
         self._brought: list[Any] = [None] * size
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every part's tensor."""
+        """Return every part's tensor."""
         self._brought[rank] = tensor.detach().clone()
         self._barrier.wait()
         found = list(self._brought)
@@ -63,13 +69,13 @@ class _Meeting:
         return found
 
     def abort(self) -> None:
-        """Set all free, with an error."""
+        """Release all waiting threads with an error."""
         self._barrier.abort()
 
 
 class _NoWork:
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Return at once: no collective is in flight."""
 
 
 class _OfOnePart:
@@ -102,7 +108,7 @@ class _SimulatedGroup(TensorGroup):
 
     @property
     def is_tracing(self) -> bool:
-        """They all run."""
+        """Return False: all simulated ranks run."""
         return False
 
     @property
@@ -136,10 +142,11 @@ class _SimulatedLinear(nn.Module):
 
 
 class NotEqualError(Exception):
-    """A split block does not compute what the whole one does; the message says where.
+    """An error: a split block does not compute the same as the whole one; the message reports where.
 
     Attributes:
-        progress: how far it came: -1 if it was not tried, 0 if it did not run, 1 if its results differ, 2 if only gradients do.
+        progress: how far it came: -1 if it was not tried, 0 if it did not run, 1 if its results differ, 2 if only
+            gradients do.
     """
 
     def __init__(self, message: str, progress: int = 0) -> None:
@@ -182,10 +189,10 @@ class EquivalenceCheck:
                 self._whole = self._run(self.block)
 
     def call_of(self, path: str) -> BlockCall:
-        """What a module inside is called with.
+        """Return the arguments that an inner module is called with.
 
         Raises:
-            KeyError: nobody calls it.
+            KeyError: it is not called.
         """
         found: dict[str, BlockCall] = {}
 
@@ -198,9 +205,9 @@ class EquivalenceCheck:
         return found[path]
 
     def is_by_rows(self, batch: int) -> bool:
-        """Whether all that gradients flow through carries the batch in its first dim, and of nothing it is doubtful.
+        """Return whether all tensors with gradients carry the batch in their first dim, without ambiguity.
 
-        With a batch per rank only that can be gathered, and returned to its owners.
+        With a batch per rank only those can be gathered, and returned to their owners.
         """
         given = [t for t in (*_tensors(self._call.args), *_tensors(self._call.kwargs)) if t.dim()]
         rows = [t.shape[0] for t in given]
@@ -210,10 +217,10 @@ class EquivalenceCheck:
         return plain and returned and batch in rows and not doubtful
 
     def of(self, split: BlockSplit) -> BlockSplit:
-        """The split, with the parameters whose gradients must be summed.
+        """Check a split, and return it with the parameters that need their gradients summed.
 
         Raises:
-            NotEqualError: it does not compute what the whole does.
+            NotEqualError: it does not compute the same as the whole block.
         """
         with without_modes():
             return self._proved(split)
@@ -236,7 +243,7 @@ class EquivalenceCheck:
         return replace(split, summed=tuple(self._summed(runs)))
 
     def _sliced_results(self, runs: Sequence[_PassResult]) -> list[DeferredSlice]:
-        """Results of which every part returned its slice: attention weights of its heads."""
+        """Return the results that every part returned its slice of, such as attention weights of its heads."""
         found = []
         for place, (expected, _) in enumerate(self._whole.outputs):
             mine = [run.outputs[place][0] for run in runs if place < len(run.outputs)]
@@ -250,7 +257,7 @@ class EquivalenceCheck:
         return found
 
     def slices_of_arguments(self, numbers: Iterable[Number]) -> tuple[DeferredSlice, ...]:
-        """Arguments that have a slice for each of the heads that ``numbers`` reduce: a bias of attention scores."""
+        """Return the arguments with a slice for each head that ``numbers`` reduce, such as a bias of attention scores."""
         heads = {number_of(self.block, path, name) for path, name, _ in numbers}
         found = []
         for place, value in self._call.given().items():
@@ -260,7 +267,7 @@ class EquivalenceCheck:
         return tuple(found)
 
     def _summed(self, runs: Sequence[_PassResult]) -> list[str]:
-        """Names of whole parameters of which each part has a summand of the gradient."""
+        """Return the names of whole parameters with a gradient that is the sum of the parts' gradients."""
         found = []
         # Some gradients are 0 but for rounding, as that of a bias of keys: what rounds is as great as others are.
         least = max(
@@ -361,7 +368,7 @@ def _noting(block: nn.Module, seen: list[tuple[str, torch.Tensor]]) -> Iterator[
 
 
 def _part(block: nn.Module, split: BlockSplit, group: TensorGroup) -> nn.Module:
-    """A copy of a block, as one rank has it."""
+    """Return one rank's copy of a block."""
     shared, memo = SharedInput(), {}
     for path, how in split.leaves.items():
         whole = block.get_submodule(path)
@@ -377,7 +384,7 @@ def _part(block: nn.Module, split: BlockSplit, group: TensorGroup) -> nn.Module:
 
 
 def with_values(module: nn.Module) -> nn.Module:
-    """A copy of a module with random values, whether it has values yet or not, without hooks."""
+    """Return a copy of a module with random values and without hooks; the module may lack values."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -430,7 +437,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _equal(found: torch.Tensor | None, expected: torch.Tensor | None, least: float = 1e-3) -> bool:
-    """Whether two tensors are the same but for rounding, of the greatest element or of ``least``."""
+    """Return whether two tensors are equal except for rounding, relative to the greatest element or ``least``."""
     if found is None or expected is None:
         return all(t is None or not bool(t.count_nonzero()) for t in (found, expected))
     if found.shape != expected.shape:

@@ -1,4 +1,7 @@
-"""Mixtures of experts in a block: each expert is split over the ranks, or the experts are shared out, with one sum for all."""
+"""Mixtures of experts in a block: either each expert is split over the ranks, or each rank has some experts.
+
+One sum covers all experts.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ _MOST_LINEAR = 4
 def expert_splits(
     block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], size: int, *, is_spread: bool
 ) -> Iterator[tuple[str, list[BlockSplit]]]:
-    """By the path of each mixture in a block, how it may be split, the best first.
+    """Yield the path of each mixture in a block, and the ways to split it, the best first.
 
     Args:
         seen: the linear maps of a block with what each was called with, in the order of the calls.
         size: number of ranks.
-        is_spread: the ranks shall have whole experts, where their number can be divided.
+        is_spread: the ranks shall have whole experts, if their number can be divided.
     """
     if not seen:
         return
@@ -45,7 +48,7 @@ def expert_splits(
 
 
 def _mixtures(block: nn.Module) -> list[str]:
-    """Modules around lists of experts, and around modules with parameters of many experts."""
+    """Return the paths of modules around lists of experts, and around modules with parameters of many experts."""
     found: dict[str, None] = {}
     for path, part in block.named_modules():
         if path and (is_list_of_experts(part) or _tables(part)):
@@ -57,7 +60,10 @@ def _mixtures(block: nn.Module) -> list[str]:
 
 
 def is_list_of_experts(part: nn.Module) -> bool:
-    """Whether it is two or more feed forward nets of one kind, each with its linear maps at hand: no blocks with halves."""
+    """Return whether a list has two or more feed forward nets of one kind, with linear maps as direct children.
+
+    Blocks that consist of halves are no experts.
+    """
     children = list(part.children())
     if not isinstance(part, nn.ModuleList | nn.ModuleDict) or len(children) < 2 or len({type(c) for c in children}) > 1:
         return False
@@ -67,7 +73,7 @@ def is_list_of_experts(part: nn.Module) -> bool:
 
 
 def _tables(part: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of many experts, ``[experts, …, …]``, that a module has itself."""
+    """Return a module's own parameters of many experts, ``[experts, …, …]``."""
     found = {n: p for n, p in part._parameters.items() if p is not None and p.dim() == 3}
     alone = sum(p.shape[0] == 1 for p in found.values()) == 1  # a row of one, such as a token of a class
     return {n: p for n, p in found.items() if p.shape[0] > 1 or not alone}
@@ -112,7 +118,10 @@ def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -
 
 
 def _spread(mixture: nn.Module, size: int) -> dict[str, LinearSplit] | None:
-    """Linear maps of listed experts, whose owners follow each other; None if the ranks do not divide the experts."""
+    """Return the splits of listed experts' linear maps, with consecutive experts per owner.
+
+    Return None if the ranks do not divide the experts.
+    """
     leaves: dict[str, LinearSplit] = {}
     for path, part in mixture.named_modules():
         experts = list(part.named_children()) if is_list_of_experts(part) else []
@@ -130,7 +139,7 @@ def _spread(mixture: nn.Module, size: int) -> dict[str, LinearSplit] | None:
 
 
 def _pairs(mixture: nn.Module, width: int) -> dict[str, LinearSplit]:
-    """Linear maps from and to the activations that stand in one module, by themselves a feed forward net."""
+    """Return the splits of linear maps in one module that lead from and to the activations: a feed forward net."""
     found: dict[str, LinearSplit] = {}
     for path, part in mixture.named_modules():
         linears = [(name, child) for name, child in part.named_children() if is_linear(child)]
@@ -151,7 +160,7 @@ def _pairs(mixture: nn.Module, width: int) -> dict[str, LinearSplit]:
 
 
 def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed: bool) -> Iterator[Tables]:
-    """How the parameters of a module may be cut; several ways where experts are as wide inside as outside."""
+    """Yield the ways to cut a module's parameters; there are several if experts are as wide inside as outside."""
     tables = _tables(part)
     experts = {parameter.shape[0] for parameter in tables.values()}
     given = {n: p for n, p in part._parameters.items() if p is not None and p.dim() > 1 and p.shape[0] in experts}
@@ -178,7 +187,7 @@ def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed:
 
 
 def _late(given: Mapping[str, nn.Parameter]) -> set[str]:
-    """What stands behind the last of the matrices: what is added to the results."""
+    """Return the names from the last matrix on; the parameters after it are added to the results."""
     names = list(given)
     last = max(names.index(name) for name, parameter in given.items() if parameter.dim() == 3)
     return set(names[last:])
@@ -187,7 +196,7 @@ def _late(given: Mapping[str, nn.Parameter]) -> set[str]:
 def _cuts_of(
     name: str, parameter: nn.Parameter, width: int, features: int, size: int, *, is_packed: bool
 ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Where one parameter may be cut, the likelier first."""
+    """Yield the places where one parameter may be cut, the likelier first."""
     dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in (features, 2 * features)]
     if features != width:
         dims = ([dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2] or dims)[:1]
@@ -198,7 +207,7 @@ def _cuts_of(
 
 
 def _numbers(mixture: nn.Module, tables: dict[str, Tables], size: int) -> Iterator[tuple[Number, ...]]:
-    """Numbers of the modules with tables that may be those of one rank."""
+    """Yield sets of numbers of the modules with tables that may become those of one rank."""
     yield ()
     found: list[Number] = []
     for path, how in tables.items():

@@ -1,4 +1,4 @@
-"""Candidates for a split that nobody has planned: columns share an input, and what follows them is rows."""
+"""Candidates for a split without a plan: columns share an input, and the maps that follow them are rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SplitUnit:
 
     Attributes:
         leaves: how each is split, by its path.
-        replicated: maps before these that stay whole, and whose results each rank uses in its own way.
+        replicated: maps before these that stay whole; each rank uses their results in its own way.
         views: modules around them that make views by the width of all ranks.
     """
 
@@ -37,7 +37,7 @@ class SplitUnit:
 
 
 def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> list[SplitUnit]:
-    """What may be split together, the likelier first; some of it overlaps.
+    """Return the units that may be split together, the likelier first; some of them overlap.
 
     Args:
         seen: the linear maps of a block with what each was called with, in the order of the calls.
@@ -61,7 +61,10 @@ def inferred_units(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -
 
 
 def _behind_whole(leaves: Mapping[str, LinearSplit], sources: Mapping[str, set[str]]) -> Iterator[SplitUnit]:
-    """The same where some maps before these give a rank more than what it computes with the columns: keys of all heads."""
+    """Yield the unit with some maps before it replicated.
+
+    Those maps give a rank more than it computes with its columns, such as keys of all heads.
+    """
     before = sorted(set().union(*(sources.get(path, set()) for path in leaves)) - leaves.keys())
     for count in range(1, len(before) + 1):
         for replicated in itertools.combinations(before, count):
@@ -73,7 +76,7 @@ def _behind_whole(leaves: Mapping[str, LinearSplit], sources: Mapping[str, set[s
 
 
 def _by_input(seen: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
-    """Maps that are called one after the other with the same tensor, together."""
+    """Group maps that are called one after the other with the same tensor."""
     runs: list[list[str]] = []
     before = None
     for path, x in seen:
@@ -85,10 +88,10 @@ def _by_input(seen: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
 
 
 def _by_parent(seen: Sequence[tuple[str, torch.Tensor]], within: set[str]) -> list[list[str]]:
-    """Maps of one module together, but for the last one: queries, and keys and values of something else.
+    """Group maps of one module except the last one: queries, and keys and values of something else.
 
     Args:
-        within: maps that others of the same module come behind: these stay alone.
+        within: maps that others of the same module follow: these stay alone.
     """
     runs: list[list[str]] = []
     for parent, found in itertools.groupby((path for path, _ in seen), lambda path: path.rpartition(".")[0]):
@@ -100,7 +103,10 @@ def _by_parent(seen: Sequence[tuple[str, torch.Tensor]], within: set[str]) -> li
 
 
 def _sources(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> dict[str, set[str]]:
-    """By a map, but for the last of its module, the maps of the module that it gets something of, as in latent attention."""
+    """Return for each map the maps of its module that its input depends on, as in latent attention.
+
+    The last map of a module is left out.
+    """
     weights = {id(block.get_submodule(path).weight): path for path, _ in seen}
     found: dict[str, set[str]] = {}
     for parent, calls in itertools.groupby(seen, lambda call: call[0].rpartition(".")[0]):
@@ -111,7 +117,7 @@ def _sources(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> dict
 
 
 def _leaves_before(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What autograd knows that a tensor was computed from."""
+    """Yield the leaves of the autograd graph that a tensor was computed from."""
     waiting: list[Any] = [x.grad_fn]
     seen: set[Any] = set()
     while waiting:
@@ -125,7 +131,7 @@ def _leaves_before(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, LinearSplit]]:
-    """The unit itself, and those whose names differ in one number: experts that the sample did not call."""
+    """Yield the unit itself, and those with names that differ in one number: experts that the sample did not call."""
     modules = dict(block.named_modules())
     numbers = {match.span() for path in columns for match in re.finditer(r"(?<=\.)\d+(?=\.)", path)}
     seen: set[tuple[str, ...]] = set()
@@ -145,7 +151,7 @@ def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, 
 
 
 def narrow(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], split: Container[str]) -> set[str]:
-    """Maps that those which are split get something of, and that are small beside them: they had better stay whole."""
+    """Return small maps in front of maps that are split: it is better to keep them whole."""
     sources = _sources(block, seen)
     found: set[str] = set()
     for _, calls in itertools.groupby((path for path, _ in seen), lambda path: path.rpartition(".")[0]):
@@ -161,9 +167,10 @@ def _size(block: nn.Module, path: str) -> int:
 
 
 def single(block: nn.Module, paths: Sequence[str]) -> Iterator[SplitUnit]:
-    """Linear maps that are in no unit, each split by itself with its output gathered: all, those of each module, or each.
+    """Yield units of linear maps outside other units, each split separately with its output gathered.
 
-    Small ones are not worth it: together at most one part in twelve of the block stays whole.
+    The units are all maps together, those of each module, and each map alone. Small ones are not worth it: together at
+    most one part in twelve of the block stays whole.
     """
     sizes = {path: _size(block, path) for path in paths}
     spare = sum(parameter.numel() for parameter in block.parameters()) // _WHOLE_SHARE

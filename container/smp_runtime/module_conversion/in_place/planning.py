@@ -1,4 +1,4 @@
-"""Which blocks of a model are split in place, and how: by the script's plan, the model's own, or what can be inferred."""
+"""Choice of the blocks to split in place, and how: by the script's plan, the model's own plan, or inference."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ LONGEST = 120.0
 
 @dataclass(frozen=True)
 class _BlockChoice:
-    """What was decided for blocks that are alike.
+    """The decision for blocks that are alike.
 
     Attributes:
         paths: of the blocks.
         line: of the log.
         is_planned: there was a plan for them.
-        error: why a script's plan cannot be had.
+        error: error text if a script's plan is invalid.
     """
 
     paths: tuple[str, ...]
@@ -61,16 +61,16 @@ class _BlockChoice:
         why: Sequence[str],
         size: int,
     ) -> _BlockChoice:
-        """With the line of the log that says so."""
+        """Create a choice with its line for the log."""
         line = line_of(blocks, split, proven, why, size)
         return cls(tuple(block.path for block in blocks), split, line, blocks[0].leaves is not None)
 
 
 def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module], bool]) -> dict[int, BlockSplit]:
-    """By the ``id`` of each block that is split in place, how; all ranks of the group call it.
+    """Return the split of each block that is split in place, by its ``id``; all ranks of the group call it.
 
     Args:
-        is_taken: whether a distributed class stands for a module.
+        is_taken: whether a distributed class replaces a module.
 
     Raises:
         SMPUserError: a script's plan makes a block compute something else.
@@ -127,7 +127,7 @@ def _chosen(model: nn.Module, blocks: Sequence[PlannedBlock], group: TensorGroup
 
 
 def _kinds(model: nn.Module, blocks: Sequence[PlannedBlock]) -> tuple[list[list[PlannedBlock]], dict[str, BlockCall]]:
-    """Blocks that are split alike, and what they are called with.
+    """Group blocks that are split alike; return the groups, and the calls of their blocks.
 
     The first of several is often called otherwise: it makes what the others are given.
     """
@@ -153,7 +153,7 @@ def _alike(blocks: Iterable[PlannedBlock], key: Callable[[PlannedBlock], object]
 
 
 def _choice(blocks: list[PlannedBlock], call: BlockCall | None, group: TensorGroup) -> _BlockChoice:
-    """How blocks of one kind are split, and the line of the log that says so."""
+    """Choose the split of blocks of one kind, and the line for the log."""
     first = blocks[0]
     proof, why = _proof_of(first, call, group)
     units = _planned_units(first) if first.leaves is not None else []
@@ -186,7 +186,7 @@ def _choice(blocks: list[PlannedBlock], call: BlockCall | None, group: TensorGro
 def _proof_of(
     block: PlannedBlock, call: BlockCall | None, group: TensorGroup
 ) -> tuple[EquivalenceCheck | None, list[str]]:
-    """What tries splits of a block out, or None and why there is nothing."""
+    """Return the check that tries out splits of a block, or None and the reasons why there is none."""
     if call is None:
         return None, ["nothing is known of how it is called"]
     proof, why = None, ""
@@ -204,7 +204,7 @@ def _proof_of(
 
 
 def _with_experts(proof: EquivalenceCheck, block: PlannedBlock, group: TensorGroup) -> BlockSplit:
-    """Of each mixture of experts the first split that is right."""
+    """Return a split with the first correct split of each mixture of experts."""
     split = BlockSplit({})
     for _, found in expert_splits(block.module, proof.seen, group.size, is_spread=group.spreads_experts):
         for candidate in found:
@@ -226,7 +226,7 @@ def _with_experts(proof: EquivalenceCheck, block: PlannedBlock, group: TensorGro
 def _grown(
     proof: EquivalenceCheck, block: nn.Module, split: BlockSplit, units: Sequence[SplitUnit], size: int
 ) -> tuple[BlockSplit, list[tuple[SplitUnit, str]]]:
-    """A split with all units, else with those that are right beside what it has; and why the others are not."""
+    """Extend a split by all units, or else by each unit that is correct; return why the others failed."""
     until = time.monotonic() + LONGEST
     for candidate in _in_time(_joint_candidates(proof, block, units, split, size), until):
         with contextlib.suppress(NotEqualError):
@@ -249,7 +249,10 @@ def _grown(
 
 
 def _in_time(candidates: Iterator[BlockSplit], until: float) -> Iterator[BlockSplit]:
-    """The first, and more in time: wide blocks take seconds to try out, and the other ranks wait meanwhile."""
+    """Yield the first candidate, and more until the deadline.
+
+    Wide blocks take seconds to try out, and the other ranks wait meanwhile.
+    """
     yield from itertools.islice(candidates, 1)
     yield from itertools.takewhile(lambda _: time.monotonic() < until, candidates)
 
@@ -257,7 +260,7 @@ def _in_time(candidates: Iterator[BlockSplit], until: float) -> Iterator[BlockSp
 def _joint_candidates(
     proof: EquivalenceCheck, block: nn.Module, units: Sequence[SplitUnit], beside: BlockSplit, size: int
 ) -> Iterator[BlockSplit]:
-    """All units at once, the likelier of those that overlap."""
+    """Yield splits with all units at once; of units that overlap, only the likelier is used."""
     chosen: list[SplitUnit] = []
     for unit in units:
         if (
@@ -274,7 +277,7 @@ def _joint_candidates(
 def _candidates(
     proof: EquivalenceCheck, block: nn.Module, unit: SplitUnit, beside: BlockSplit, size: int
 ) -> Iterator[BlockSplit]:
-    """What a unit may be beside what is split already, the likelier first."""
+    """Yield splits that add one unit to the present split, the likelier first."""
     for variant, numbers, tables in variants(block, unit, size):
         yield from _with_arguments(proof, _together([variant], beside, numbers), numbers, tables)
 
@@ -282,7 +285,7 @@ def _candidates(
 def _with_arguments(
     proof: EquivalenceCheck, split: BlockSplit, numbers: Sequence[Number], tables: Mapping[str, Tables]
 ) -> Iterator[BlockSplit]:
-    """A split with tables, and with slices of the arguments that have something for each head."""
+    """Yield a split with tables, and one with slices of the arguments that have an entry for each head."""
     split = replace(split, tables={**split.tables, **tables})
     yield split
     if arguments := proof.slices_of_arguments(numbers):
@@ -315,7 +318,7 @@ def _fate(unit: SplitUnit, split: BlockSplit) -> str:
 
 
 def _planned_units(block: PlannedBlock) -> list[SplitUnit]:
-    """Linear maps of one parent are split together or not at all."""
+    """Group a plan's linear maps by parent: those of one parent are split together or not at all."""
     units: dict[str, dict[str, LinearSplit]] = {}
     for path, how in (block.leaves or {}).items():
         units.setdefault(path.rpartition(".")[0], {})[path] = how

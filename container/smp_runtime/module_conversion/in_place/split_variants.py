@@ -1,4 +1,4 @@
-"""What a candidate for a split may be: by pieces of a packed map, with keys repeated, with numbers of heads of one rank."""
+"""Variants of a candidate split: by pieces of a packed map, with keys repeated, with one rank's numbers of heads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _HEAD_SIZE = re.compile(r"head_?(dim|size)|d_kv$|dim_head|size_per_head")
 def variants(
     block: nn.Module, unit: SplitUnit, size: int
 ) -> Iterator[tuple[SplitUnit, tuple[Number, ...], dict[str, Tables]]]:
-    """What a unit may be over ``size`` ranks, the likelier first: as it is, by pieces, with keys repeated; each with numbers.
+    """Yield variants of a unit over ``size`` ranks, the likelier first.
 
-    With numbers of heads also with the embeddings beside it that have a channel for each head, such as a relative bias, and
-    with norms over the features of all heads.
+    The unit is used as it is, by pieces, or with keys repeated; each with numbers. Numbers of heads also come with
+    embeddings of the same module that have a channel for each head, such as a relative bias. They also come with
+    norms over the features of all heads.
     """
     around = tuple(sorted({path.rpartition(".")[0] for path in unit.leaves}))
     for views in ((), around):
@@ -46,7 +47,7 @@ def variants(
 def _tables(
     block: nn.Module, units: Sequence[SplitUnit], numbers: tuple[Number, ...], size: int
 ) -> Iterator[dict[str, Tables]]:
-    """Which modules beside some units may have parameters of which a rank has a part: none, embeddings, norms, both."""
+    """Yield sets of modules next to some units with parameters to split: none, embeddings, embeddings and norms."""
     heads, norms = {}, {}
     for unit in units:
         heads.update(_tables_of_heads(block, unit, numbers, size))
@@ -59,7 +60,7 @@ def _tables(
 
 
 def _norms_of_features(block: nn.Module, unit: SplitUnit, size: int) -> dict[str, Tables]:
-    """Norms over all features that are shared out, such as of queries of all heads."""
+    """Return norms over all features that are split, such as of queries of all heads."""
     columns = {features_of(block.get_submodule(path))[how.columns] for path, how in unit.leaves.items()}
     found = {}
     for owner in sorted({path.rpartition(".")[0] for path in unit.leaves}):
@@ -99,17 +100,17 @@ class _Heads:
     size: int
 
     def here(self, ranks: int) -> int:
-        """Heads of keys that a rank needs."""
+        """Return the number of key heads that a rank needs."""
         return self.queries // ranks // self.shared
 
     def of_rank(self, rank: int, ranks: int) -> list[int]:
-        """Which they are."""
+        """Return the key heads that a rank needs."""
         first, group = rank * (self.queries // ranks), self.queries // self.keys
         return [(first + n * self.shared) // group for n in range(self.here(ranks))]
 
 
 def is_divisible(block: nn.Module, unit: SplitUnit, size: int) -> str | None:
-    """Why the ranks cannot share a unit's features out; None if they can."""
+    """Return why the ranks do not divide a unit's features; None if they do."""
     for path, how in unit.leaves.items():
         for features in how.pieces or (features_of(block.get_submodule(path))[how.columns],):
             if features % size and not how.runs:
@@ -140,7 +141,10 @@ def _layouts(block: nn.Module, unit: SplitUnit, size: int) -> Iterator[tuple[Spl
 
 
 def _pieces(outputs: Mapping[str, int], width: int) -> dict[str, tuple[int, ...]]:
-    """Outputs of each map as what may be shared out by itself, if ``width`` features of one of these come in behind them."""
+    """Return each map's outputs as pieces that may be split separately.
+
+    ``width`` is the number of input features of the map that follows. Only a single map can be packed.
+    """
     if len(outputs) != 1:
         return {path: (features,) for path, features in outputs.items()}
     ((path, features),) = outputs.items()
@@ -151,7 +155,7 @@ def _pieces(outputs: Mapping[str, int], width: int) -> dict[str, tuple[int, ...]
 
 
 def _grouped(block: nn.Module, unit: SplitUnit, width: int, keys: int, size: int) -> Iterator[_Heads]:
-    """Sizes of heads that the ranks divide the queries' of, but not the keys'."""
+    """Yield head sizes with which the ranks divide the heads of queries, but not those of keys."""
     values = list(_values(block, unit))
     sizes = [value for _, name, value in values if _HEAD_SIZE.search(name)]
     sizes += [width // value for _, name, value in values if _is_heads(name) and not width % value]
@@ -188,7 +192,7 @@ _LEVELS = ("", "heads", "heads features", "features", "heads config", "heads fea
 def joint_numbers(
     block: nn.Module, units: Sequence[SplitUnit], size: int
 ) -> Iterator[tuple[tuple[Number, ...], dict[str, Tables]]]:
-    """Numbers and embeddings of several units at once, where one of them alone computes with what the others share."""
+    """Yield numbers and embeddings of several units at once, for numbers that the units share."""
     found = [_found_numbers(block, unit, size, None) for unit in units]
     tried: set[tuple[Number, ...]] = set()
     for level in _LEVELS:
@@ -202,7 +206,10 @@ def joint_numbers(
 
 
 def _numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | None) -> Iterator[tuple[Number, ...]]:
-    """Numbers on the modules around a unit that may be those of one rank: none, heads, heads and features, features."""
+    """Yield sets of numbers on the modules around a unit that may become those of one rank.
+
+    The sets are none, heads, heads and features, features, and those with heads of a configuration.
+    """
     found = _found_numbers(block, unit, size, grouped)
     tried: set[tuple[Number, ...]] = set()
     for level in _LEVELS:
@@ -213,7 +220,7 @@ def _numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | Non
 
 
 def _found_numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | None) -> dict[str, list[Number]]:
-    """By what they count."""
+    """Return the numbers around a unit by kind: heads, features, or heads of a configuration."""
     local, many = _local_features(block, unit, size), {}
     if grouped is not None:
         local[grouped.keys * grouped.size] = grouped.here(size) * grouped.size
@@ -232,7 +239,7 @@ def _found_numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads
 
 
 def _local_features(block: nn.Module, unit: SplitUnit, size: int) -> dict[int, int]:
-    """By the features of maps and of their pieces, those of one rank."""
+    """Return the features of one rank by the features of whole maps and of their pieces."""
     local: dict[int, int] = {}
     for path, how in unit.leaves.items():
         whole = features_of(block.get_submodule(path))[how.columns]
@@ -249,7 +256,7 @@ def _is_heads(name: str) -> bool:
 
 
 def _values(block: nn.Module, unit: SplitUnit) -> Iterator[Number]:
-    """Whole numbers of the modules around a unit and of their configurations."""
+    """Yield the whole numbers of the modules around a unit and of their configurations."""
     owners = {""}
     for path in unit.leaves:
         parts = path.split(".")[:-1]

@@ -1,4 +1,4 @@
-"""What the log says of blocks that are split in place, and errors of a script's plan."""
+"""Log lines about blocks that are split in place, and error texts for a script's plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def line_of(
     blocks: Sequence[PlannedBlock], split: BlockSplit, proven: torch.dtype | None, why: Sequence[str], size: int
 ) -> str:
-    """How blocks that are alike are split, why not otherwise, and what has been proven."""
+    """Return the log line for blocks that are alike: how they are split, why not otherwise, what was proven."""
     first = blocks[0]
     if not split.leaves and not split.tables:
         said = f"{title(blocks)}: {first.source}, but not split in place; each linear map is split by itself"
@@ -39,7 +39,7 @@ def line_of(
 
 
 def wrong_plan(block: PlannedBlock, failed: list[tuple[SplitUnit, str]], size: int) -> str:
-    """Why a script's plan cannot be had."""
+    """Return the error text for an invalid tensor parallel plan."""
     reasons = [f"{listed(unit)}: {why}" for unit, why in failed]
     return (
         f"the plan of {kind_of(block.module)} ({block.path or 'the model'}) over {size} ranks makes it compute something "
@@ -56,13 +56,13 @@ def _is_spread(split: BlockSplit) -> bool:
 
 
 def listed(unit: SplitUnit) -> str:
-    """The linear maps of a unit."""
+    """Return the names of a unit's linear maps, for a message."""
     paths = list(unit.leaves)
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def title(blocks: Sequence[PlannedBlock]) -> str:
-    """How many blocks of which class there are, and where."""
+    """Return the number of blocks, their class and their place, for a message."""
     first = blocks[0]
     times = f"{len(blocks)} × " if len(blocks) > 1 else ""
     where = first.path or "the model"
@@ -75,7 +75,7 @@ def _linears(module: nn.Module) -> int:
 
 
 def _share(block: nn.Module, split: BlockSplit) -> float:
-    """Of a block's parameters, those that are not whole on every rank."""
+    """Return the share of a block's parameters that is not whole on every rank."""
     total = sum(p.numel() for p in block.parameters())
     halved = 0
     for path, how in split.leaves.items():

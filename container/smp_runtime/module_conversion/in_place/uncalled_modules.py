@@ -1,4 +1,4 @@
-"""Modules of a block that nobody called when it was tried out, but that are like one that was: a decoder's second attention."""
+"""Split modules that the trial run did not call like an identical module that it did: a decoder's second attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def with_twins(proof: EquivalenceCheck, split: BlockSplit, size: int) -> BlockSplit:
-    """A split with modules that were not called beside it, each split like one of the same class, and tried out like that."""
+    """Extend a split to modules that were not called, each split and tried out like one of the same class."""
     for path, like in _twins(proof):
         mine = _inside(split, like)
         if not mine.leaves:
@@ -28,7 +28,7 @@ def with_twins(proof: EquivalenceCheck, split: BlockSplit, size: int) -> BlockSp
 
 
 def _right(proof: EquivalenceCheck, split: BlockSplit) -> BlockSplit:
-    """A split that is right; where the block has slices of a bias already, the module by itself gets the whole."""
+    """Return a correct split; if the block slices a bias already, the single module gets the whole and slices it."""
     try:
         return proof.of(split)
     except NotEqualError:
@@ -36,7 +36,7 @@ def _right(proof: EquivalenceCheck, split: BlockSplit) -> BlockSplit:
 
 
 def _twins(proof: EquivalenceCheck) -> Iterator[tuple[str, str]]:
-    """Paths of modules whose linear maps were not called, and of one that each is like."""
+    """Yield paths of modules with linear maps that were not called, each with that of a similar called module."""
     called = {path for path, _ in proof.seen}
     maps = {path: list(_maps_of(part)) for path, part in proof.block.named_modules() if path}
     for path, names in maps.items():
@@ -56,7 +56,7 @@ def _kind(module: nn.Module) -> object:
 
 
 def _inside(split: BlockSplit, path: str) -> BlockSplit:
-    """What a split says of the modules inside one of them."""
+    """Return the part of a split that concerns one inner module."""
 
     def has(name: str) -> bool:
         return name == path or name.startswith(f"{path}.")
@@ -74,7 +74,7 @@ def _inside(split: BlockSplit, path: str) -> BlockSplit:
 
 
 def _beside(split: BlockSplit, other: BlockSplit, path: str) -> BlockSplit:
-    """A split with another one of a module inside."""
+    """Return a split extended by the split of an inner module."""
 
     def full(name: str) -> str:
         return f"{path}.{name}".rstrip(".")

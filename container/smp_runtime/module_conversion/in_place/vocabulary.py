@@ -1,4 +1,4 @@
-"""Which embeddings and heads of a model with blocks that are split in place are split over the vocabulary."""
+"""Choice of the embeddings and heads to split over the vocabulary, in a model with blocks split in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ logger = logging.getLogger("smp")
 
 
 def vocabulary_ties(model: nn.Module, blocks: Mapping[int, BlockSplit], group: TensorGroup) -> dict[int, Tie]:
-    """By the ``id`` of each embedding and head to split over the vocabulary its tie; all ranks of the group call it.
+    """Return the tie of each embedding and head to split over the vocabulary, by its ``id``.
+
+    All ranks of the group call it.
 
     Args:
         blocks: by ``id`` those that are split in place; without any, a model keeps its embeddings.
@@ -60,7 +62,7 @@ def _chosen(model: nn.Module, blocks: Mapping[int, BlockSplit], group: TensorGro
 
 
 def _groups(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> Iterator[list[str]]:
-    """Paths of embeddings and heads of one weight each, which nothing else has."""
+    """Yield groups of paths: embeddings and heads of one weight that no other module has."""
     inside = {id(part) for block in model.modules() if id(block) in blocks for part in block.modules()}
     parts: dict[str, Any] = {
         path: part for path, part in model.named_modules() if id(part) not in inside and _is_wanted(part)
@@ -89,7 +91,7 @@ def _is_wanted(module: nn.Module) -> bool:
 
 
 def _input_embeddings(module: nn.Module) -> nn.Module | None:
-    """What a model of Transformers embeds its tokens with."""
+    """Return the input embeddings of a model of Transformers, or None."""
     with contextlib.suppress(Exception):
         return module.get_input_embeddings()  # type: ignore[operator]
     return None

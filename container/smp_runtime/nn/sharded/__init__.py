@@ -1,1 +1,1 @@
-"""What takes the places of modules inside models that are split in place: their names and layout, a part on each rank."""
+"""Replacements of modules in models that are split in place: same names and layout, a part on each rank."""

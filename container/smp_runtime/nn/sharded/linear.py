@@ -1,4 +1,4 @@
-"""Linear maps of modules that are split in place: the names and the layout of the originals, a part of them on each rank."""
+"""Linear maps of modules that are split in place: the originals' names and layout, a part on each rank."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearSplit:
-    """How a linear map is split.
+    """The way in which a linear map is split.
 
     Attributes:
-        columns: its outputs are shared out, else its inputs.
+        columns: its outputs are split, else its inputs.
         joins: the other side is whole all the same: outputs are gathered, or inputs sliced.
         transposed: its weight is ``[in, out]``, as in GPT-2, not ``[out, in]``.
-        pieces: lengths of outputs that are shared out by themselves, such as queries, keys and values; empty for one piece.
-        runs: by rank the starts and stops of the outputs that it computes, where several ranks need the same: keys of heads that
+        pieces: lengths of outputs that are split separately, such as queries, keys and values; empty for one piece.
+        runs: for each rank the starts and stops of its outputs, if several ranks need the same: keys of heads that
             the ranks do not divide. Every rank has the weight whole then.
-        local: without collectives, in a module whose results are summed.
-        owner: a rank that has all of it, if the others have nothing and make zeros; ``pieces`` has the number of outputs.
+        local: without collectives, in a module that sums its results.
+        owner: a rank that has all of it, if the others have nothing and make zeros; ``pieces`` has the number of
+            outputs.
     """
 
     columns: bool
@@ -47,13 +48,13 @@ class LinearSplit:
 
     @property
     def dim(self) -> int:
-        """Along which dim of its weight each rank has a part."""
+        """Return the dim of the weight along which each rank has a part."""
         return int(self.columns == self.transposed)
 
     def apply(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: TensorGroup, shared: SharedInput
     ) -> torch.Tensor:
-        """``[…, in]`` to ``[…, out]``; on replicated rows, one side of it this rank's features."""
+        """Map replicated rows ``[…, in]`` to ``[…, out]``; unless joined, one side has only this rank's features."""
         matrix = weight.t() if self.transposed else weight
         if group.size > 1 and (self.local or self.owner is not None):
             return self._alone(x, matrix, bias, group)
@@ -67,7 +68,7 @@ class LinearSplit:
         return rows(collectives.sliced(x, group, -1) if self.joins else x, group, None, matrix, bias)
 
     def slice(self, shape: tuple[int, ...], dim: int, rank: int, size: int) -> TensorSlice:
-        """What a rank has of a weight or bias."""
+        """Return a rank's slice of a weight or bias."""
         if self.owner is not None:
             return TensorSlice.owned(shape, dim, rank, self.owner)
         return TensorSlice.of(shape, dim, rank, size, self.pieces)
@@ -123,17 +124,20 @@ class PlannedLinear(ReadByOthers):
             self.add_whole("bias", (out_features,), fill, reduction, exists=bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Features of replicated rows."""
+        """Compute features of replicated rows."""
         return self.split.apply(input, self._own_part("weight"), self._own_part("bias"), self.tensor_group, self.shared)
 
     def extra_repr(self) -> str:
-        """The sizes over all ranks, as PyTorch prints them."""
+        """Return the sizes over all ranks, as PyTorch prints them."""
         side = "out_features" if self.split.columns else "in_features"
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, split along {side}"
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is a linear map: PyTorch's, also with a forward of its own, or that of Transformers ([in, out])."""
+    """Return whether a module is a linear map with a weight of its own.
+
+    It may be PyTorch's, also with a forward of its own, or the one of Transformers ([in, out]).
+    """
     return (isinstance(module, torch.nn.Linear) or is_transposed(module)) and has_own_weight(module)
 
 
@@ -146,12 +150,12 @@ def has_own_weight(module: torch.nn.Module) -> bool:
 
 
 def is_transposed(module: Any) -> bool:
-    """Whether a linear map's weight is ``[in, out]``."""
+    """Return whether a linear map's weight is ``[in, out]``."""
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D"
 
 
 def features_of(module: Any) -> tuple[int, int]:
-    """Channels of the input and of the output of a linear map."""
+    """Return the channels of the input and of the output of a linear map."""
     first, second = module.weight.shape
     return (first, second) if is_transposed(module) else (second, first)

@@ -1,4 +1,4 @@
-"""Modules with parameters of their own of which each rank has a part: many experts, ``[experts, out, in]``, heads, or norms."""
+"""Modules with own parameters that are split over the ranks: many experts, ``[experts, out, in]``, heads, or norms."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Tables:
 
     @property
     def is_spread(self) -> bool:
-        """Whether each rank has whole experts."""
+        """Return whether each rank has whole experts."""
         return self.experts > 0 and all(dim == 0 for _, dim, _ in self.cuts)
 
     def slices(self, module: nn.Module, rank: int, size: int) -> dict[str, TensorSlice]:
-        """What a rank has of each parameter that is split."""
+        """Return a rank's slice of each parameter that is split."""
         shapes = {name: tuple(module.get_parameter(name).shape) for name, _, _ in self.cuts}
         return {name: TensorSlice.of(shapes[name], dim, rank, size, pieces) for name, dim, pieces in self.cuts}
 
@@ -70,12 +70,12 @@ class PlannedModule(DistributedModule):
 
 @functools.cache
 def module_like(kind: type[nn.Module]) -> Any:
-    """:class:`PlannedModule` with the ``forward`` of another class."""
+    """Return :class:`PlannedModule` with the ``forward`` of another class."""
     return type(kind.__name__, (kind, PlannedModule), {"__init__": PlannedModule.__init__})
 
 
 def inherit_attributes(original: nn.Module, made: nn.Module) -> None:
-    """Give a module the attributes and the buffers of one that it stands for, but not what PyTorch keeps on it."""
+    """Copy the attributes and the buffers of a module to its replacement, except PyTorch's internal ones."""
     internal = vars(nn.Module()).keys()
     made.__dict__.update({k: v for k, v in vars(original).items() if k not in internal})
     saved = original.state_dict()

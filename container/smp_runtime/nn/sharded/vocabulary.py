@@ -31,7 +31,7 @@ class Tie:
         self._made: nn.Parameter | None = None
 
     def give_weight(self, module: DistributedModule, rows: int, width: int, fill: Fill) -> None:
-        """``[rows, width]``, split by rows: the first module makes it, the others have the same.
+        """Give a module the weight ``[rows, width]``, split by rows; the first module makes it, the others share it.
 
         Raises:
             NotDistributableError: there are too few rows.
@@ -76,7 +76,7 @@ class PlannedEmbedding(ReadByOthers, _WithoutWeight):
         tie.give_weight(self, original.num_embeddings, original.embedding_dim, normal(1.0))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of the ids ``[batch, …]``, ``[batch, …, embedding_dim]``."""
+        """Return the rows of the ids ``[batch, …]``, as ``[batch, …, embedding_dim]``."""
         group, where = self.tensor_group, self.tensor_slices["weight"]
         if group.size == 1:
             return F.embedding(input, self._own_part("weight"), self.padding_idx)
@@ -104,7 +104,7 @@ class PlannedHead(ReadByOthers):
         self.reductions["bias"] = Group.DP  # it is added to this rank's own rows, and others may have it too
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``[batch, …, in]`` to ``[batch, …, vocabulary]``."""
+        """Map ``[batch, …, in]`` to ``[batch, …, vocabulary]``."""
         group = self.tensor_group
         if group.size == 1:
             return F.linear(input, self._own_part("weight"), self.bias)
@@ -120,13 +120,13 @@ class PlannedHead(ReadByOthers):
         return logits if self.bias is None else logits + self.bias
 
     def extra_repr(self) -> str:
-        """The sizes over all ranks, as PyTorch prints them."""
+        """Return the sizes over all ranks, as PyTorch prints them."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
 @functools.cache
 def embedding_like(kind: type[nn.Embedding]) -> Any:
-    """:class:`PlannedEmbedding`, or a class that has the ``forward`` of a subclass of ``nn.Embedding`` in front of its."""
+    """Return :class:`PlannedEmbedding`, or a class with the ``forward`` of a subclass of ``nn.Embedding`` before it."""
     if kind is nn.Embedding:
         return PlannedEmbedding
     # In the order of its bases ours comes behind the script's class and before PyTorch's, so that super() finds it.
@@ -142,7 +142,10 @@ def _refuse_settings(original: nn.Embedding) -> None:
 
 
 def is_vocabulary(module: nn.Module) -> bool:
-    """Whether a module may be an embedding or head that can be split by rows; its uses must be looked at, too."""
+    """Return whether a module may be an embedding or head that can be split by rows.
+
+    The caller must check the module's uses, too.
+    """
     if not has_own_weight(module):
         return False
     if type(module) is nn.Linear or type(module) is nn.Embedding:

@@ -1,4 +1,4 @@
-"""State that an optimizer makes in its constructor, of parameters that have no values yet, or whose place others take."""
+"""State that an optimizer makes in its constructor, for parameters without values or with later replacements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_without_values(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state was computed on the meta device."""
+    """Return whether a parameter's state was computed on the meta device."""
     return any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
 
 

@@ -28,17 +28,17 @@ def refuse_state_of_others(
     title: str,
     kind: str = "",
 ) -> None:
-    """Raise unless ``optimizer`` can go on from a saved state.
+    """Raise unless ``optimizer`` can continue from a saved state.
 
     Args:
-        optimizer: that is to load it.
+        optimizer: the optimizer that is to load it.
         groups: the saved settings by group.
         keys: by parameter, the names of its saved values.
         title: of the checkpoint, for the message.
-        kind: class of the optimizer that saved it; empty if the file does not say.
+        kind: class of the optimizer that saved it; empty if the file does not record it.
 
     Raises:
-        CheckpointError: it keeps other values, or is known to be of another kind.
+        CheckpointError: If ``optimizer`` keeps other values, or is known to be of another kind.
     """
     mine, groups = type(optimizer).__name__, list(groups)
     if kind == mine or any({kind, mine} <= alike for alike in _ALIKE):
@@ -66,7 +66,7 @@ def _listed(keys: set[str]) -> str:
 
 
 def _are_of_pytorch(*kinds: str) -> bool:
-    """Whether all names are of classes of ``torch.optim``, which mean what they are called."""
+    """Return whether all names are of classes of ``torch.optim``, so that a name identifies the class."""
     return all(isinstance(getattr(torch.optim, kind, None), type) for kind in kinds if kind) and all(kinds)
 
 

@@ -119,5 +119,5 @@ def make_dense(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_named(kind: type, words: Iterable[str]) -> bool:
-    """Whether a class or one of its bases has one of these words in its name."""
+    """Return whether the name of a class or of one of its bases contains one of these words."""
     return any(word in base.__name__.lower() for base in kind.__mro__ for word in words)

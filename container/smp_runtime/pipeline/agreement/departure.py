@@ -1,18 +1,19 @@
-"""How pipelines whose ranks meet in collectives leave a planned order: at the same place, and into the same order.
+"""Departure of pipelines from a planned order: all leave it at the same place and continue in one order.
 
-Ranks that split tensors or gather each other's parameters meet in collectives while their modules run, so their stages must
-run the same work in the same order. A step that takes another course than planned (a frozen layer, a skipped one, a call that
-waits once more) is seen by each stage at another moment, and what has arrived by then differs from pipeline to pipeline. So:
+Ranks that split tensors or gather each other's parameters meet in collectives while their modules run. So
+their stages must run the same work in the same order. A step may differ from its plan (a frozen layer, a
+skipped one, one more call that waits). Each stage notices that at another moment, and what has arrived by
+then differs from pipeline to pipeline. So:
 
 1. Every stage halts: it finishes its running segment and begins no other.
-2. The root stages compare how far each of their stages has come, and all go on to the farthest place. They can: one of them has
-   been there, with the same work.
+2. The root stages compare the positions of their stages, and all stages go on to the farthest position.
+   They can, because one pipeline has reached it with the same work.
 3. No message is under way any more. Now all pipelines are in the same state, and hold the same tasks.
-4. Each root stage has one segment run at a time, on whichever stage, chosen by the schedule's policy, and waits each time until
-   nothing is under way. Equal states lead to equal choices.
+4. Each root stage lets one segment run at a time, on any stage, chosen by the schedule's policy. It waits
+   each time until nothing is under way. Equal states lead to equal choices.
 
-That is slow, but only for the rest of one step. The next step of the kind runs its microbatches one after the other, and is
-planned from anew.
+That is slow, but only for the rest of one step. The next step of this kind runs its microbatches one after
+the other, and a new plan is made from it.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ class StagePositions(NamedTuple):
 
 @dataclass(frozen=True)
 class StageLinks:
-    """What leads a pipeline's stages, on the root stage.
+    """The root stage's means to control the stages of its pipeline.
 
     Attributes:
-        changed: told when an answer has come, or the step fails; its lock guards the pipeline.
+        changed: notified when an answer arrives or the step fails; its lock guards the pipeline.
         stage: the root stage.
         others: the other stages.
-        own: how far the root stage is, called with the lock held; halts it first if asked to.
+        own: returns the root stage's progress; called with the lock held; halts the stage first if asked to.
         turn: takes a message to the root stage itself.
         send: sends a message to another stage.
-        check: raises what has ended the step.
-        is_finished: whether all microbatches are done.
-        share: gives the values of all pipelines that run in one order, on the same stage.
+        check: raises the error that has ended the step.
+        is_finished: returns whether all microbatches are done.
+        share: returns the values of all pipelines that run in one order, on the same stage.
     """
 
     changed: threading.Condition
@@ -70,7 +71,7 @@ class StageLinks:
 
 
 class Departure:
-    """Sees that a planned order cannot be followed, and leads the stages out of it; on the script's thread of a root stage."""
+    """Detection of a planned order that cannot be followed, and the way out of it; on a root stage's script thread."""
 
     def __init__(self, links: StageLinks) -> None:
         self._links = links
@@ -79,7 +80,7 @@ class Departure:
         self.reset()
 
     def reset(self) -> None:
-        """A step begins."""
+        """Reset the state at the beginning of a step."""
         self._look_after = FIRST_LOOK
         self._asked = False
         self._before: Mapping[int, StageProgress] | None = None
@@ -87,16 +88,17 @@ class Departure:
         self._at_end: Sequence[Any] | None = None
 
     def at_end(self, diverged: bool) -> bool:
-        """The step has come to its end here; returns whether any of the pipelines has left the planned order.
+        """Return, at the end of the step here, whether any of the pipelines has left the planned order.
 
-        Another may still lead its stages out of it: then all that is left for it is in the order, as it was here.
+        Another pipeline may still lead its stages out of the order. Then all its remaining work is in the order, as
+        it was here.
         """
         if self._at_end is None:
             self._at_end = self._links.share(diverged)
         return diverged or any(map(bool, self._at_end))
 
     def answered(self, stage: int, answer: StageProgress) -> None:
-        """Another stage has answered."""
+        """Record the answer of another stage."""
         with self._links.changed:
             if answer.number == self._number:
                 self._answers[stage] = answer
@@ -105,9 +107,10 @@ class Departure:
     # -- whether there is anything that still moves ------------------------------------------------------------------
 
     def is_stuck(self, quiet: float) -> bool:
-        """With the lock held: whether no stage computes, no message is under way, and nothing will ever happen.
+        """Return whether no stage computes, no message is under way, and nothing will ever happen.
 
-        Asks the other stages and does not wait for them: two rounds of equal answers show it, a later call sees them.
+        The caller holds the lock. The method asks the other stages and does not wait for them. Two rounds of equal
+        answers prove that the step is stuck, so a later call finds out.
 
         Args:
             quiet: seconds since the root stage has computed.
@@ -136,7 +139,7 @@ class Departure:
 
         Raises:
             SMPUserError: the other pipelines have not left their orders.
-            DeadlineError: a stage has not come on in time.
+            DeadlineError: a stage has made no progress in time.
         """
         links = self._links
         stages = sorted((links.stage, *links.others))
@@ -171,7 +174,7 @@ class Departure:
             self._turn(stage, Turn(limits[stage], key))
 
     def _settled(self, limits: Mapping[int, int]) -> Mapping[int, StageProgress]:
-        """Answers of all stages when each is at its place, none computes and no message is under way."""
+        """Return the answers of all stages when each has reached its position, none computes and no message is under way."""
         before: Mapping[int, StageProgress] = {}
         changed_at, pause = time.monotonic(), FIRST_PAUSE
         while True:
@@ -230,7 +233,7 @@ class Departure:
 
 
 def _is_quiet(answers: Mapping[int, StageProgress]) -> bool:
-    """Whether no stage computes, and all that was sent has been handled."""
+    """Return whether no stage computes, and every sent message has been handled."""
     if any(answer.is_running for answer in answers.values()):
         return False
     return all(

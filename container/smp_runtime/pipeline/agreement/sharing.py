@@ -1,4 +1,4 @@
-"""What pipelines tell each other: a value of each root stage, for all that must agree."""
+"""Agreement between pipelines: each root stage shares a value with all pipelines that must agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineAgreement:
-    """Gives the values of all pipelines that must agree; equal where the same ones do.
+    """An all-gather of one value per pipeline, for pipelines that must agree; equal for the same set of pipelines.
 
     Attributes:
         control: carries the values.
@@ -23,5 +23,5 @@ class PipelineAgreement:
     members: Sequence[int]
 
     def __call__(self, value: Any) -> list[Any]:
-        """Return the value of each, in the order of ``members``; every member calls it."""
+        """Return each member's value, in the order of ``members``; every member calls it."""
         return self.control.allgather(value, self.members)

@@ -1,7 +1,8 @@
-"""When work is done: a task whose code has ended, and all that it asked of other stages, which then are told so.
+"""Completion of tasks: one is done when its code and its requests have ended, and its caller is then notified.
 
-A request is done when its code has ended and every request that it has posted itself is done. So the step function's task
-is done last, and with it the microbatch, whose values all stages may forget then.
+A request is done when its code has ended and every request that it has posted itself is done. So the step
+function's task is done last, and with it the microbatch. All stages may forget the microbatch's values
+then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Completion:
-    """Follows the tasks of a rank to their end; guarded by the pipeline's lock.
+    """The bookkeeping of a rank's tasks up to their end; guarded by the pipeline's lock.
 
     Args:
         begins: called by a task that begins on a worker's thread, with its microbatch.
@@ -43,7 +44,10 @@ class Completion:
         self._begins = begins
 
     def code_ended(self, task: Task) -> Callable[[], None] | None:
-        """With the lock held: the code of a task has ended; returns what to send when the baton is handed on."""
+        """Handle the end of a task's code, and return what to call after the baton is handed on, or None.
+
+        The caller holds the lock. The returned function sends the task's values to its caller.
+        """
         for call in task.ended:
             call()
         task.ended = []
@@ -68,7 +72,10 @@ class Completion:
         return functools.partial(messenger.transport.send, task.caller, stamped, tensors)
 
     def weights_left(self, parent: Task) -> None:
-        """With the lock held: what a task has left for later becomes a task of its own, without which it is not done."""
+        """Add a task for the weight gradients that ``parent`` has postponed; ``parent`` is not done before this new task.
+
+        The caller holds the lock.
+        """
         left = parent.weight_gradients.take()
         parent.open += 1
         parent.leavings += 1
@@ -90,7 +97,7 @@ class Completion:
         task.needs = (ready,)
 
     def request_done(self, done: Done) -> None:
-        """A stage tells that a request of this one is done."""
+        """Handle the message of another stage that a request of this stage is done."""
         context = self._context
         with context.lock:
             task = context.done(done.kind, done.microbatch, done.path)
@@ -103,12 +110,12 @@ class Completion:
                 self._messenger.tell_now()
 
     def microbatch_done(self, microbatch: int) -> None:
-        """The root stage tells that a microbatch is finished."""
+        """Handle the root stage's message that a microbatch is finished."""
         with self._context.lock:
             self._release(microbatch)
 
     def _complete(self, task: Task) -> None:
-        """With the lock held: if a task and all that it asked for are done, say so."""
+        """Report a task as done if its code and all its requests have ended; the caller holds the lock."""
         if not task.code_done or task.open:
             return
         if task.caller is not None:
@@ -130,5 +137,5 @@ class Completion:
 
 
 def _code_of(task: Task) -> Event:
-    """That the code of a task has ended."""
+    """Return the event for the end of a task's code."""
     return ("e", task.kind, task.microbatch, task.path)

@@ -1,4 +1,4 @@
-"""Errors that end a step on all stages: what the stage where they happened tells, and what the others raise."""
+"""Errors that end a step on all stages: the failed stage's report, and the errors that the others raise."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class StageError(SMPRuntimeError):
     """An error on another stage of the pipeline, with its rank, module and traceback.
 
     Attributes:
-        accused: ranks whose connection was lost.
+        accused: ranks to which the connection was lost.
     """
 
     accused: tuple[int, ...] = ()
 
 
 def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
-    """What the other stages are told.
+    """Return the message that reports an error to the other stages.
 
     Args:
         place: path of a module, :data:`STEP_FUNCTION`, or in parentheses what this library was doing.
@@ -70,7 +70,7 @@ def message_of(error: BaseException, place: str, stage: int, rank: int) -> Fail:
 
 
 def error_of(fail: Fail, cause: BaseException | None = None) -> StageError:
-    """What a stage raises for an error in a module, its own or another stage's."""
+    """Return the error that a stage raises for a failure in a module of its own or of another stage."""
     failure = fail.failure
     error = StageError(
         f"pipeline stage {fail.stage} (rank {fail.rank}), {fail.place}: {failure.error_type}: {failure.message}\n\n"
@@ -82,7 +82,7 @@ def error_of(fail: Fail, cause: BaseException | None = None) -> StageError:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as text, without the frames between the script, its modules and PyTorch that are ours."""
+    """Return the traceback as text, without this library's frames between the script, its modules and PyTorch."""
     told = traceback.TracebackException.from_exception(error)
     chain: list[traceback.TracebackException | None] = [told]
     seen: set[int] = set()
@@ -98,7 +98,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The same traceback without our frames, as :func:`traceback_of` leaves them out."""
+    """Return the traceback without this library's frames, by the same rule as :func:`traceback_of`."""
     steps: list[types.TracebackType] = []
     while trace is not None:
         steps.append(trace)
@@ -111,12 +111,16 @@ def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType
 
 
 def _plain(text: str) -> str:
-    """Without what cannot be written as UTF-8, such as halves of characters in a file's name."""
+    """Escape characters that cannot be written as UTF-8, such as lone surrogates in a file's name."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _foreign(files: Sequence[str]) -> list[int]:
-    """Positions of the frames that are not ours, and of ours below all others: an error that we raise says where."""
+    """Return the positions of the frames to keep.
+
+    These are the frames outside this library, and this library's frames below all others. The latter show where
+    this library raised an error.
+    """
     ours = [file.startswith(_OWN_FOLDERS) for file in files]
     below = len(ours) - ours[::-1].index(False) if False in ours else 0
     return [index for index, own in enumerate(ours) if not own or index >= below]
@@ -135,39 +139,40 @@ class FirstStepFailures:
         self._rank = rank
 
     def told(self, error: Exception, module: str) -> Fail:
-        """What the other ranks are told of an error in ``module``, or, if that is empty, in the step function."""
+        """Return the report for the other ranks about an error in ``module``, or in the step function if that is empty."""
         where = f"module {module!r}" if module else STEP_FUNCTION
         return message_of(error, f"({where} in the tracing step)", self._stage, self._rank)
 
     def own(self, error: Exception, told: Fail, module: str) -> Exception:
-        """What the rank raises that traces: the script's own error stays what it is, as in later steps."""
+        """Return the error that the tracing rank raises; an error of the script itself stays as it is, as in later steps."""
         if module:
             return error_of(told, error.with_traceback(without_own_frames(error.__traceback__)))
         return error.with_traceback(without_own_frames(error.__traceback__))
 
     def heard(self, told: Fail) -> Exception:
-        """What the others raise."""
+        """Return the error that the other ranks raise."""
         return error_of(told)
 
     def attribute(self, error: SMPError, told: Fail) -> SMPError:
-        """``error`` with what was told as its origin, for the job's failure."""
+        """Return ``error`` with the reported failure as its origin, for the job's failure."""
         error.failure = told.failure
         return error
 
 
 class Alarm:
-    """The first error of a step: keeps it, stops this rank's tasks, and tells the other stages.
+    """The first error of a step: it is kept, stops this rank's tasks, and is reported to the other stages.
 
-    Errors come from workers, receivers, senders and the script's thread; the first that takes the pipeline's lock counts,
-    and the script's thread, which alone raises it, is woken under the same lock, so that it cannot miss it.
+    Errors come from workers, receivers, senders and the script's thread. The first that takes the pipeline's
+    lock counts. Only the script's thread raises it. That thread is woken under the same lock, so that it cannot
+    miss the error.
 
     Args:
         changed: wakes the script's own thread; its lock guards everything here.
-        is_open: whether a step runs; errors between steps have nobody to tell.
+        is_open: returns whether a step runs; errors between steps are not reported.
 
     Attributes:
-        error: what the step is to raise on this rank, or None.
-        lost: why no further step can run, or None.
+        error: the error that the step raises on this rank, or None.
+        lost: the error why no further step can run, or None.
         left: stages that have left in good order.
     """
 
@@ -191,7 +196,7 @@ class Alarm:
         self.left: set[int] = set()
 
     def raised(self, error: BaseException, place: str) -> None:
-        """Something on this rank raised, in a module or in :data:`STEP_FUNCTION`."""
+        """Handle an error that was raised on this rank, in a module or in :data:`STEP_FUNCTION`."""
         with self._changed:
             if self.error is not None or not self._is_open():
                 return
@@ -204,16 +209,16 @@ class Alarm:
                         self._send(stage, fail, ())
 
     def heard(self, fail: Fail) -> None:
-        """Another stage has told of an error."""
+        """Handle an error that another stage has reported."""
         with self._changed:
             if self.error is None and self._is_open():
                 self._set(error_of(fail))
 
     def broken(self, error: BaseException, doing: str) -> Fail:
-        """Messages cannot be sent or received any more because of an error on this rank, in a step or between two.
+        """Handle an error on this rank that prevents all further messages, in a step or between two steps.
 
         Returns:
-            What the other stages are to be told, which messages of a step would not bring them.
+            The report for the other stages. A message of a step could not bring it to them.
         """
         fail = message_of(error, f"({doing})", self._stage, self._ranks[self._stage])
         with self._changed:
@@ -221,7 +226,7 @@ class Alarm:
         return fail
 
     def lost_stage(self, stage: int, error: BaseException) -> None:
-        """The connection to a stage broke; no further step can run."""
+        """Handle the loss of the connection to a stage; no further step can run."""
         if isinstance(error, StageFailed) and isinstance(error.words, Fail):
             seen = error_of(error.words)
         else:
@@ -232,13 +237,16 @@ class Alarm:
             self._end(seen)
 
     def left_stage(self, stage: int) -> None:
-        """A stage has ended in good order. After the last step that is as it should be, so it ends no step by itself."""
+        """Record that a stage has ended in good order.
+
+        This is normal after the last step, so it does not end a step.
+        """
         with self._changed:
             self.left.add(stage)
             self._changed.notify_all()
 
     def check_left(self, stages: Collection[int]) -> None:
-        """The step cannot go on without ``stages``.
+        """Check that none of ``stages``, which the step needs, has left.
 
         Raises:
             StageError: one of them has left.
@@ -254,10 +262,10 @@ class Alarm:
             raise error
 
     def reset(self) -> None:
-        """A step begins.
+        """Clear the error at the beginning of a step.
 
         Raises:
-            StageError: a stage is gone.
+            StageError: no step can run any more, for example because a stage is gone.
         """
         if self.lost is not None:
             error = StageError(f"no step can run any more: {self.lost}")

@@ -1,7 +1,7 @@
-"""Sends and receives the messages of a rank's steps, over its transport.
+"""Sending and receiving of the messages of a rank's steps, over its transport.
 
-Messages of a step wait until this rank has entered it, and those of an aborted step are dropped: a rank that served
-requests of the next step early would add gradients that its script has not cleared yet.
+Messages of a step wait until this rank has entered it, and those of an aborted step are dropped. If a rank
+served requests of the next step early, it would add gradients that its script has not cleared yet.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Handler = Callable[[int, Any, list[torch.Tensor]], None]
 
 
 class Messenger:
-    """Lets messages through to the step that they belong to.
+    """A filter that passes each message to the step that it belongs to.
 
-    Its own state is guarded by the pipeline's lock, but it takes messages to their handlers without: a handler that took
-    long would keep all tasks from going on. One thread receives from each stage, so that the messages of one stage are
-    handled in the order in which they were sent.
+    Its own state is guarded by the pipeline's lock, but it calls the handlers without the lock: a slow handler
+    would keep all tasks from going on. One thread receives from each stage, so that the messages of one stage
+    are handled in the order in which they were sent.
 
     Args:
         counts: whether messages are counted, so that all stages together can see that none is under way.
@@ -91,7 +91,7 @@ class Messenger:
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, stage: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a message of this step; None brings only news.
+        """Send a message of this step; None sends only the pending news.
 
         Raises:
             StageError: that stage has left.
@@ -106,7 +106,7 @@ class Messenger:
             raise
 
     def stamp(self, stage: int, message: Any) -> Stamped:
-        """A message of this step as it travels to a stage, with what that stage is to hear by the way."""
+        """Return a message of this step in the form in which it is sent to a stage, with the pending news for that stage."""
         if isinstance(message, UNCOUNTED):
             return self.step, plain(message), ()
         if not self.counts and not self._news:  # without the lock: what is added meanwhile goes with the next message
@@ -118,45 +118,54 @@ class Messenger:
             return self.step, None if message is None else plain(message), news
 
     def tell_later(self, stage: int, news: Done | Release) -> None:
-        """With the lock held: a stage is to hear of an end with the next message, or when there is nothing to do."""
+        """Queue the news of an end for a stage; it goes with the next message, or when there is nothing to do.
+
+        The caller holds the lock.
+        """
         self._news.setdefault(stage, []).append(news)
 
     def tell_now(self) -> None:
-        """With the lock held: tell all stages what they wait for and have not heard yet; the ends of microbatches can wait."""
+        """Send all stages the pending news that they wait for; the ends of microbatches can wait.
+
+        The caller holds the lock.
+        """
         for stage in self.untold:
             self.send(stage, None)
 
     @property
     def untold(self) -> list[int]:
-        """Stages that wait to hear that a request is done; nobody waits to hear that a microbatch is."""
+        """Return the stages that wait for the news that a request is done.
+
+        No stage waits for the end of a microbatch.
+        """
         return [stage for stage, news in self._news.items() if any(isinstance(each, Done) for each in news)]
 
     def _news_for(self, stage: int) -> Stamped | None:
-        """On a sender's thread: what a stage has not heard yet, if nobody has told it meanwhile."""
+        """Return the pending news for a stage, or None if it waits for none any more; runs on a sender's thread."""
         with self._lock:
             return self.stamp(stage, None) if stage in self.untold else None
 
     # -- the step --------------------------------------------------------------------------------------------------
 
     def is_open(self) -> bool:
-        """Whether a step runs."""
+        """Return whether a step runs."""
         return self._is_open
 
     def enter(self) -> None:
-        """This rank enters the next step."""
+        """Enter the next step on this rank."""
         with self._lock:
             self.step += 1
             self._is_open, self._has_begun = True, False
             self.sent, self.handled = [0] * self._stages, [0] * self._stages
 
     def begin(self) -> None:
-        """It is known how the step begins: messages that came early go through."""
+        """Let messages that came early through, once it is known how the step begins."""
         with self._lock:
             self._has_begun = True
         self.pass_early()
 
     def leave(self) -> None:
-        """This rank leaves the step; what comes of it from now on is dropped."""
+        """Leave the step on this rank; later messages of this step are dropped."""
         with self._lock:
             self._is_open = False
             self._news.clear()
@@ -171,7 +180,7 @@ class Messenger:
             self.receive(*waiting)
 
     def receive(self, sender: int, stamped: Stamped, tensors: list[torch.Tensor]) -> None:
-        """A message has come; called on a receiver's thread."""
+        """Handle, keep or drop a received message; called on a receiver's thread."""
         step, fields, news = stamped
         message = None if fields is None else named(fields)
         with self._lock:

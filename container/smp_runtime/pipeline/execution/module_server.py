@@ -101,7 +101,7 @@ class ModuleServer:
     # -- requests, on the receiver's thread ------------------------------------------------------------------------
 
     def accept_call(self, caller: int, call: ForwardCall, tensors: Sequence[torch.Tensor]) -> None:
-        """A request to run a module."""
+        """Accept a request to run a module."""
         self._context.values.put_all(call.inline, tensors)
         label = str(call.module)
         self._labels[call.microbatch, call.path] = label
@@ -119,7 +119,7 @@ class ModuleServer:
         self._add("F", task, call.slots)
 
     def accept_back(self, caller: int, back: Back, tensors: Sequence[torch.Tensor]) -> None:
-        """A request to run a module's backward pass."""
+        """Accept a request to run a module's backward pass."""
         self._context.values.put_all(back.inline, tensors)
         task = Task(
             TaskKind.BACKWARD,
@@ -136,12 +136,12 @@ class ModuleServer:
         self._add("B", task, back.slots, ("f", back.microbatch, back.path))
 
     def release(self, microbatch: int) -> None:
-        """A microbatch is finished: forget graphs whose backward pass nobody asked for."""
+        """Release the remaining graphs of a finished microbatch; no stage has requested their backward pass."""
         for key in [key for key in self.graphs if key[0] == microbatch]:
             del self.graphs[key]
 
     def clear(self) -> None:
-        """The step is over."""
+        """Clear the state at the end of the step."""
         self.graphs.clear()
         self._labels.clear()
         self._ran.clear()
@@ -195,7 +195,7 @@ class ModuleServer:
         self._tell_result(task, call, packed.head, made.slots, given)
 
     def _arguments(self, call: ForwardCall) -> Arguments:
-        """The tensors of a call; those that require gradients enter this stage's graph."""
+        """Return the tensors of a call; those that require gradients enter this stage's graph."""
         values = self._context.values
         tensors = [values.get(s.name).detach() if s.comes else self._handle(s) for s in call.slots]
         entry = CallInputs()
@@ -213,12 +213,12 @@ class ModuleServer:
         return Arguments(tensors, [tensor._version for tensor in tensors], entry, edges)
 
     def _is_same(self, before: Packed, arguments: Any) -> bool:
-        """Whether a module has left its arguments as they were, but for what their tensors hold."""
+        """Return whether a module has left its arguments unchanged, apart from the elements of their tensors."""
         after = pack(arguments, modules=self._context.paths)
         return after.head == before.head and all(a is b for a, b in zip(after.tensors, before.tensors, strict=True))
 
     def _outputs(self, call: ForwardCall, given: Arguments, results: Sequence[torch.Tensor]) -> Made:
-        """The tensors of a result: an argument as it was, a value of a call inside, or made here."""
+        """Return the tensors of a result: each is an unchanged argument, a value of an inner call, or made here."""
         position = {id(tensor): index for index, tensor in enumerate(given.tensors)}
         for index, tensor in enumerate(given.tensors):  # also what a handle turned into when it was touched
             if isinstance(tensor, RemoteTensor) and tensor.fetched is not None and tensor.unchanged() is tensor:
@@ -240,7 +240,7 @@ class ModuleServer:
         return Made(slots, outputs, made_here)
 
     def _keep_graph(self, task: Task, graph: SavedGraph) -> None:
-        """A forward pass has run: its backward pass may come, and may be on its way already."""
+        """Keep the graph of a forward pass that has run; a request for its backward pass may already be on its way."""
         scheduler = self._context.scheduler
         with self._context.lock:
             ran = ("f", task.microbatch, task.path)
@@ -253,10 +253,10 @@ class ModuleServer:
     def _tell_result(
         self, task: Task, call: ForwardCall, head: bytes, slots: Sequence[TensorSlot | None], given: Arguments
     ) -> None:
-        """Compare the result with what the caller went on with, or tell it.
+        """Compare the result with the one that the caller has assumed, or send a reply if the caller waits.
 
         Raises:
-            SMPUserError: the caller went on with another result.
+            SMPUserError: the caller has assumed another result.
         """
         outcome = outcome_of(head, slots, call.path, [slot.name for slot in call.slots])
         if call.expected is not None and not self._is_as_expected(outcome, call.expected):
@@ -299,7 +299,10 @@ class ModuleServer:
             self._reply(task, b"", made.slots, ())
 
     def _run_backward(self, graph: SavedGraph, back: Back) -> Sequence[torch.Tensor | None]:
-        """Run a graph; returns the gradients of the arguments that require them, or nothing where there is no way to them."""
+        """Run a graph, and return the gradients of the arguments that require them.
+
+        The result is empty if no path leads to such an argument.
+        """
         values = self._context.values
         outputs: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
@@ -321,7 +324,7 @@ class ModuleServer:
         return ()
 
     def _gradients(self, back: Back, gradients: Sequence[torch.Tensor | None]) -> Made:
-        """The gradients of a call's arguments: made here, a value of a call inside, or none."""
+        """Return the gradients of a call's arguments: each is made here, a value of an inner call, or None."""
         slots: list[TensorSlot | None] = []
         found: list[torch.Tensor] = []
         made_here = []
@@ -338,7 +341,7 @@ class ModuleServer:
         return Made(slots, found, made_here)
 
     def _is_as_expected(self, outcome: OutputMetadata, expected: bytes) -> bool:
-        """Whether a result is the one that the caller went on with; digests are made once for each."""
+        """Return whether a result is the one that the caller has assumed; each digest is computed only once."""
         if self._expected.get(expected) == outcome:
             return True
         if outcome.digest != expected:
@@ -357,7 +360,7 @@ class ModuleServer:
         return difference(before, slots, head)
 
     def _warn_if_written(self, task: Task, given: Arguments, outputs: Sequence[torch.Tensor]) -> None:
-        """Say it once if a module changes an argument in place: its caller keeps the tensor as it was."""
+        """Log a warning, once per module, if a module changes an argument in place; its caller does not see the change."""
         returned = {id(output) for output in outputs}
         for number, (tensor, version) in enumerate(zip(given.tensors, given.versions, strict=True)):
             now = tensor.unchanged() if isinstance(tensor, RemoteTensor) else tensor
@@ -375,7 +378,7 @@ class ModuleServer:
                 return
 
     def _make(self, task: Task, made: Made) -> None:
-        """The result exists: keep it, and have what the caller is known to use itself sent when the task ends."""
+        """Keep a result, and pack the parts that the caller itself uses, to be sent when the task ends."""
         for index, (slot, tensor) in enumerate(zip(made.slots, made.tensors, strict=True)):
             if slot is not None and made.made_here[index]:
                 self._context.values.put(slot.name, tensor.detach(), made_by=task)

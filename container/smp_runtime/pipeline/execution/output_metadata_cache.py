@@ -1,7 +1,8 @@
-"""What calls of a module give, learned from calls before: shapes, types and which tensors are really used.
+"""Predicted results of module calls, learned from earlier calls: shapes, types and which tensors are really used.
 
-A call whose result is known in advance returns at once, with handles. A result is known when calls with the same
-arguments (structure, shapes, types, modes) have given the same structure at least twice.
+If the result of a call is known in advance, the call returns at once, with handles. A result is known if
+calls with the same arguments (structure, shapes, types, modes) have returned the same structure at least
+twice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SHOWN = 160
 
 
 class Template(NamedTuple):
-    """Where a tensor of a result comes from, independent of microbatch and caller."""
+    """The origin of a tensor in a result, independent of microbatch and caller."""
 
     argument: int | None  # number of the argument that it is; None if the call made it
     kind: str  # of its name
@@ -36,7 +37,7 @@ class Template(NamedTuple):
     meta: TensorMetadata  # shape and type
 
     def slot(self, microbatch: int, path: Path, arguments: Sequence[tuple[Name, int]]) -> TensorSlot:
-        """The tensor of one call's result."""
+        """Return the slot of this tensor in the result of one call."""
         if self.argument is not None:
             name, owner = arguments[self.argument]
             return TensorSlot(name, owner, self.meta, False)
@@ -44,7 +45,7 @@ class Template(NamedTuple):
 
 
 def template_of(slot: TensorSlot, path: Path, arguments: Sequence[Name]) -> Template | None:
-    """The template of a tensor, or None if it comes from somewhere that cannot be named in advance."""
+    """Return the template of a tensor, or None if its origin cannot be named in advance."""
     if slot.name in arguments:
         return Template(arguments.index(slot.name), "", (), 0, 0, slot.meta)
     suffix = child_of(slot.name[2], path)
@@ -60,21 +61,21 @@ class OutputMetadata(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal outcomes, on every rank."""
+        """Return a digest that is equal for equal results, on every rank."""
         return hashlib.blake2b(self.head + repr(self.templates).encode(), digest_size=16).digest()
 
 
 def outcome_of(
     head: bytes, slots: Sequence[TensorSlot | None], path: Path, arguments: Sequence[Name]
 ) -> OutputMetadata:
-    """What a call has given, in terms that hold for the next call too."""
+    """Return the metadata of a call's result in a form that also holds for the next call."""
     templates = tuple(None if slot is None else template_of(slot, path, arguments) for slot in slots)
     nameable = all(t is not None for t, slot in zip(templates, slots, strict=True) if slot is not None)
     return OutputMetadata(head, templates, nameable)
 
 
 def difference(before: OutputMetadata, slots: Sequence[TensorSlot | None], head: bytes) -> str:
-    """What a call has given instead of what was expected, for messages."""
+    """Return text for a message: the actual result, and the expected one where they differ."""
     then = [None if template is None else template.meta for template in before.templates]
     now = [None if slot is None else slot.meta for slot in slots]
     if then != now:
@@ -88,7 +89,7 @@ def difference(before: OutputMetadata, slots: Sequence[TensorSlot | None], head:
 
 
 def described(metas: Sequence[TensorMetadata | None]) -> str:
-    """Types, shapes and which require gradients."""
+    """Return types, shapes and ``requires_grad`` of tensors as text."""
     return ", ".join("none" if meta is None else _text(meta) for meta in metas) or "no tensors"
 
 
@@ -98,7 +99,7 @@ def _text(meta: TensorMetadata) -> str:
 
 
 def _shown(head: bytes, metas: Sequence[TensorMetadata | None]) -> str:
-    """A result as text, with the values that are no tensors."""
+    """Return a result as text, including the values that are not tensors."""
     try:
         texts = [_Text("none" if meta is None else _text(meta)) for meta in metas]
         result, changed = unpack(head, texts, module_of=cast("Any", _Text))
@@ -114,12 +115,12 @@ class _Text(str):
 
 
 class LearnedOutput:
-    """What is known of one kind of result.
+    """The knowledge about one kind of result.
 
     Attributes:
         outcome: of the last call.
         digest: of that outcome, once it is relied on.
-        goes: tensors of it, and stages that needed their elements, the caller's own among them.
+        goes: pairs of a tensor of it and a stage that needed its elements, the caller's own stage included.
     """
 
     def __init__(self) -> None:
@@ -131,15 +132,15 @@ class LearnedOutput:
 
     @property
     def is_known(self) -> bool:
-        """Whether the next call's result can be predicted."""
+        """Return whether the next call's result can be predicted."""
         return self._sightings >= SIGHTINGS
 
     def is_needed(self, index: int, stage: int) -> None:
-        """A stage needs the elements of a tensor of the result, and will next time: it is sent there unasked then."""
+        """Record that a stage needs the elements of a tensor of the result; next time they are sent without a request."""
         self.goes.add((index, stage))
 
     def observe(self, outcome: OutputMetadata) -> bool:
-        """Take note of a result; returns whether something was learned, so that the next call may go differently."""
+        """Record a result, and return whether something was learned that may change the next call."""
         if self._varies:
             return False
         if (self.outcome is not None and outcome != self.outcome) or not outcome.is_nameable:
@@ -168,7 +169,10 @@ class OutputPrediction:
         self.touched: tuple[bool, ...] | None = None
 
     def learn_touched(self, reply: Reply) -> None:
-        """Arguments once used stay marked: sending one in vain is cheaper than waiting for it."""
+        """Mark the arguments that the module has used; marked arguments stay marked.
+
+        Sending an argument in vain is cheaper than waiting for it.
+        """
         before = self.touched or (False,) * len(reply.touched)
         self.touched = tuple(a or b for a, b in zip(before, reply.touched, strict=True))
 
@@ -180,7 +184,7 @@ class OutputMetadataCache:
         self._kinds: dict[Hashable, OutputPrediction] = {}
 
     def of(self, kind: Hashable) -> OutputPrediction:
-        """What is known of a kind of call."""
+        """Return the prediction for a kind of call; an empty one is created for a new kind."""
         found = self._kinds.get(kind)
         if found is None:
             if len(self._kinds) >= MOST_KINDS:

@@ -36,7 +36,7 @@ at_plan: list[Callable[[SchedulePlan, Sequence[Segment]], None]] = []
 
 @dataclass
 class KindPlan:
-    """What is known of one kind of step."""
+    """The plan of one kind of step, and how steps have followed it."""
 
     orders: dict[int, tuple[Action, ...]] | None = None  # by stage; None before it is planned
     is_new: bool = False  # whether the other stages have not got it yet
@@ -45,16 +45,16 @@ class KindPlan:
 
     @property
     def replays(self) -> bool:
-        """Whether the next step follows an order."""
+        """Return whether the next step follows an order."""
         return self.orders is not None
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the next step is planned from, if it does not leave the order."""
+        """Return whether a plan is made from the next step, if that step does not leave its order."""
         return self.divergences < MOST_DIVERGENCES if self.orders is None else self.replayed + 1 == STEPS_BEFORE_REVIEW
 
     def order_of(self, stage: int) -> tuple[Action, ...] | None:
-        """The order to send to a stage, if it has not got it."""
+        """Return the order to send to a stage, or None if it already has it or no order exists."""
         return self.orders.get(stage, ()) if self.orders is not None and self.is_new else None
 
 
@@ -63,8 +63,8 @@ class PlanStore:
 
     Args:
         active: most microbatches in flight.
-        share: gives the orders of all pipelines that must agree; the first one's count.
-        repeatable: whether orders follow from what a step does alone, so that another run has the same ones.
+        share: returns the orders of all pipelines that must agree; the first one's count.
+        repeatable: whether orders depend only on the work of a step, so that another run has the same ones.
     """
 
     def __init__(
@@ -85,11 +85,14 @@ class PlanStore:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other pipelines must run their work in the same order."""
+        """Return whether other pipelines must run their work in the same order."""
         return self._share is not None
 
     def of(self, kind: StepKind | None) -> KindPlan:
-        """On the root stage: what is known of a kind; None is one whose steps differ, and are never planned."""
+        """Return the plan of a kind of step; only on the root stage.
+
+        None is the kind of steps that differ from each other. They are never planned.
+        """
         if kind is None:
             return KindPlan(divergences=MOST_DIVERGENCES)
         if kind not in self._plans and len(self._plans) >= MOST_KINDS:
@@ -97,7 +100,7 @@ class PlanStore:
         return self._plans.setdefault(kind, KindPlan())
 
     def order(self, begin: Begin) -> Sequence[Action] | None:
-        """On every stage: the order of the step that begins."""
+        """Return the order of the step that begins, or None; on every stage."""
         if begin.order is not None:
             if len(self._orders) >= MOST_KINDS:
                 self._orders.clear()
@@ -105,14 +108,15 @@ class PlanStore:
         return self._orders.get(begin.kind) if begin.replays else None
 
     def order_counts(self, kind: StepKind | None) -> bool:
-        """On the root stage: whether modules change buffers or attributes in such a step, as running statistics do.
+        """Return whether modules change buffers or attributes in such a step, as running statistics do.
 
-        Then the order of the microbatches counts, which only a planned order guarantees. Assumed before one was seen.
+        If they do, the order of the microbatches matters, and only a planned order guarantees it. Before such a
+        step has been seen, the result is True. Only for the root stage.
         """
         return kind is None or self._changes_buffers.get(kind.course, True)
 
     def wants_record(self, kind: Hashable, diverged: bool) -> bool:
-        """On the root stage, at the end of a step: whether to plan from what the stages recorded in it."""
+        """Count a step at its end, and return whether to plan from the records of the stages; only on the root stage."""
         plan = self._plans[kind]
         is_recorded = plan.is_recorded
         plan.is_new = False
@@ -130,7 +134,11 @@ class PlanStore:
         return is_recorded
 
     def learn(self, kind: StepKind, records: Sequence[Record]) -> None:
-        """On the root stage: plan, unless calls waited in that step for results that are known by now."""
+        """Plan from the records of a step; only on the root stage.
+
+        No plan is made if calls in that step waited for results that are known by now, or if its microbatches must
+        run one after the other.
+        """
         changed = any(record.changed_buffers for record in records)
         self._changes_buffers[kind.course] = changed or self._changes_buffers.get(kind.course, False)
         segments = [segment for record in records for segment in record.segments]

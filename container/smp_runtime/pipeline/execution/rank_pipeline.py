@@ -152,7 +152,7 @@ class Pipeline:
                 module_calls.answer(part, RemoteEntry(self.caller, path))
 
     def _handlers(self, completion: Completion) -> dict[type, Handler]:
-        """Who takes which message."""
+        """Return the handler for each type of message."""
         context, server, running_step = self.context, self.server, self._running_step
         return {
             ForwardCall: server.accept_call,
@@ -174,33 +174,33 @@ class Pipeline:
 
     @property
     def transport(self) -> PipelineTransport:
-        """What carries the messages to the other stages."""
+        """Return the transport that carries messages to the other stages."""
         return self._messenger.transport
 
     @property
     def stage(self) -> int:
-        """This rank's position in its pipeline."""
+        """Return this rank's position in its pipeline."""
         return self.context.stage
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank runs the step function."""
+        """Return whether this rank runs the step function."""
         return self.stage == self.context.stage_of("")
 
     @property
     def root_rank(self) -> int:
-        """Global rank of the root stage, which runs the step function."""
+        """Return the global rank of the root stage, which runs the step function."""
         return self.context.ranks[self.context.stage_of("")]
 
     @property
     def is_in_model_backward(self) -> bool:
-        """Whether the calling thread's task runs under ``model.backward``."""
+        """Return whether the calling thread's task runs under ``model.backward``."""
         task = self.context.scheduler.current
         return task is not None and task.in_model_backward
 
     @property
     def replayed(self) -> bool:
-        """Whether the last step followed a planned order to its end."""
+        """Return whether the last step followed a planned order to its end."""
         begun = self._running_step.begun
         return begun is not None and begun.replays and not self._running_step.diverged
 
@@ -259,13 +259,13 @@ class Pipeline:
         return unpack(end.outputs, tensors, module_of=context.modules.__getitem__)
 
     def backward(self) -> contextlib.AbstractContextManager[None]:
-        """Around the backward pass that the script begins with ``model.backward``."""
+        """Return a context for the backward pass that the script begins with ``model.backward``."""
         return self._root.backward()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _abort(self, error: BaseException) -> None:
-        """The script's own thread leaves the step with an error."""
+        """Abort the step after an error on the script's own thread."""
         scheduler = self.context.scheduler
         self._alarm.raised(error, STEP_FUNCTION)
         with self.context.lock:

@@ -161,11 +161,11 @@ class RemoteCall:
     def _results(
         self, task: Task, kind: str, learned: LearnedOutput, waits: bool, given: Sequence[TensorSlot | None]
     ) -> tuple[OutputMetadata, list[TensorSlot | None], Reply | None]:
-        """What a request gives: what its reply says, or what such requests have given before.
+        """Return the results of a request, from its reply or as learned from earlier requests.
 
         Args:
             kind: of the request, "F" or "B".
-            learned: of such requests.
+            learned: from such requests.
             waits: whether a reply comes.
             given: the tensors of the request; a result that is one of them is named as such.
         """
@@ -186,7 +186,7 @@ class RemoteCall:
         return outcome, results, reply
 
     def _argument_slots(self) -> tuple[list[TensorSlot], dict[Name, torch.Tensor]]:
-        """The arguments by name, and the tensors that go with the request."""
+        """Return the slots of the arguments, and the tensors to send with the request, by name."""
         context, values = self._context, self._context.values
         touched = self._prediction.touched
         slots: list[TensorSlot] = []
@@ -214,9 +214,9 @@ class RemoteCall:
         ]
 
     def _announce(self, results: Sequence[TensorSlot | None], goes: Iterable[tuple[int, int]], kind: str) -> None:
-        """What the called stage makes itself goes where it was needed before, unasked.
+        """Record that values made by the called stage go to the stages that needed them before, without a request.
 
-        A caller that has waited may have got another result than before, of fewer tensors.
+        If the caller has waited, it may have got another result than before, with fewer tensors.
         """
         for index, stage in goes:
             slot = results[index] if index < len(results) else None
@@ -224,7 +224,7 @@ class RemoteCall:
                 self._context.values.announce(slot.name, stage)
 
     def _direct(self, handle: RemoteTensor) -> None:
-        """The called stage needs the elements of a handle."""
+        """Have the elements of a handle sent to the called stage, which needs them."""
         if handle.owner != self._stage:
             if handle.needed is not None:
                 handle.needed(self._stage)
@@ -233,7 +233,10 @@ class RemoteCall:
     def _handles_of(
         self, task: Task, slots: Sequence[TensorSlot | None], known: LearnedOutput
     ) -> dict[int, RemoteTensor]:
-        """Handles for the tensors of a result, by position; where their elements are needed goes to what is known of it."""
+        """Return handles for the tensors of a result, by position.
+
+        The handles record which stages need their elements in ``known``.
+        """
         context = self._context
         handles = {}
         for index, slot in enumerate(slots):
@@ -251,7 +254,7 @@ class RemoteCall:
 
     @property
     def differentiable(self) -> list[bool]:
-        """Which outputs require gradients."""
+        """Return for each output whether it requires gradients."""
         return [template is not None and template.meta.requires_grad for template in self.outcome.templates]
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ class RemoteCall:
     def _gradient_slots(
         self, task: Task, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[list[TensorSlot | None], dict[Name, torch.Tensor]]:
-        """The gradients of the outputs by name, and those that go with the request."""
+        """Return the slots of the outputs' gradients, and the gradients to send with the request, by name."""
         context = self._context
         slots: list[TensorSlot | None] = []
         inline: dict[Name, torch.Tensor] = {}
@@ -372,7 +375,7 @@ class RemoteEntry:
 
 
 class _NotHere:
-    """What is left of a remote module in a copy of the model."""
+    """The remainder of a remote module in a copy of the model."""
 
     def __init__(self, path: str) -> None:
         self._path = path

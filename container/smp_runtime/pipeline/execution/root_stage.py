@@ -1,4 +1,4 @@
-"""The root stage's side of a step: it runs the step function, one task for each microbatch, and tells the others its end."""
+"""The root stage's side of a step: it runs a task for each microbatch, and announces the step's end."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ takes_turns = True
 
 
 class RootStage:
-    """Runs the step function.
+    """The root stage, which runs the step function.
 
     Args:
         begins: called on a worker's thread with the microbatch of a task that begins there, None when it ends.
-        share: gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
+        share: returns the values of all pipelines that must run in one order, the deciding one's first; None:
+            its own.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class RootStage:
         return self._plans.wants_record(kind, diverged)
 
     def _work(self, task: Task, function: Callable[[], Any], modes: Any) -> None:
-        """One microbatch, on a worker's thread."""
+        """Run one microbatch, on a worker's thread."""
         self._begins(task.microbatch)
         try:
             with in_modes(modes):
@@ -135,7 +136,7 @@ class RootStage:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the backward pass that the script begins with ``model.backward``."""
+        """Run the block as the backward pass that the script begins with ``model.backward``."""
         task = self._context.scheduler.current
         if task is None:
             raise AssertionError("model.backward has checked that a task runs")
@@ -152,10 +153,10 @@ class RootStage:
                 watch.turn(task, TaskKind.STEP)
 
     def _enter_backward(self, task: Task) -> bool:
-        """A task's script begins its backward pass; it may have to wait for forward passes of others.
+        """Begin the backward pass of a task's script; it may have to wait for forward passes of other microbatches.
 
         Returns:
-            Whether the task's segment has ended with it, so that another has just begun.
+            Whether this has ended the task's segment, so that another one has just begun.
         """
         if task.kind is not TaskKind.STEP or task.phase is TaskKind.BACKWARD:
             return False
@@ -170,7 +171,10 @@ class RootStage:
         return True
 
     def _forward_ended(self, microbatch: int) -> None:
-        """With the lock held: backward passes that have waited for it may begin; they do when this task gives up the baton."""
+        """Allow the backward passes that have waited for this forward pass; the caller holds the lock.
+
+        They begin when this task gives up the baton.
+        """
         self._context.scheduler.arrived(self._microbatches.forward_ended(microbatch))
 
     def _others_without_record(self) -> list[int]:

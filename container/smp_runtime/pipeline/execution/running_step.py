@@ -1,4 +1,4 @@
-"""The step that a rank is in: what is known of it from entering to leaving, and the wait for it to get somewhere."""
+"""The step that a rank is in: its state from entering to leaving, and the waits for its progress."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Microbatches:
         self.clear()
 
     def clear(self) -> None:
-        """The step is over."""
+        """Clear the state at the end of the step."""
         self.tasks: dict[int, Task] = {}
         self.results: dict[int, Any] = {}
         self.finished: set[int] = set()
@@ -66,28 +66,28 @@ class Microbatches:
 
     @property
     def are_finished(self) -> bool:
-        """Whether all are done."""
+        """Return whether all microbatches are done."""
         return len(self.finished) == len(self.tasks)
 
     def is_admitted(self, task: Task) -> bool:
-        """Whether one more microbatch may begin."""
+        """Return whether one more microbatch may begin."""
         in_flight = [n for n, other in self.tasks.items() if other.has_thread and n not in self.finished]
         return self._policy.admits(task.microbatch, in_flight, self.active)
 
     def forward_ended(self, microbatch: int) -> Event:
-        """A microbatch has ended its forward pass; returns the event that this is for others."""
+        """Record the end of a microbatch's forward pass, and return the event for it."""
         self._through.add(event := ("forward ended", microbatch))
         return event
 
     def before_backward(self, microbatch: int) -> list[Event]:
-        """What the backward pass of a microbatch waits for where no order is planned."""
+        """Return the events that a microbatch's backward pass waits for if no order is planned."""
         return [
             ("forward ended", other)
             for other in self._policy.backward_waits_for(microbatch, len(self.tasks), self.active)
         ]
 
     def has_happened(self, event: Event) -> bool:
-        """Whether such an event is over."""
+        """Return whether such an event has happened."""
         return event in self._through
 
 
@@ -95,12 +95,13 @@ class RunningStep:
     """The step that a rank is in.
 
     Args:
-        meet: gives the values of the pipelines whose ranks meet this one's in collectives while modules run; None where none do.
+        meet: returns the values of the pipelines with ranks that meet this one's in collectives while modules run;
+            None if there are none.
 
     Attributes:
         microbatches: of the step, on the root stage.
         begun: how the step begins, once that is known.
-        end: how it ends, and the tensors of its outputs, once the root stage has told.
+        end: how it ends, and the tensors of its outputs, once the root stage has announced it.
         records: of the other stages, on the root stage.
         diverged: whether the step has left its planned order.
     """
@@ -151,7 +152,7 @@ class RunningStep:
             )
 
     def enter(self, call: StepAnnouncement) -> None:
-        """This rank enters a step, as its script has called it.
+        """Enter a step on this rank, as its script has called it.
 
         Raises:
             StageError: no step can run any more.
@@ -171,7 +172,7 @@ class RunningStep:
             self._messenger.enter()
 
     def begin(self, begin: Begin) -> None:
-        """It is known how the step begins."""
+        """Begin the step, once the root stage's ``begin`` is known."""
         context = self._context
         with context.lock:
             self.begun = begin
@@ -191,7 +192,7 @@ class RunningStep:
         self._messenger.begin()
 
     def _compare(self, root: StepAnnouncement) -> None:
-        """Whether this rank's script has called the same step as the root stage's."""
+        """Check that this rank's script has called the same step as the root stage's."""
         if self._call is None:
             return
         ranks = self._context.ranks
@@ -206,7 +207,7 @@ class RunningStep:
             logger.warning(warning)
 
     def check_children(self) -> None:
-        """Refuse, where this rank's work is done, that it has replaced modules that other stages have too.
+        """Check, after this rank's work is done, that it has not replaced modules that other stages have too.
 
         Raises:
             SMPUserError: it did.
@@ -214,7 +215,7 @@ class RunningStep:
         self._context.check_children(self._children)
 
     def own_record(self) -> Record:
-        """What this rank did in the step."""
+        """Return the record of this rank's work in the step."""
         with self._context.lock:
             attributes = self._context.attributes
             changed = self._context.tensor_versions() != self._buffers or attributes.carries
@@ -233,36 +234,36 @@ class RunningStep:
     # -- what other stages tell --------------------------------------------------------------------------------------
 
     def ended(self, end: End, tensors: list[torch.Tensor]) -> None:
-        """The root stage tells how the step ends."""
+        """Handle the root stage's message that the step ends."""
         with self._context.lock:
             self.end = (end, tensors)
             self._context.changed.notify_all()
 
     def recorded(self, sender: int, record: Record) -> None:
-        """Another stage tells the root stage what it did."""
+        """Handle another stage's record of its work; on the root stage."""
         with self._context.lock:
             self.records[sender] = record
             self._context.changed.notify_all()
 
     def left_order(self) -> None:
-        """Another stage has left the planned order."""
+        """Handle another stage's message that it has left the planned order."""
         with self._context.lock:
             self._follow_no_order()
             self._context.scheduler.poke()
 
     def asked(self, sender: int, ask: Ask) -> None:
-        """The root stage asks how far this one is."""
+        """Answer the root stage's question about this stage's progress."""
         with self._context.lock:
             answer = self._answer(ask)
         self._context.send(sender, answer, [])
 
     def answered(self, sender: int, answer: StageProgress) -> None:
-        """Another stage tells the root stage how far it is."""
+        """Handle another stage's answer about its progress; on the root stage."""
         if self._departure is not None:
             self._departure.answered(sender, answer)
 
     def turned(self, turn: Turn) -> None:
-        """The root stage tells what this one runs."""
+        """Handle the root stage's command to run a task, or to follow the order up to a position."""
         with self._context.lock:
             if turn.task is None:
                 self._context.scheduler.go_on_to(turn.limit)
@@ -270,7 +271,7 @@ class RunningStep:
                 self._context.scheduler.grant(turn.task)
 
     def _answer(self, ask: Ask) -> StageProgress:
-        """With the lock held: how far this rank is."""
+        """Return this rank's progress; the caller holds the lock."""
         scheduler, messenger = self._context.scheduler, self._messenger
         if ask.halts:
             self.diverged = True
@@ -287,15 +288,20 @@ class RunningStep:
         )
 
     def has_diverged(self) -> bool:
-        """On the root stage, at the end of a step: whether this pipeline or one that it meets has left the planned order."""
+        """Return whether this pipeline or one that it meets has left the planned order.
+
+        Only for the root stage, at the end of a step.
+        """
         return self.diverged if self._departure is None else self._departure.at_end(self.diverged)
 
     # -- the planned order -------------------------------------------------------------------------------------------
 
     def leave_order(self, why: str) -> None:
-        """With the lock held: go on in the order in which work arrives, or halt where other pipelines must agree; tell the others.
+        """Leave the planned order, and notify the other stages.
 
-        It may be the scheduler that calls this, while it decides who runs next; so it is left to the caller to poke it.
+        Work goes on in the order in which it arrives. If other pipelines must agree, this rank halts instead. The
+        caller holds the lock. It also pokes the scheduler afterwards, because the scheduler itself may call this
+        while it decides who runs next.
         """
         context = self._context
         if context.scheduler.order is not None and not self.diverged:
@@ -324,12 +330,12 @@ class RunningStep:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def went_well(self) -> None:
-        """The step has reached its end."""
+        """Record that the step has reached its end without an error."""
         if not self.diverged:
             self._longest_step = max(self._longest_step, time.perf_counter() - self._entered)
 
     def leave(self) -> None:
-        """This rank leaves the step, and what was kept for it is forgotten."""
+        """Leave the step on this rank, and release everything that was kept for it."""
         context = self._context
         self._messenger.leave()
         if context.watch is not None:
@@ -342,11 +348,11 @@ class RunningStep:
         self.microbatches.clear()
 
     def wait(self, is_true: Callable[[], bool], what: str, of: Callable[[], Collection[int]]) -> None:
-        """On the script's own thread: wait for the step to get somewhere, with an eye on failures and stalls.
+        """Block the script's own thread until ``is_true`` returns True; watch for failures and stalls meanwhile.
 
         Args:
-            what: is waited for, for messages.
-            of: the stages without which it cannot come.
+            what: the awaited thing, for messages.
+            of: returns the stages without which it cannot come.
         """
         whom = tuple(self._context.ranks[other] for other in of())
         with here().waiting(f"the pipeline, {what},", whom):
@@ -355,7 +361,7 @@ class RunningStep:
                     self._departure.lead()
 
     def _has_come(self, is_true: Callable[[], bool], what: str, of: Callable[[], Collection[int]]) -> bool:
-        """Wait; returns False where this rank must lead the stages out of the planned order first."""
+        """Wait; return False if this rank must lead the stages out of the planned order first."""
         seconds = timeout_seconds()
         scheduler = self._context.scheduler
         # Work that the order holds back although nothing else happens for the time of some steps: it does not fit.
@@ -381,7 +387,10 @@ class RunningStep:
         return True
 
     def _is_stalled(self, quiet: float, stall: float) -> bool:
-        """With the lock held: whether the planned order does not fit, after ``quiet`` seconds without progress here."""
+        """Return whether the planned order does not fit, after ``quiet`` seconds without progress on this rank.
+
+        The caller holds the lock.
+        """
         scheduler = self._context.scheduler
         if scheduler.order is None or self.diverged or scheduler.is_running:
             return False

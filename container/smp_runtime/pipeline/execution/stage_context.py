@@ -1,4 +1,4 @@
-"""What the parts of a rank's pipeline share: its place, its values, its tasks, and the way to the other stages."""
+"""The shared parts of a rank's pipeline: its place, its values, its tasks, and the connection to the other stages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StageContext:
     # -- what a call runs --------------------------------------------------------------------------------------------
 
     def called(self, module: str | GroupCall) -> nn.Module:
-        """The module that a call runs, by its path; that of several modules is known by its label from then on."""
+        """Return the module that a call runs; the module of a :class:`GroupCall` is kept under its label."""
         if isinstance(module, str):
             return self.modules[module]
         label = str(module)
@@ -83,7 +83,7 @@ class StageContext:
         return self._groups[label][1]
 
     def stage_of_call(self, module: str | GroupCall) -> int:
-        """The stage that runs a call."""
+        """Return the stage that runs a call."""
         return self.stage_of(module if isinstance(module, str) else module.members[0])
 
     def _labelled(self, label: str) -> nn.Module:
@@ -95,16 +95,19 @@ class StageContext:
     # -- tasks -------------------------------------------------------------------------------------------------------
 
     def is_there(self, event: Any) -> bool:
-        """Whether a task need not wait for something: a value, or a reply ``("r", …)``."""
+        """Return whether a value, or a reply ``("r", …)``, is available, so that a task need not wait for it."""
         return event in self.replies or self.values.has(event)
 
     def random_state(self, microbatch: int, module: str, nth: int) -> RandomState:
-        """Where a task's random numbers begin, and the flags of the modules that it runs."""
+        """Return a task's initial random state, with the flags of the modules that it runs."""
         seed = task_seed(self.seed, self.replica, microbatch, module, nth)
         return TaskState(seed, self.device, self.switches, module)
 
     def tensor_versions(self) -> list[tuple[int, ...]]:
-        """Another list when a module of this stage has changed a buffer or a parameter, in place or by another in its place."""
+        """Return versions that differ after a module of this stage has changed a buffer or a parameter.
+
+        Both a change in place and a replacement count.
+        """
         found: list[tuple[int, ...]] = []
         for path, module in self.modules.items():
             if self.stage_of(path) == self.stage:
@@ -113,11 +116,11 @@ class StageContext:
         return found
 
     def children(self) -> dict[str, dict[str, nn.Module | None]]:
-        """What every module holds, by path."""
+        """Return the direct submodules of every module, by path."""
         return {path: dict(module._modules) for path, module in self.modules.items()}
 
     def check_children(self, before: Mapping[str, dict[str, nn.Module | None]]) -> None:
-        """Refuse that a step has put modules in the place of others where another stage does not see it.
+        """Check that a step has not replaced modules that another stage runs, because that stage does not see it.
 
         Raises:
             SMPUserError: it did.
@@ -136,14 +139,14 @@ class StageContext:
             )
 
     def opens(self, task: Task, kind: str, path: Path) -> None:
-        """A task posts a request; it is not done before the request is."""
+        """Record that a task posts a request; the task is not done before the request is."""
         with self.lock:
             task.open += 1
             self.opened[kind, task.microbatch, path] = task
             self.scheduler.give(task, ("q", kind, task.microbatch, path))
 
     def replied(self, reply: Reply) -> None:
-        """A reply has come, on the receiver's thread."""
+        """Handle a reply, on the receiver's thread."""
         event = ("r", reply.kind, reply.microbatch, reply.path)
         with self.lock:
             self.replies[event] = reply
@@ -151,14 +154,14 @@ class StageContext:
             self.scheduler.poke()
 
     def wait_for_reply(self, task: Task, kind: str, path: Path) -> Reply:
-        """The reply to a request that was posted."""
+        """Block until the reply to a posted request has come, and return it."""
         event = ("r", kind, task.microbatch, path)
         self.scheduler.wait(task, (event,), self.is_there)
         with self.lock:
             return self.replies.pop(event)
 
     def wait_until_done(self, task: Task, kind: str, path: Path) -> None:
-        """Let a request run that was posted, and all that it asks for, although its result is known."""
+        """Block until a posted request and all its own requests are done, although its result is known."""
         self.scheduler.wait(
             task,
             (("d", kind, task.microbatch, path),),
@@ -167,14 +170,14 @@ class StageContext:
         )
 
     def done(self, kind: str, microbatch: int, path: Path) -> Task | None:
-        """With the lock held: a request is done; returns the task that has posted it."""
+        """Record that a request is done, and return the task that has posted it, if any; the caller holds the lock."""
         task = self.opened.pop((kind, microbatch, path), None)
         self.scheduler.arrived(("d", kind, microbatch, path))
         return task
 
 
 def current_modes() -> Modes:
-    """The calling thread's modes."""
+    """Return the calling thread's modes."""
     autocast = tuple(
         (kind, torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(kind))
         for kind in ("cuda", "cpu")
@@ -187,13 +190,16 @@ _NOTHING = contextlib.nullcontext()
 
 
 def in_modes(modes: Modes) -> contextlib.AbstractContextManager[None]:
-    """Run with the modes of another thread."""
+    """Run the block with the modes of another thread."""
     # As a rule they are this thread's already.
     return _NOTHING if modes == current_modes() else _entered(modes)
 
 
 def keeps_otherwise() -> bool:
-    """Whether hooks of the calling thread change how autograd keeps tensors for backward: no other thread sees those."""
+    """Return whether hooks of the calling thread change how autograd saves tensors for backward.
+
+    Other threads do not see such hooks.
+    """
     return saved_tensor_hooks() is not None
 
 

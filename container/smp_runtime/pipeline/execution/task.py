@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Abandoned(BaseException):
-    """Ends a task of a step that has failed; not an ``Exception``, so that no module swallows it."""
+    """An exception that ends a task of a failed step; not an ``Exception``, so that no module swallows it."""
 
 
 class Task:
@@ -28,7 +28,7 @@ class Task:
         label: module path, for messages and pictures.
         random: the state of its random numbers; None leaves the generators alone.
         context: variables (``contextvars``) of the script, for the step function.
-        caller: stage that has asked for it; None for the step function.
+        caller: stage that has requested it; None for the step function.
 
     Attributes:
         part: number of the segment that runs or comes next.
@@ -90,17 +90,17 @@ class Task:
 
     @property
     def key(self) -> tuple[TaskKind, int, tuple[int, ...]]:
-        """Its name among the tasks of a step."""
+        """Return the key of this task among the tasks of a step."""
         return self.kind, self.microbatch, self.path
 
     @property
     def action(self) -> Action:
-        """The name of the segment that runs or comes next."""
+        """Return the name of the segment that runs or comes next."""
         return Action(self.kind, self.microbatch, self.path, self.part)
 
     @property
     def in_model_backward(self) -> bool:
-        """Whether it runs under ``model.backward``, or what it runs was asked for there."""
+        """Return whether it runs under ``model.backward``, or was requested from there."""
         return self.weight_gradients.is_open
 
     @in_model_backward.setter
@@ -129,24 +129,24 @@ class Order:
 
     @property
     def next(self) -> Action | None:
-        """What comes next, or None at the end."""
+        """Return the next action, or None at the end."""
         return self.actions[self.position] if self.position < len(self.actions) else None
 
 
 class TaskWatch(Protocol):
-    """Is told what a rank's tasks compute, as a recorder is; see :mod:`smp_runtime.pipeline.observe.recorder`."""
+    """An observer of the work of a rank's tasks; see :mod:`smp_runtime.pipeline.observe.recorder`."""
 
     def begin_step(self, number: int) -> None:
-        """A step begins."""
+        """Handle the beginning of a step."""
 
     def end_step(self, failed: bool = False) -> None:
-        """The step has ended, or failed."""
+        """Handle the end or the failure of the step."""
 
     def segment_ended(self, task: Task, start: float, stop: float) -> None:
-        """A task has computed from ``start`` to ``stop``, in seconds of ``time.perf_counter()``."""
+        """Handle a task's work from ``start`` to ``stop``, in seconds of ``time.perf_counter()``."""
 
     def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None:
-        """The rest of the running segment is of another kind."""
+        """Handle that the rest of the running segment is of another kind."""
 
     def close(self) -> None:
-        """The session ends."""
+        """Handle the end of the session."""

@@ -1,13 +1,15 @@
-"""Tasks and the baton: a rank has many tasks under way, one worker thread each, and computes in one of them at a time.
+"""Tasks and the baton: a rank has many unfinished tasks, one worker thread each, and computes in one at a time.
 
-A task is a microbatch's step function, or a module call that another stage asked for, or its backward pass. It runs
-until it needs a value that another task or stage makes; then it gives the baton back, which ends one *segment* of it.
-Who gets the baton next follows a planned order where there is one, else the schedule's policy.
+A task is a microbatch's step function, or a module call that another stage requested, or its backward pass.
+It runs until it needs a value that another task or stage makes; then it gives the baton back, which ends
+one *segment* of it. A planned order decides who gets the baton next. If there is none, the schedule's
+policy decides.
 
-One lock guards all state of a rank's pipeline, the scheduler's too. It is re-entrant, since what the scheduler calls with
-the lock held may come back to it (an ended task sends a message that opens another). Nobody waits for another rank, for a
-task or for a socket while holding it: a task that waits gives the lock back first and then blocks on its own ``turn``, and
-sending only queues bytes. So whoever holds the lock gets on, and no circle of waits can go through it.
+One lock guards all state of a rank's pipeline, including the scheduler's. It is re-entrant, because a
+function that the scheduler calls with the lock held may call it back (an ended task sends a message that
+opens another). A thread that holds the lock never waits for another rank, a task or a socket. A task that
+waits gives the lock back first and then blocks on its own ``turn``, and sending only queues bytes. So the
+holder of the lock always makes progress, and no cycle of waits can go through the lock.
 """
 
 from __future__ import annotations
@@ -40,13 +42,14 @@ CLOSE_SECONDS = 10.0
 
 
 class TaskScheduler:
-    """Hands the baton of one rank from task to task.
+    """The scheduler that hands the baton of one rank from task to task.
 
-    All state is guarded by ``lock``, which the server shares; methods say whether the caller holds it.
+    All state is guarded by ``lock``, which the server shares; the methods' docstrings state whether the caller
+    holds it.
 
     Args:
         lock: of the rank's pipeline.
-        policy: who goes first where no order is planned.
+        policy: decides who goes first if no order is planned.
         attributes: of this stage's modules; they change with the microbatch that runs.
     """
 
@@ -101,13 +104,14 @@ class TaskScheduler:
         idle: Callable[[], None],
         leaves_weights: Callable[[Task], None],
     ) -> None:
-        """Whom to ask and tell, before the first task; all are called with the lock held.
+        """Set the callbacks, before the first task; all are called with the lock held.
 
         Args:
-            is_admitted: whether a new step function task may begin (microbatches in flight).
+            is_admitted: returns whether a new step function task may begin (microbatches in flight).
             diverged: the planned order cannot be followed.
             failed: a task has raised, with its label.
-            finished: a task's code has ended; returns what to do without the lock as soon as the next task has the baton.
+            finished: a task's code has ended; returns a function to call without the lock after the next task has
+                the baton.
             idle: no task can run.
             leaves_weights: a segment ends that has left gradients of weights for later.
         """
@@ -122,20 +126,20 @@ class TaskScheduler:
 
     @property
     def current(self) -> Task | None:
-        """The task that runs on the calling thread."""
+        """Return the task that runs on the calling thread, or None."""
         return getattr(self._local, "task", None)
 
     def wait(
         self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool], *, goes_on: bool = False
     ) -> None:
-        """End the running segment of ``task``; returns when ``events`` have come and it has the baton again.
+        """End the running segment of ``task``; return when ``events`` have come and it has the baton again.
 
         Args:
             goes_on: its segment goes on afterwards, as if it had not waited: planned steps do not wait here.
 
         Raises:
             Abandoned: the step has failed meanwhile.
-            DeadlineError: nothing came in time.
+            DeadlineError: the events have not come in time.
         """
         self._settle()
         with self._lock:
@@ -174,18 +178,18 @@ class TaskScheduler:
     # -- what the server calls, with the lock held -----------------------------------------------------------------
 
     def add(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
-        """A new task, which can begin once ``events`` have come."""
+        """Add a new task, which can begin once ``events`` have come."""
         self._enqueue(task, events, is_there)
         if (order := self.order) is not None and task.key not in order.parts:
             self._diverged(f"{task} was not asked for in the recorded step")
 
     def arrived(self, event: Event) -> None:
-        """Something that tasks may wait for is there."""
+        """Record that something that tasks may wait for is available."""
         for task in self._by_event.pop(event, ()):
             task.missing.discard(event)
 
     def poke(self) -> None:
-        """Hand the baton to a task that can run, if nobody has it."""
+        """Hand the baton to a task that can run, if no task has it."""
         if self._running is None and not self.is_aborted:
             self._hand_over()
 
@@ -207,7 +211,7 @@ class TaskScheduler:
 
     @property
     def position(self) -> int:
-        """The place in the planned order, or where the order was left."""
+        """Return the position in the planned order, or the position where the order was left."""
         return self.order.position if self.order is not None else self.limit or 0
 
     def halt(self) -> None:
@@ -227,7 +231,10 @@ class TaskScheduler:
         self.poke()
 
     def most_urgent(self) -> tuple[tuple[Any, ...], tuple[TaskKind, int, tuple[int, ...]]] | None:
-        """The urgency and the name of the task that would run next without an order; None if no task can run."""
+        """Return the urgency and the key of the task that would run next without an order, or None.
+
+        None means that no task can run.
+        """
         task = self._choose_freely()
         return None if task is None else (self._urgency(task), task.key)
 
@@ -241,22 +248,22 @@ class TaskScheduler:
             task.turn.release()
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Wait until no task of an aborted step runs any more; returns whether that came true in time."""
+        """Wait until no task of an aborted step runs any more, and return whether that happened in time."""
         with self._lock:
             return self._all_ended.wait_for(lambda: self._live == 0, seconds)
 
     @property
     def is_running(self) -> bool:
-        """Whether a task has the baton."""
+        """Return whether a task has the baton."""
         return self._running is not None
 
     @property
     def is_stalled(self) -> bool:
-        """Whether tasks could run but the planned order holds them back."""
+        """Return whether tasks could run but the planned order holds them back."""
         return self._running is None and any(not task.missing for task in self._waiting.values())
 
     def waiting_tasks(self) -> list[Task]:
-        """The tasks that wait for the baton or for values."""
+        """Return the tasks that wait for the baton or for values."""
         return list(self._waiting.values())
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -269,7 +276,10 @@ class TaskScheduler:
         self._waiting[task.key] = task
 
     def _settle(self) -> None:
-        """A recorded segment lasts until the GPU has done its work; plans from the time of launching would not fit."""
+        """Wait for the GPU if the segment is recorded, so that its duration includes the GPU's work.
+
+        A plan made from launch times would not fit.
+        """
         if self.records and self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -338,7 +348,7 @@ class TaskScheduler:
         return task.kind is not TaskKind.STEP or task.has_thread or self._is_admitted(task)
 
     def _hand_over(self) -> None:
-        """Choose who runs next and wake it; on return ``_running`` is that task or None."""
+        """Choose the next task and wake it; afterwards ``_running`` is that task or None."""
         task = self._choose()
         if task is None:
             self._idle()
@@ -365,7 +375,7 @@ class TaskScheduler:
                 self._idle_threads.put(task)
 
     def _work(self, first: Task) -> None:
-        """A worker thread: runs tasks, one after the other, until it is told to end."""
+        """Run tasks on a worker thread, one after the other, until a None in the queue ends it."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         task: Task | None = first
@@ -381,7 +391,7 @@ class TaskScheduler:
                 task = self._idle_threads.get()
 
     def _run(self, task: Task) -> Task | None:
-        """Run a task to its end; returns one that can begin now, for the same thread."""
+        """Run a task to its end, and return one that can begin now on the same thread, or None."""
         error = self._raised_by(task)
         if error is None:
             self._settle()
@@ -401,7 +411,7 @@ class TaskScheduler:
         return following
 
     def _raised_by(self, task: Task) -> BaseException | None:
-        """Do the work of a task; returns what it has raised, unless its step was abandoned."""
+        """Do the work of a task, and return the error that it has raised; None if its step was abandoned."""
         try:
             if task.random is not None:
                 task.random.restore()
@@ -422,7 +432,10 @@ class TaskScheduler:
         return splitting(task.weight_gradients, SplitOperations())
 
     def _ended(self, task: Task, error: BaseException | None) -> Callable[[], None] | None:
-        """With the lock held: the work of a task has ended; returns what to do without the lock."""
+        """Handle the end of a task's work, and return a function to call without the lock, or None.
+
+        The caller holds the lock.
+        """
         post = None
         self._live -= 1
         is_current = self._running is task
@@ -443,7 +456,10 @@ class TaskScheduler:
         return post
 
     def close(self) -> None:
-        """End the worker threads; one that still runs native code when the interpreter ends would abort the process."""
+        """End the worker threads.
+
+        A thread that still runs native code when the interpreter ends would abort the process.
+        """
         for _ in self._threads:
             self._idle_threads.put(None)
         until = time.monotonic() + CLOSE_SECONDS

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class ValueStore:
-    """Keeps values until their microbatch is finished, and brings each to the stages that want it.
+    """The values of a stage, kept until their microbatch is finished, and sent to each stage that wants them.
 
-    Values are put by receiver threads and by the task that computes, and looked up by that task only. Everything that
-    changes is guarded by the pipeline's lock; a single look into a dictionary needs none, since what a task asks for is
-    either there for good (until its own microbatch is released) or waited for with the lock. Values are sent without the
-    lock, since tensors may take their time.
+    Values are put by receiver threads and by the task that computes, and looked up by that task only. All
+    mutable state is guarded by the pipeline's lock. A single dictionary lookup needs no lock: the value that a
+    task asks for either stays (until its own microbatch is released), or is waited for with the lock. Values
+    are sent without the lock, since large tensors take time.
 
-    The scheduler is told what has arrived.
+    The scheduler is notified of each value that arrives.
     """
 
     def __init__(
@@ -49,19 +49,22 @@ class ValueStore:
         self._handed: dict[int, dict[int, tuple[torch.Tensor, int, Name, set[int]]]] = {}
 
     def has(self, name: object) -> bool:
-        """Whether a value, or anything else that a task may wait for by name, is here."""
+        """Return whether a value, or anything else that a task may wait for by name, is here."""
         return name in self._tensors
 
     def get(self, name: Name) -> torch.Tensor:
-        """A value that is here."""
+        """Return a value that is here."""
         return self._tensors[name]
 
     def take(self, name: Name) -> torch.Tensor:
-        """A value that is here; the gradient of an output is forgotten, since nobody else may ask for it."""
+        """Return a value that is here; the gradient of an output is removed, since it is used only once."""
         return self._tensors.pop(name) if name[0] == "G" else self._tensors[name]
 
     def put(self, name: Name, tensor: torch.Tensor, *, made_by: Task | None = None) -> None:
-        """A value was made here or has arrived: send it to the stages that want it and wake the tasks that wait."""
+        """Store a value that was made here or has arrived.
+
+        It is sent to the stages that want it, and the tasks that wait for it are woken.
+        """
         with self._lock:
             if self._conductor.is_aborted:
                 return
@@ -78,7 +81,7 @@ class ValueStore:
             self._send(stage, ValueMessage((name,)), [tensor])
 
     def put_all(self, names: Sequence[Name], tensors: Sequence[torch.Tensor]) -> None:
-        """Values that came with a message."""
+        """Store the values that came with a message."""
         for name, tensor in zip(names, tensors, strict=True):
             self.put(name, tensor)
 
@@ -112,7 +115,7 @@ class ValueStore:
             self._send(owner, Deliver(name, stage), [])
 
     def announce(self, name: Name, stage: int) -> bool:
-        """A value will go to a stage unasked; returns whether that is new."""
+        """Record that a value will go to a stage without a request, and return whether that is new."""
         with self._lock:
             directed = self._directed.setdefault(name[1], set())
             before = len(directed)
@@ -120,10 +123,10 @@ class ValueStore:
             return len(directed) > before
 
     def fetch(self, name: Name, owner: int) -> torch.Tensor:
-        """A value, waited for if need be; the task that calls gives the baton back meanwhile.
+        """Return a value, after waiting for it if necessary; the calling task gives the baton back meanwhile.
 
         Raises:
-            SMPRuntimeError: outside a step, when the value is gone.
+            SMPRuntimeError: outside a step, if the value is gone.
         """
         task = self._conductor.current
         if task is None:
@@ -167,7 +170,7 @@ class ValueStore:
             self._handed.pop(microbatch, None)
 
     def clear(self) -> None:
-        """Forget everything: the step is over."""
+        """Forget everything at the end of the step."""
         with self._lock:
             self._tensors.clear()
             self._versions.clear()
@@ -178,10 +181,10 @@ class ValueStore:
 
     @property
     def count(self) -> int:
-        """Values that are kept now."""
+        """Return the number of values that are kept now."""
         return len(self._tensors)
 
 
 def child_of(path: Path, prefix: Path) -> Path | None:
-    """What follows ``prefix`` in ``path``, or None."""
+    """Return the rest of ``path`` after ``prefix``, or None if it does not begin with it."""
     return path[len(prefix) :] if path[: len(prefix)] == prefix else None

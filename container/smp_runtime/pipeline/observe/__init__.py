@@ -1,1 +1,1 @@
-"""Seeing: the timeline of a rank."""
+"""Observation: the timeline of a rank."""

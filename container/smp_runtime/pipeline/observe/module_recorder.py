@@ -1,8 +1,9 @@
-"""Recording what each module of a rank without a pipeline takes, in the form of a pipeline's timeline.
+"""Recording of the time of each module of a rank without a pipeline, in the form of a pipeline's timeline.
 
-A pipeline computes in tasks, whose times it knows anyway. Without one, a microbatch is cut where the code of another module
-begins: in the forward pass at calls of modules, in the backward pass where autograd reaches what a module has returned or was
-given. Each piece is a block of the module whose own code ran, without what the modules in it took.
+A pipeline computes in tasks and knows their times. Without a pipeline, a microbatch is cut where the code
+of another module begins: in the forward pass at calls of modules, in the backward pass where autograd
+reaches a module's output or input. Each piece is a block of the module that ran its own code, without the
+time of its submodules.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class ModuleRecorder:
-    """Follows all modules of a rank by PyTorch's global hooks, until :meth:`close`.
+    """A recorder of all modules of a rank, by PyTorch's global hooks, until :meth:`close`.
 
     Args:
         recorder: keeps the blocks.
-        models: gives the models of the job, whose modules are called by their paths.
+        models: returns the models of the job; their modules are named by their paths.
         device: a block on a GPU ends when the GPU has done its work.
     """
 
@@ -53,7 +54,7 @@ class ModuleRecorder:
         ]
 
     def close(self) -> None:
-        """Hear no more, and write what has not been written."""
+        """Remove the hooks, and write the data that has not been written."""
         for handle in self._handles:
             handle.remove()
         self._recorder.close()
@@ -61,16 +62,16 @@ class ModuleRecorder:
     # -- what the step tells ---------------------------------------------------------------------------------------
 
     def begin_step(self, number: int) -> None:
-        """A step begins."""
+        """Handle the beginning of a step."""
         self._names = {id(part): path for model in self._models() for path, part in model.named_modules()}
         self._recorder.begin_step(number)
 
     def end_step(self) -> None:
-        """The step has ended, gradients are reduced."""
+        """Handle the end of the step, after gradients are reduced."""
         self._recorder.end_step()
 
     def turn_to(self, microbatch: int | None) -> None:
-        """Another microbatch begins; None: the last has ended."""
+        """Handle the beginning of another microbatch; None means that the last one has ended."""
         if self._microbatch is not None:
             self._end_block()
         self._open.clear()
@@ -81,7 +82,7 @@ class ModuleRecorder:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the backward pass; what the step function does after it is its own."""
+        """Record the block as the backward pass; afterwards the step function's own code runs."""
         self._cut(TaskKind.BACKWARD, "")
         try:
             yield
@@ -118,7 +119,7 @@ class ModuleRecorder:
             self._cut(TaskKind.BACKWARD, path)
 
     def _cut(self, kind: TaskKind, path: str) -> None:
-        """What runs from now on; the block before ends."""
+        """End the current block, and begin one of the given kind and module path."""
         if (kind, path) == (self._kind, self._path) or self._microbatch is None:
             return
         self._end_block()

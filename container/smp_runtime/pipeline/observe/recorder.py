@@ -1,10 +1,11 @@
-"""Recording what a rank computed and when, cheaply enough to stay on during a real run.
+"""Recording of a rank's computations and their times, cheap enough to stay on during a real run.
 
-Every rank has a :class:`TimelineRecorder` when ``SMP_TIMELINE`` says how many steps to keep, or in a pipeline when
-``SMP_PROFILE`` says which ones to profile. An action costs one appended tuple; only the newest steps are kept, so a long job
-does not grow. The file goes to the job's output data when that many steps are full for the first time, and again, with the
-newest steps, when the session ends: a job that is killed leaves the first ones. ``smp-estimator timeline`` reads the files of
-all ranks.
+Every rank has a :class:`TimelineRecorder` if ``SMP_TIMELINE`` sets the number of steps to keep. In a
+pipeline it also has one if ``SMP_PROFILE`` names the steps to profile. An action costs one appended tuple.
+Only the newest steps are kept, so memory does not grow in a long job. The file is written to the job's
+output data when that many steps are full for the first time. It is written once more, with the newest
+steps, when the session ends. So a job that is killed leaves the first steps. ``smp-estimator timeline``
+reads the files of all ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ClockSample(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedClock:
-    """What the ranks agree on before they record."""
+    """The clock and the job name that the ranks agree on before they record."""
 
     job: str  # names this run
     offset: float = 0.0  # seconds to add to the own clock to get rank 0's
@@ -65,10 +66,11 @@ class SharedClock:
 
 
 def estimate_offset(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """Seconds to add to the own clock to get the other, and the most that they can be wrong by.
+    """Return the seconds to add to the own clock to get the other, and the largest possible error.
 
-    The answer was given at some moment of the round trip; the middle is at most half a round trip away from it. So the
-    fastest round trip says most, and the others nothing more. (Cristian 1989, "Probabilistic clock synchronization".)
+    The answer was given at some moment of the round trip. The middle is at most half a round trip away from it.
+    So the fastest round trip is the most precise, and the others add nothing. (Cristian 1989, "Probabilistic
+    clock synchronization".)
 
     Raises:
         SMPRuntimeError: no sample, or a clock that ran backwards.
@@ -90,8 +92,9 @@ def share_clock(
     Ranks on one machine read the same clock (``CLOCK_MONOTONIC``, also in containers), so only others measure.
 
     Args:
-        clock: what this rank's times are read from.
-        machine: ranks of the same one share a clock; default: what the kernel says.
+        clock: the function that returns this rank's time.
+        machine: identity of this rank's machine; ranks on one machine share a clock; default:
+            :func:`machine_identity`.
     """
     machine = machine_identity() if machine is None else machine
     if control.rank:
@@ -117,7 +120,7 @@ def share_clock(
 
 
 def machine_identity() -> str:
-    """The same text for processes that read the same monotonic clock; empty where the kernel does not say."""
+    """Return the same text for processes that read the same monotonic clock; empty if the kernel does not report it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -134,16 +137,18 @@ def machine_identity() -> str:
 class TimelineRecorder:
     """One rank's recorder. Times are those of ``time.perf_counter``; calls come from one thread at a time.
 
-    A segment of a task that another stage asked for is an action of its kind. One of the step function may belong to
-    several: it is forward until the script begins the backward pass, backward during it, the function's own afterwards.
+    A segment of a task that another stage requested is an action of its kind. A segment of the step function
+    may be split into several kinds: it is forward until the script begins the backward pass, backward during
+    it, and the function's own afterwards.
 
     Args:
-        keep: so many of the newest steps.
-        folder: where the file goes by itself; None writes only what :meth:`write` is told to.
-        clock: what the ranks agreed on.
-        replica: the same for all ranks of one pipeline, another for each pipeline beside it.
-        world_size: ranks of the job that record; 0 when unknown.
-        within: whether the step that begins is recorded; by default each is. The file is written when one is not.
+        keep: the number of newest steps to keep.
+        folder: where the file is written automatically; with None, only :meth:`write` writes one.
+        clock: the clock that the ranks agreed on.
+        replica: the same for all ranks of one pipeline, another for each parallel pipeline.
+        world_size: ranks of the job that record; 0 if unknown.
+        within: returns whether the step that begins is recorded; by default each is. The file is written when
+            one is not.
     """
 
     def __init__(
@@ -178,7 +183,7 @@ class TimelineRecorder:
         self._cuts: dict[int, float] = {}
 
     def begin_step(self, number: int) -> None:
-        """A step begins. One that has not ended (it failed) is forgotten."""
+        """Begin a step; a step that has not ended, because it failed, is forgotten."""
         self._kinds.clear()
         self._cuts.clear()
         if self._within is not None and not self._within():
@@ -189,18 +194,19 @@ class TimelineRecorder:
         self._start = computing_time.now()
 
     def add(self, name: str, kind: Kind, microbatch: int, path: str, start: float, stop: float) -> None:
-        """Something was computed. Between steps nothing is recorded.
+        """Record an action. Between steps nothing is recorded.
 
         Args:
-            name: what a picture shows, such as ``"F2 transformer.h.3"``.
-            kind: "F" forward, "B" backward, "W" gradients of weights that backward has left, "S" the step function's own code.
+            name: the text in a picture, such as ``"F2 transformer.h.3"``.
+            kind: "F" forward, "B" backward, "W" gradients of weights that backward has left, "S" the step
+                function's own code.
             path: the module's.
             start, stop: of ``time.perf_counter()``, in seconds.
         """
         self._actions.append((name, kind, microbatch, path, start, stop))
 
     def segment_ended(self, task: Task, start: float, stop: float) -> None:
-        """A task has computed from ``start`` to ``stop``, in seconds of ``time.perf_counter()``."""
+        """Record a task's work from ``start`` to ``stop``, in seconds of ``time.perf_counter()``."""
         if task.kind is not TaskKind.STEP:
             self.block(task.kind, task.microbatch, task.label, start, stop)
             return
@@ -208,7 +214,7 @@ class TimelineRecorder:
         self.block(kind, task.microbatch, "", self._cuts.pop(task.microbatch, start), stop)
 
     def turn(self, task: Task, kind: TaskKind, at_start: bool = False) -> None:
-        """The rest of the step function's running segment is of another kind; called by the task that runs.
+        """Change the kind of the rest of the step function's running segment; called by the task that runs.
 
         Args:
             at_start: the segment has only just begun, so that no part of it is of the kind before.
@@ -224,12 +230,12 @@ class TimelineRecorder:
             self._cuts[number] = now
 
     def block(self, kind: TaskKind, microbatch: int, path: str, start: float, stop: float) -> None:
-        """A module has computed from ``start`` to ``stop``; ``path`` is empty for what the step function ran itself."""
+        """Record a module's work from ``start`` to ``stop``; ``path`` is empty for the step function's own work."""
         label = path or ("step function" if kind is TaskKind.STEP else "(model)")
         self.add(f"{kind}{microbatch} {label}", kind.value, microbatch, path, start, stop)
 
     def end_step(self, failed: bool = False) -> None:
-        """The step that began has ended, or failed; the oldest that is too many is dropped."""
+        """Keep the step that has ended or failed; the oldest step is dropped if there are too many."""
         stop = computing_time.now()
         if self._number is None:
             return
@@ -242,12 +248,12 @@ class TimelineRecorder:
             self._write_safely()
 
     def close(self) -> None:
-        """The session ends, or what is recorded of it: write what has not been written."""
+        """Write the data that has not been written, at the end of the session or of the recorded steps."""
         if self._unwritten:
             self._write_safely()
 
     def timeline(self) -> RankTimeline:
-        """What has been recorded, in the form of the file."""
+        """Return the recorded steps in the form of the file."""
         names: dict[str, int] = {}
         paths: dict[str, int] = {}
         steps = []
@@ -270,7 +276,7 @@ class TimelineRecorder:
         )
 
     def write(self, folder: Path) -> Path:
-        """Write ``timeline-rank<N>.json``, whole or not at all.
+        """Write ``timeline-rank<N>.json`` atomically, and return its path.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -288,7 +294,7 @@ class TimelineRecorder:
         return target
 
     def _write_safely(self) -> None:
-        """A picture that cannot be kept is no reason to lose a job."""
+        """Write the file to the folder, if there is one; an error is only logged, so that it does not end the job."""
         if self._folder is None:
             return
         try:
@@ -305,18 +311,19 @@ def recorder_of_job(
     environ: Mapping[str, str] | None = None,
     updates: Callable[[], int] | None = None,
 ) -> TimelineRecorder | None:
-    """The recorder that the environment asks for; every rank of the job calls it, since they agree on a clock.
+    """Return the recorder that the environment asks for; every rank of the job calls it to agree on a clock.
 
     Args:
-        updates: how many there have been; where it is given and ``SMP_TIMELINE`` is not, steps that ``SMP_PROFILE`` names are
-            recorded.
+        updates: returns how many updates there have been. If it is given and ``SMP_TIMELINE`` is not set, the
+            steps that ``SMP_PROFILE`` names are recorded.
 
     Returns:
-        None when neither is set, or ``SMP_TIMELINE`` is 0. Without ``SM_OUTPUT_DATA_DIR`` one that writes no file, since the
-        working directory may be anybody's.
+        None if neither is set, or if ``SMP_TIMELINE`` is 0. Without ``SM_OUTPUT_DATA_DIR`` the recorder writes
+            no file, since
+        others may use the working directory.
 
     Raises:
-        ConfigError: ``SMP_TIMELINE`` is no number of steps, or ``SMP_PROFILE`` names none.
+        ConfigError: ``SMP_TIMELINE`` is not a number of steps, or ``SMP_PROFILE`` names none.
     """
     environ = os.environ if environ is None else environ
     keep, within = steps_to_keep(environ), None

@@ -1,1 +1,1 @@
-"""Deciding: what a model does, what it costs, and where it is cut."""
+"""Partitioning: what a model does, what it costs, and where it is cut."""

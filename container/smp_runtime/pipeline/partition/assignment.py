@@ -1,4 +1,4 @@
-"""Which stage has which module: the result of every partition decision, and its form in files."""
+"""The stage of each module: the result of every partition decision, and its file format."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Assignment:
         self._placement = dict(placement)
 
     def stage_of(self, path: str) -> int:
-        """The stage of a module, by any of its paths.
+        """Return the stage of a module, by any of its paths.
 
         Raises:
             SMPUserError: the model has no such module.
@@ -63,11 +63,11 @@ class Assignment:
 
     @property
     def root_stage(self) -> int:
-        """The stage that runs the step function."""
+        """Return the stage that runs the step function."""
         return self._placement[""]
 
     def paths(self, stage: int) -> list[str]:
-        """All paths of the modules of a stage, in the order of the decision."""
+        """Return all paths of the modules of a stage, in the order of the decision."""
         return [path for path, at in self._placement.items() if at == stage]
 
     def __len__(self) -> int:
@@ -86,16 +86,16 @@ class Assignment:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """The decision as plain values, for JSON files and checkpoints."""
+        """Return the decision as plain values, for JSON files and checkpoints."""
         data = {"format": _FORMAT, "stages": self.stages, "modules": dict(self._placement)}
         return {**data, "attributes": [list(each) for each in self.attributes]} if self.attributes else data
 
     @classmethod
     def from_dict(cls, data: Any) -> Assignment:
-        """The decision from :meth:`to_dict`.
+        """Return the decision from the result of :meth:`to_dict`.
 
         Raises:
-            SMPUserError: something else.
+            SMPUserError: ``data`` is something else.
         """
         if not isinstance(data, Mapping) or not {"stages", "modules"} <= set(data):
             has = f"the keys {sorted(map(str, data))}" if isinstance(data, Mapping) else f"{kind_of(data)}"
@@ -126,8 +126,8 @@ class Assignment:
         """Write the decision as JSON.
 
         Args:
-            file: a path. In a job a relative one is meant in the folders that outlive it: the output data, and the
-                checkpoints where the job has them.
+            file: a path. In a job, a relative path is resolved in the folders that outlive the job: the output
+                data, and the checkpoints if the job has them.
 
         Returns:
             The files that were written.
@@ -154,14 +154,14 @@ class Assignment:
 
     @classmethod
     def load(cls, file: str | Path) -> Assignment:
-        """Read what :meth:`save` wrote.
+        """Read the file that :meth:`save` wrote.
 
         Args:
-            file: a path. In a job a relative one is looked for where :meth:`save` writes it, the checkpoints first, and then
-                in the working directory, which holds the job's code.
+            file: a path. In a job, a relative path is searched in the folders of :meth:`save`, the checkpoints
+                first, and then in the working directory, which holds the job's code.
 
         Raises:
-            SMPUserError: there is no such file, or it holds something else.
+            SMPUserError: there is no such file, or its contents are not a partition.
         """
         places = list(dict.fromkeys([*(folder / file for folder in _job_folders()), Path(file)]))
         found = next((path for path in places if path.exists()), places[-1])
@@ -180,10 +180,10 @@ class Assignment:
     # -- whether it fits -------------------------------------------------------------------------------------------
 
     def check(self, model: nn.Module, stages: int) -> None:
-        """Make sure that this decision can be used for a model.
+        """Check that this decision can be used for a model.
 
         Raises:
-            SMPUserError: it is for another number of stages or another model, or it sets modules apart that share a
+            SMPUserError: it is for another number of stages or another model, or it separates modules that share a
                 parameter.
         """
         if self.stages != stages:
@@ -214,21 +214,21 @@ class Assignment:
 
 
 def idle_stages(stages: Sequence[int]) -> str:
-    """``stage 0 has nothing to do``, for one and for many."""
+    """Return ``stage 0 has nothing to do`` for one stage, or the same for several."""
     if len(stages) == 1:
         return f"stage {stages[0]} has nothing to do"
     return f"stages {', '.join(map(str, stages))} have nothing to do"
 
 
 def _job_folders() -> list[Path]:
-    """Where a job keeps files beyond its end: its checkpoints, if it has them, and its output data."""
+    """Return the folders that outlive a job: its checkpoints, if it has them, and its output data."""
     checkpoints, output = (os.environ.get(name) for name in ("SMP_CHECKPOINT_DIR", "SM_OUTPUT_DATA_DIR"))
     kept = [Path(checkpoints)] if checkpoints and Path(checkpoints).is_dir() else []
     return kept + ([Path(output)] if output else [])
 
 
 def check_together(assignment: Assignment, trace: Trace) -> None:
-    """Make sure that modules which hold or use the same parameter, buffer or attribute are on one stage.
+    """Check that modules which hold or use the same parameter, buffer or attribute are on one stage.
 
     Raises:
         SMPUserError: with both modules and their stages.
@@ -255,6 +255,6 @@ def _called(path: str) -> str:
 
 
 def some(items: Iterable[str]) -> str:
-    """The first three, and the number of the others."""
+    """Return the first three items as text, and the number of the others."""
     found = list(items)
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

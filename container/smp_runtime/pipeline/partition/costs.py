@@ -1,8 +1,8 @@
-"""What an assignment of modules to stages is predicted to cost: memory, work, and the traffic between stages.
+"""Predicted costs of an assignment of modules to stages: memory, work, and the traffic between stages.
 
-Everything is relative: the costs of all stages, without traffic, add up to 1. A stage's cost is ``memory_weight`` times
-its share of the bytes plus ``1 - memory_weight`` times its share of the work. Work counts in operations (the same on
-every machine) unless execution times were traced.
+Everything is relative: the costs of all stages, without traffic, add up to 1. A stage's cost is
+``memory_weight`` times its share of the bytes plus ``1 - memory_weight`` times its share of the work. Work
+counts in operations (the same on every machine) unless execution times were traced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUND_TRIP = 0.1
 
 @dataclass(frozen=True)
 class CostSettings:
-    """How costs are weighed."""
+    """The weights and parameters of the cost model."""
 
     memory_weight: float = 0.8  # 0 balances work only, 1 memory only
     in_flight: tuple[int, ...] = ()  # microbatches whose activations each stage keeps at once; empty means one each
@@ -36,7 +36,7 @@ class CostSettings:
 
 @dataclass(frozen=True)
 class Need:
-    """What modules need wherever they are."""
+    """The memory and work of modules, on any stage."""
 
     fixed: float = 0.0  # bytes of parameters, gradients and optimizer state
     activations: float = 0.0  # bytes kept for backward, of one microbatch
@@ -106,17 +106,17 @@ class CostModel:
         self.charges = self._charges()
 
     def share(self, need: Need, in_flight: float) -> float:
-        """Cost of modules on a stage that keeps so many microbatches' activations, without traffic."""
+        """Return the cost of modules, without traffic, on a stage with the activations of ``in_flight`` microbatches."""
         memory = (need.fixed + need.activations * in_flight) / self.total_bytes
         weight = self.settings.memory_weight
         return weight * memory + (1 - weight) * need.work / self.total_work
 
     def subtree(self, node: ModuleNode) -> Need:
-        """What a module and all in it need."""
+        """Return the memory and work of a module and all its submodules."""
         return sum((self.needs[inner.path] for inner in node.walk()), Need())
 
     def stage_costs(self, stage_of: Callable[[str], int]) -> list[StageCost]:
-        """The costs of every stage under any assignment of paths to stages."""
+        """Return the costs of every stage for any assignment of paths to stages."""
         costs = [StageCost() for _ in range(self.stages)]
         needs = [Need()] * self.stages
         counted: set[str] = set()
@@ -153,7 +153,7 @@ class CostModel:
 
 
 def callees(node: ModuleNode) -> list[ModuleNode]:
-    """The modules that a module calls: its children, and those of its containers."""
+    """Return the modules that a module calls: its children, and those of its containers."""
     found: list[ModuleNode] = []
     for child in node.children:
         found += callees(child) if child.is_container else [child]
@@ -161,6 +161,6 @@ def callees(node: ModuleNode) -> list[ModuleNode]:
 
 
 def balance(costs: Sequence[StageCost]) -> float:
-    """Greatest ÷ mean cost of a stage; 1 is perfect."""
+    """Return the greatest cost of a stage divided by the mean; 1 is perfect."""
     total = sum(cost.cost for cost in costs)
     return max(cost.cost for cost in costs) * len(costs) / total if total else 1.0

@@ -1,4 +1,4 @@
-"""The partition decision of a job: traced and made on one rank, the same on all."""
+"""The partition decision of a job: traced and made on one rank, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True)
 class Tracing:
-    """How the tracing step runs."""
+    """The settings of the tracing step."""
 
     #: The step function with the first microbatch; None partitions without tracing.
     run: Callable[[], object] | None
@@ -44,10 +44,10 @@ class Tracing:
 
 
 class Failures(Protocol):
-    """How an error of one rank becomes that of all."""
+    """The propagation of an error of one rank to all ranks."""
 
     def told(self, error: Exception, module: str) -> object:
-        """What the other ranks are told of an error of the script.
+        """Return the report for the other ranks about an error of the script.
 
         Args:
             module: the path of the module that raised; empty for the step function.
@@ -55,15 +55,15 @@ class Failures(Protocol):
         ...
 
     def own(self, error: Exception, told: Any, module: str) -> Exception:
-        """What the rank raises that met the error."""
+        """Return the error to raise on the rank where it occurred."""
         ...
 
     def heard(self, told: Any) -> Exception:
-        """What the others raise."""
+        """Return the error to raise on the other ranks."""
         ...
 
     def attribute(self, error: SMPError, told: Any) -> SMPError:
-        """``error``, which this library raises on another rank, as a consequence of what was told."""
+        """Return ``error``, which this library raises on another rank, as a consequence of the reported error."""
         ...
 
 
@@ -77,7 +77,7 @@ class _Decision:
 
 
 class _Unsettled(Exception):
-    """The first call of the model has put modules in the place of others."""
+    """A signal that the first call of the model has replaced modules."""
 
 
 def decide(
@@ -92,15 +92,15 @@ def decide(
     optimizer_bytes: float = 8.0,
     is_settled: bool = False,
 ) -> Assignment:
-    """Which stage gets which module; every rank of the job calls it and gets the same answer.
+    """Decide which stage gets which module; every rank of the job calls it and gets the same answer.
 
     Args:
         module: the whole model.
         tracing: used on one rank, unless ``skip_tracing`` or a manual or loaded partition makes it unnecessary.
-        failures: how an error of the script in the tracing step is told on all ranks.
+        failures: how an error of the script in the tracing step is reported on all ranks.
         tracing_rank: global rank that decides.
         optimizer_bytes: state per element of a trained parameter.
-        is_settled: whether the model's tree is what its calls have made of it.
+        is_settled: whether the model's first call has already made its changes to the model's tree.
 
     Raises:
         SMPUserError: a partition that does not fit, on every rank with the same message.
@@ -145,10 +145,10 @@ def decide(
 
 
 def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane, failures: Failures) -> None:
-    """Have every rank's model do what its first call does to its tree.
+    """Make, on every rank, the changes that the first call makes to the model's tree.
 
     Raises:
-        SMPUserError: the models are not alike afterwards, or have other parameters, on every rank with the same message.
+        SMPUserError: the models differ afterwards, or have other parameters, on every rank with the same message.
     """
     before = {name: id(parameter) for name, parameter in module.named_parameters()}
     failure, others, told = "", False, None
@@ -232,7 +232,7 @@ def _decided(
 
 
 def _tell_bound(seen: Trace) -> None:
-    """What a model passes on past its calls keeps modules together that could be on several stages."""
+    """Warn of attributes passed between modules outside of calls; they keep the modules on one stage."""
     uses = [use for use in seen.foreign_uses if use.kind == "attribute"]
     if uses:
         paths = dict.fromkeys(path for use in uses for path in (use.holder, use.user))
@@ -247,7 +247,10 @@ def _tell_bound(seen: Trace) -> None:
 
 
 def _tell_called_in_functions(seen: Trace) -> None:
-    """Modules that an autograd function calls may be most of a model, and then one stage has most of the work."""
+    """Warn of modules that an autograd function calls, since they must be on one stage.
+
+    They may be most of a model, and then one stage has most of the work.
+    """
     inside = {use.parameter: use.user for use in seen.foreign_uses if use.kind == "function"}
     for name, user in inside.items():
         count = sum(use.parameter == name and use.kind == "function" for use in seen.foreign_uses)
@@ -261,7 +264,7 @@ def _tell_called_in_functions(seen: Trace) -> None:
 
 
 def _warn_of_idle(assignment: Assignment, trace: Trace, how: str) -> None:
-    """Say which stages have no modules, and ``how`` that came about and can be changed."""
+    """Warn of stages without modules; ``how`` is the text that explains the reason and the remedy."""
     used = {assignment.stage_of(node.path) for node in trace.root.walk() if not node.is_container}
     if idle := [stage for stage in range(assignment.stages) if stage not in used]:
         logger.warning("%s: %s, or lower pipeline_parallel_degree", idle_stages(idle), how)

@@ -1,4 +1,4 @@
-"""Cutting a sequence into consecutive segments, one per stage, so that the greatest cost is least: exact.
+"""The exact partition of a sequence into consecutive segments, one per stage, with the smallest greatest cost.
 
 The cost of a segment ``[i, j)`` is an entry of a matrix, one matrix per stage. Traffic fits in, too: whether
 something crosses the border of a segment depends on ``i`` and ``j`` only.
@@ -31,7 +31,7 @@ class Crossing:
 
 
 def crossing_costs(length: int, crossings: Sequence[Crossing]) -> Matrix:
-    """Entry ``[i, j]``: what the stage that holds positions ``i`` to ``j - 1`` pays for traffic.
+    """Return a matrix: entry ``[i, j]`` is the traffic cost of the stage that holds positions ``i`` to ``j - 1``.
 
     Each crossing adds to a few rectangles of the matrix, by their corners; cumulative sums then fill them.
     """
@@ -51,7 +51,7 @@ def crossing_costs(length: int, crossings: Sequence[Crossing]) -> Matrix:
 
 
 def _receive(crossing: Crossing, length: int, add: Callable[[int, int, int, float], None]) -> None:
-    """The producer is not on the stage, a consumer is."""
+    """Add the costs of stages that have a consumer but not the producer."""
     if crossing.producer is None and crossing.producer_inside:
         return
     p, cost = crossing.producer, crossing.cost
@@ -69,7 +69,7 @@ def _receive(crossing: Crossing, length: int, add: Callable[[int, int, int, floa
 
 
 def _send(crossing: Crossing, length: int, add: Callable[[int, int, int, float], None]) -> None:
-    """The producer is on the stage, a consumer is not."""
+    """Add the costs of stages that have the producer but not all consumers."""
     p, cost, consumers = crossing.producer, crossing.cost, crossing.consumers
     if p is None and not crossing.producer_inside:
         return
@@ -85,15 +85,17 @@ def _send(crossing: Crossing, length: int, add: Callable[[int, int, int, float],
 
 
 def best_cuts(costs: Sequence[Matrix], may_be_empty: Sequence[bool]) -> tuple[float, float, list[int]] | None:
-    """Cut the sequence so that the greatest cost is least, and among those so that the sum of squares is least.
+    """Cut the sequence to minimize the greatest cost, and among equals the sum of squares.
 
     Args:
         costs: for each stage the cost of each segment; entries with ``i > j`` are not read.
         may_be_empty: for each stage, whether its segment may be empty.
 
     Returns:
-        The greatest cost, the sum of the squares, and where the segments begin (one number per stage, the first is
-        0); None if there are fewer positions than stages that must not be empty. Equally good cuts: the earliest.
+        The greatest cost, the sum of the squares, and where the segments begin (one number per stage, the first
+            is
+        0). None if there are fewer positions than stages that must not be empty. Among equally good cuts, the
+            earliest.
     """
     length = costs[0].shape[0] - 1
     starts, ends = np.arange(length + 1)[:, None], np.arange(length + 1)[None, :]

@@ -29,17 +29,18 @@ _CALLS = "_smp_set_partition_calls"
 class ManualAssignment:
     """The stages that a script asks for.
 
-    :meth:`set_partition` counts for the module and all modules in it, except those that it was called for themselves;
-    it wins over the context that a module was built in, and over earlier calls. Modules with neither go to the default.
-    In an automatic partition contexts do not count, and :meth:`pins` are the modules that it leaves where the script has
-    put them.
+    :meth:`set_partition` applies to the module and all modules in it, except those that have their own call. It
+    takes precedence over the context that a module was built in, and over earlier calls. Modules with neither
+    go to the default. In an automatic partition contexts do not count, and :meth:`pins` are the modules that
+    stay on the stage that the script has chosen.
 
     Args:
         default: stage of modules built outside all contexts.
         automatic: whether the model is partitioned automatically.
 
     Attributes:
-        used_contexts: whether a context was entered; with ``automatic`` the caller should warn that it did not count.
+        used_contexts: whether a context was entered; with ``automatic`` the caller should warn that it did not
+            count.
     """
 
     def __init__(self, stages: int, default: int = 0, *, automatic: bool = False) -> None:
@@ -52,7 +53,9 @@ class ManualAssignment:
 
     @contextlib.contextmanager
     def partition(self, stage: int) -> Iterator[None]:
-        """Modules that are constructed, copied or unpickled inside belong to ``stage``; the innermost context wins.
+        """Put modules that are constructed, copied or unpickled inside the block on ``stage``.
+
+        The innermost context wins.
 
         Raises:
             SMPUserError: no such stage.
@@ -63,7 +66,7 @@ class ManualAssignment:
             yield
 
     def set_partition(self, module: nn.Module, stage: int) -> None:
-        """Put a module, and all in it that are not set themselves, on a stage.
+        """Put a module on a stage, with all modules in it that have no call of their own.
 
         Raises:
             SMPUserError: no such stage, or no module.
@@ -79,7 +82,10 @@ class ManualAssignment:
         module.__dict__[_CALLS] = (*before, (call, stage))
 
     def review(self, model: nn.Module, loaded: Assignment | None = None) -> None:
-        """Warn of calls of :meth:`set_partition` that do not count, when the partition is decided or ``loaded`` from a file."""
+        """Warn of calls of :meth:`set_partition` that have no effect.
+
+        Called when the partition is decided, or ``loaded`` from a file.
+        """
         tree = ModuleTree(model)
         marked = [(node, tree.modules[key].__dict__.get(_CALLS, ())) for key, node in tree.nodes()]
         seen = {call for _, calls in marked for call, _ in calls}
@@ -113,16 +119,18 @@ class ManualAssignment:
             )
 
     def pins(self, model: nn.Module) -> dict[str, int]:
-        """Path and stage of the modules that :meth:`set_partition` was called for."""
+        """Return path and stage of the modules that :meth:`set_partition` was called for."""
         tree = ModuleTree(model)
         settings = ((tree.modules[key].__dict__.get(_SET_TO), node) for key, node in tree.nodes())
         return {node.path: stage for stage, node in settings if stage is not None}
 
     def resolve(self, model: nn.Module, trace: Trace | None = None) -> Assignment:
-        """The stages of all modules as the script has set them; with a trace, parameters that others use are checked too.
+        """Return the stages of all modules as the script has set them.
+
+        With a trace, parameters that other modules use are checked too.
 
         Raises:
-            SMPUserError: modules that share a parameter are set apart, or the default is missing.
+            SMPUserError: modules that share a parameter are on different stages, or the default is missing.
         """
         tree = ModuleTree(model)
         module_of = {node.path: tree.modules[key] for key, node in tree.nodes()}
@@ -154,7 +162,7 @@ class ManualAssignment:
 
 
 def hand_on_stage(original: nn.Module, made: nn.Module) -> None:
-    """A module that takes the place of another one goes to the stage that the script has set for that."""
+    """Give a module that replaces another one the stage that the script has set for the original."""
     if (stage := vars(original).get(_BUILT_IN)) is not None:
         for part in made.modules():
             vars(part)[_BUILT_IN] = stage

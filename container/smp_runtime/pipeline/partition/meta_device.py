@@ -1,8 +1,9 @@
-"""Tracing a model whose parameters have no values yet: they lie on the meta device, and what a batch brings does not.
+"""Tracing of a model without parameter values: parameters are on the meta device, and the batch's tensors are not.
 
-Each operation that takes a tensor of the meta device gives one of it; all others compute. So code may read what it has computed
-from the batch alone, such as a mask, and code that asks a tensor of the model for its device finds the meta device. What it makes
-there of numbers alone, such as positions, has values all the same.
+An operation that takes a tensor on the meta device returns one there; all other operations compute. So code
+may read values that it has computed from the batch alone, such as a mask. Code that asks a tensor of the
+model for its device gets the meta device. A tensor that the code makes there from numbers alone, such as
+positions, has values all the same.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ def values_left_out(device: torch.device) -> Iterator[None]:
     """Run operations between tensors of the meta device and of others on the meta device.
 
     Args:
-        device: where the model will be trained: ``torch.autocast`` for the meta device, which PyTorch has not, is that of this one.
+        device: where the model will be trained. PyTorch has no ``torch.autocast`` for the meta device, so that
+            of this device is used.
     """
     with _autocast_of(device.type), _OnMeta(device), _BeforeAutocast(device):
         yield
 
 
 class _BeforeAutocast(TorchFunctionMode):
-    """Moves floating point arguments to the meta device before autocast, which casts only those that are not on it."""
+    """A mode that moves floating point arguments to the meta device before autocast, which casts only those not on it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class _BeforeAutocast(TorchFunctionMode):
 
 
 class _OnMeta(TorchDispatchMode):
-    """Leaves out the values of what an operation takes beside a tensor of the meta device."""
+    """A mode that moves the other arguments of an operation to the meta device if one argument is on it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""How long each module's own code takes, out of several runs of the tracing step.
+"""The time of each module's own code, from several runs of the tracing step.
 
-A single run says little: the first one fills caches and memory pools, and a machine that starts many ranks at once
-interrupts any of them. So the step runs several times, and what counts of a module is the median. Modules that do the
-same work (of one class, on arguments and parameters of the same shapes, with as many operations) share their times, so
-that equal blocks are equal to the partition; one that is clearly slower than its like keeps its own.
+A single run is not reliable: the first one fills caches and memory pools, and a machine that starts many
+ranks at once interrupts any of them. So the step runs several times, and the median counts for a module.
+Modules that do the same work (of one class, on arguments and parameters of the same shapes, with as many
+operations) share their times, so that equal blocks are equal to the partition. A module that is clearly
+slower than its like keeps its own time.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def run_repeatedly(
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[_Round]:
-    """Run at most so many times that count, and begin no run after so many seconds of the clock.
+    """Run at most ``runs`` times after a warm-up run, and begin no run after ``seconds`` of the clock.
 
     Returns:
-        What the runs gave that count: without the first, unless there was no time for another.
+        The results of the runs that count: without the first, unless there was no time for another.
     """
     begun, rounds = clock(), [run()]
     while len(rounds) <= runs and clock() - begun < seconds:
@@ -45,7 +46,7 @@ def run_repeatedly(
 
 
 def median_times(rounds: Sequence[Mapping[str, float]], kinds: Mapping[str, Hashable]) -> dict[str, float]:
-    """What each module takes.
+    """Return the median seconds of each module, by path.
 
     Args:
         rounds: of every run, the seconds of each module's own code by path; a module that did not run is not in it.
@@ -67,7 +68,7 @@ def median_times(rounds: Sequence[Mapping[str, float]], kinds: Mapping[str, Hash
 
 
 def _groups(paths: Sequence[str], taken: Mapping[str, Sequence[float]]) -> list[list[str]]:
-    """Modules of one kind, those apart that are clearly slower."""
+    """Split modules of one kind into groups, so that clearly slower modules are separate."""
     groups: list[list[str]] = []
     for path in sorted(paths, key=lambda path: median(taken[path])):
         others = [seconds for other in (groups[-1] if groups else ()) for seconds in taken[other]]

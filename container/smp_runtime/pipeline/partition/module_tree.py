@@ -1,8 +1,8 @@
-"""The tree of a model's modules, with what is known of the cost of each: the input of every partition decision.
+"""The tree of a model's modules, with the cost of each: the input of every partition decision.
 
-A module is one node, however often it is registered: the first path in registration order is its path, the others are
-aliases. All figures of a node belong to its *own frame*, which is the module's own code without that of the modules
-it calls. Add up a subtree for the whole.
+A module is one node, however often it is registered: the first path in registration order is its path, the
+others are aliases. All figures of a node belong to its *own frame*, which is the module's own code without
+that of the modules it calls. Add up a subtree for the whole.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class ModuleNode:
     is_divisible: bool = True  # whether the modules in it may be on other stages than itself
 
     def walk(self) -> Iterator[ModuleNode]:
-        """This node and all below, each before its children."""
+        """Yield this node and all nodes below it, each before its children."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     @property
     def elements(self) -> int:
-        """Parameters in the whole subtree, each counted once."""
+        """Return the number of parameter elements in the whole subtree, each parameter counted once."""
         held = {parameter.name: parameter.elements for node in self.walk() for parameter in node.parameters}
         return sum(held.values())
 
@@ -85,7 +85,10 @@ class ModuleFlow:
 
 @dataclass(frozen=True)
 class ForeignUse:
-    """A module uses what another one holds: a parameter, a buffer or attribute that changes there, or itself, as ``kind`` says."""
+    """One module's use of a parameter, buffer, attribute or module of another one, as ``kind`` states.
+
+    A buffer or attribute counts if it changes there.
+    """
 
     user: str  # its path
     holder: str  # the other one's
@@ -97,7 +100,7 @@ class ForeignUse:
 
 @dataclass
 class Trace:
-    """What is known of a model before it is split."""
+    """The knowledge about a model before it is split."""
 
     root: ModuleNode
     #: Which module computes with what another one made; empty if the model was not traced.
@@ -111,12 +114,12 @@ class Trace:
     replaced: tuple[tuple[str, str], ...] = ()
 
     def nodes(self) -> dict[str, ModuleNode]:
-        """All nodes by path."""
+        """Return all nodes by path."""
         return {node.path: node for node in self.root.walk()}
 
 
 def together_with_reasons(trace: Trace) -> list[tuple[tuple[str, ...], str]]:
-    """Groups of modules that must be on one stage, each with what binds it, such as ``parameter head.weight``."""
+    """Return groups of modules that must be on one stage, each with its reason, such as ``parameter head.weight``."""
     bound: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for node in trace.root.walk():
         for parameter in node.parameters:
@@ -127,7 +130,7 @@ def together_with_reasons(trace: Trace) -> list[tuple[tuple[str, ...], str]]:
 
 
 def note_recomputed(trace: Trace, regions: Mapping[str, bool]) -> None:
-    """Take into account that modules keep at most their inputs for backward, which runs their forward pass again.
+    """Adjust the costs of modules that keep at most their inputs for backward, which runs their forward pass again.
 
     Args:
         trace: changed in place.
@@ -146,7 +149,7 @@ def note_recomputed(trace: Trace, regions: Mapping[str, bool]) -> None:
 
 
 def note_replaced(trace: Trace) -> None:
-    """Modules that every call puts others in the place of are on the stage of the one that has them, where the others run.
+    """Bind modules that every call replaces to the stage of their owner, because the replacements run there.
 
     Args:
         trace: changed in place.
@@ -157,10 +160,10 @@ def note_replaced(trace: Trace) -> None:
 
 
 class ModuleTree:
-    """The tree of a live model, and the way from its modules and parameters to nodes.
+    """The tree of a live model, and the mapping from its modules and parameters to nodes.
 
     Raises:
-        SMPUserError: a lazy module whose parameters have no shape yet.
+        SMPUserError: the parameters of a lazy module have no shape yet.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -174,11 +177,11 @@ class ModuleTree:
         self.root = self._build(model, "")
 
     def node_of(self, module: nn.Module) -> ModuleNode | None:
-        """The node of a module; None for one that is no part of the model."""
+        """Return the node of a module; None for a module that is not part of the model."""
         return self._nodes.get(id(module))
 
     def nodes(self) -> list[tuple[int, ModuleNode]]:
-        """Identity and node of every module."""
+        """Return identity and node of every module."""
         return list(self._nodes.items())
 
     def _build(self, module: nn.Module, path: str) -> ModuleNode:
@@ -204,7 +207,7 @@ class ModuleTree:
         return node
 
     def _add_alias(self, module: nn.Module, path: str, above: tuple[int, ...] = ()) -> None:
-        """Another path of a known module, and so of all modules in it."""
+        """Add another path of a known module, and so of all modules in it."""
         if id(module) in above:
             raise SMPUserError(
                 f"module {path!r} is one of those that it lies in, so the model has no tree to split; keep one of the two "
@@ -228,13 +231,13 @@ class ModuleTree:
 
 
 def untraced(model: nn.Module) -> Trace:
-    """The tree without running the model: order of registration, costs from the number of parameters only.
+    """Return the tree without running the model: order of registration, costs from the number of parameters only.
 
-    For ``skip_tracing``. Who uses whose parameters directly is not known then; modules that hold the same parameter,
-    and lists of parameters with their owner, still stay together.
+    For ``skip_tracing``. It is not known then which modules use parameters of others directly. Modules that
+    hold the same parameter, and lists of parameters with their owner, still stay together.
 
     Raises:
-        SMPUserError: a lazy module whose parameters have no shape yet.
+        SMPUserError: the parameters of a lazy module have no shape yet.
     """
     tree = ModuleTree(model)
     uses = []
@@ -252,7 +255,7 @@ def untraced(model: nn.Module) -> Trace:
 
 
 def order_by_call(root: ModuleNode) -> None:
-    """Sort the children of every node as :class:`ModuleNode` says, and find the containers."""
+    """Sort the children of every node as described in :class:`ModuleNode`, and find the containers."""
 
     def first_call(node: ModuleNode) -> float:
         inside = min((first_call(child) for child in node.children), default=float("inf"))

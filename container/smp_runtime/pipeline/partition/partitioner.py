@@ -1,10 +1,10 @@
-"""Deciding which stage gets which modules.
+"""The automatic decision which stage gets which modules.
 
-The modules are put in the order in which they run, every module's own frame after the modules in it: so the own frame
-of a module that is split belongs to the last stage that it reaches, and head and loss are on the last stage of all.
-This sequence is cut into consecutive segments with the least greatest cost, exactly. Modules that share a parameter
-are taken out of the sequence, and all stages are tried for them. Where each stage owns several pieces, pieces are cut like
-stages, and dealt out to the stages in turn.
+The modules are put in the order in which they run, every module's own frame after the modules in it. So the
+own frame of a module that is split belongs to the last stage that it reaches, and head and loss are on the
+very last stage. This sequence is cut into consecutive segments so that the greatest cost is smallest,
+exactly. Modules that share a parameter are taken out of the sequence, and all stages are tried for them. If
+each stage owns several pieces, pieces are cut like stages, and dealt out to the stages in turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def partition(
             :func:`~smp_runtime.pipeline.partition.module_tree.untraced`.
         pinned: stages that were set by hand, by path; modules in a pinned module go with it unless they are pinned
             themselves.
-        pieces: that each stage owns: piece k of all is on stage k modulo ``stages``.
+        pieces: number of pieces that each stage owns: piece k of all is on stage k modulo ``stages``.
 
     Raises:
         SMPUserError: pinned modules that must be together but are not, unknown paths, or stages out of range.
@@ -105,7 +105,7 @@ class _PartitionSearch:
         self._running = [np.concatenate([[0.0], np.cumsum(column)]) for column in columns]
 
     def best(self) -> dict[str, int]:
-        """Stage of every path."""
+        """Return the stage of every path."""
         stages, length = self.model.stages, len(self.parts.sequence)
         most = max(stages, min(_MOST_PLACEMENTS, int(5e8 / (max(1, length) ** 2 * stages))))
         found = self._try_all() if stages ** len(self._free) <= most else self._improve()
@@ -123,7 +123,7 @@ class _PartitionSearch:
         return _least(self._cut(chosen) for chosen in tries)
 
     def _improve(self) -> _Found | None:
-        """Too many groups to try all placements: move one at a time while it helps."""
+        """Move one group at a time while that helps; used if there are too many groups to try all placements."""
         chosen = [self.model.stages - 1] * len(self._free)
         best = self._cut(chosen)
         for _ in range(_MOST_ROUNDS):
@@ -138,7 +138,7 @@ class _PartitionSearch:
         return best
 
     def _cut(self, chosen: Sequence[int]) -> _Found | None:
-        """The best cut of the sequence with the free groups on the chosen stages."""
+        """Return the best cut of the sequence with the free groups on the chosen stages."""
         free = dict(zip(self._free, chosen, strict=True))
         groups = [free[i] if group.stage is None else group.stage for i, group in enumerate(self.parts.groups)]
         bare = set(range(self.model.stages)) - set(groups)
@@ -157,7 +157,7 @@ class _PartitionSearch:
         return _Found((empty, greatest + detours, squares), groups, begins)
 
     def _segment_costs(self, stage: int, here: frozenset[int]) -> Matrix:
-        """Cost of the stage with these groups, for every segment of the sequence."""
+        """Return the cost of the stage with these groups, for every segment of the sequence."""
         extra = sum((self.parts.groups[index].need for index in here), Need())
         fixed, activations, work = (
             running[None, :] - running[:, None] + more
@@ -169,7 +169,10 @@ class _PartitionSearch:
         return cost + self._traffic_costs(here)
 
     def _traffic_costs(self, here: frozenset[int]) -> Matrix:
-        """For a stage with these groups. Kept: there are few sets of groups, and many placements."""
+        """Return the traffic costs of a stage with these groups.
+
+        They are cached: there are few sets of groups, and many placements.
+        """
         if here not in self._traffic:
             crossings = []
             for charge in self.model.charges:
@@ -187,10 +190,10 @@ class _PartitionSearch:
         return self._traffic[here]
 
     def _detours(self, groups: Sequence[int], begins: Sequence[int], ends: Sequence[int]) -> int:
-        """How often a microbatch leaves its way through the stages because a module is bound to another one.
+        """Return how often a microbatch leaves its way through the stages because a module is bound to another one.
 
-        A head on an early stage is one, and the worst, for backward begins there. What is called early may well be on
-        the last stage, where the step function begins.
+        A head on an early stage is one, and the worst, because backward begins there. A module that is called early
+        may be on the last stage without a detour, because the step function begins there.
         """
         last, count = self.model.stages - 1, 0
         for group, stage in zip(self.parts.groups, groups, strict=True):
@@ -209,7 +212,7 @@ class _Found:
 
 
 def _least(found: Iterable[_Found | None]) -> _Found | None:
-    """The best, the earliest of equals; differences of rounding do not count."""
+    """Return the best cut, the earliest among equals; rounding differences do not count."""
     best: _Found | None = None
     for candidate in found:
         if candidate is not None and (best is None or _is_less(candidate.score, best.score)):

@@ -1,8 +1,8 @@
-"""The parts that a partition decision places: the model as a sequence, and what is bound together.
+"""The parts that a partition decision places: the model as a sequence, and groups that must stay together.
 
-A *unit* is one module's own frame, or a small module with all in it. Units stand in the order in which they run, the
-modules in a module before its own frame. Units that must be on one stage and are not next to each other form a
-*group*, which stands outside the sequence.
+A *unit* is one module's own frame, or a small module with all in it. Units stand in the order in which they
+run, the modules in a module before its own frame. Units that must be on one stage and are not next to each
+other form a *group*, which stands outside the sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BoundUnits:
 
 
 class Parts:
-    """What can be placed.
+    """The parts that can be placed.
 
     Args:
         pinned: stages that were set by hand, by path.
@@ -88,7 +88,7 @@ class _Bound:
 
 
 def _pins(model: CostModel, pinned: Mapping[str, int]) -> list[_Bound]:
-    """What was set by hand: each pinned module with all in it that is not pinned otherwise."""
+    """Return the bindings set by hand: each pinned module with all modules in it that are not pinned otherwise."""
     known = model.trace.nodes()
     aliases = {alias: node.path for node in known.values() for alias in node.aliases}
     stage_at: dict[str, int] = {}
@@ -115,7 +115,7 @@ def _pins(model: CostModel, pinned: Mapping[str, int]) -> list[_Bound]:
 
 
 def _followers(root: ModuleNode, traced: bool) -> Iterator[tuple[str, str]]:
-    """Modules that have nothing of their own, each with the module above it whose stage they take."""
+    """Yield modules that have nothing of their own, each with the module above it that determines their stage."""
 
     def visit(node: ModuleNode, above: str) -> Iterator[tuple[str, str]]:
         idle = node.is_container or (traced and node.calls == 0 and not any(n.calls for n in node.walk()))
@@ -131,7 +131,7 @@ def _followers(root: ModuleNode, traced: bool) -> Iterator[tuple[str, str]]:
 
 
 def _units(model: CostModel, bound: Sequence[_Bound], followers: Mapping[str, str]) -> list[PlaceableUnit]:
-    """The model as a sequence: the modules in a module first, then its own frame; small modules stay whole."""
+    """Return the model as a sequence: the modules in a module first, then its own frame; small modules stay whole."""
     in_flight = sum(model.in_flight) / model.stages
     sizes: dict[str, int] = {}
     must_open: set[str] = set()
@@ -187,9 +187,9 @@ def _opened(
 
 
 def callees_in_order(node: ModuleNode) -> list[ModuleNode]:
-    """Children, where containers with nothing of their own are replaced by what they hold, by the order of calls.
+    """Return the children by the order of calls; containers with nothing of their own are replaced by their contents.
 
-    Two lists whose modules take turns are so put in the order in which the modules run.
+    If the modules of two lists take turns, the result is thus the order in which the modules run.
     """
     found: list[ModuleNode] = []
     for child in node.children:
@@ -201,7 +201,7 @@ def callees_in_order(node: ModuleNode) -> list[ModuleNode]:
 def _joined(
     model: CostModel, units: list[PlaceableUnit], bound: Sequence[_Bound]
 ) -> tuple[list[PlaceableUnit], list[tuple[list[int], int | None]]]:
-    """Units that are bound together and adjacent, or nearly, become one; the others form groups.
+    """Merge units that are bound together and adjacent, or nearly; the others form groups.
 
     Returns:
         The units, and for each group the numbers of its units and its stage, if that is settled.
@@ -234,7 +234,7 @@ def _joined(
 
 
 def _leaders(count: int, number_of: Mapping[str, int], bound: Sequence[_Bound]) -> tuple[list[int], dict[int, int]]:
-    """The first of the units that each unit must be with, and the stages of these where they are set by hand."""
+    """Return for each unit the first unit that it must be with, and the stages of these if they are set by hand."""
     leader = list(range(count))
     stage_of: dict[int, tuple[int, str]] = {}
 
@@ -267,7 +267,10 @@ def _leaders(count: int, number_of: Mapping[str, int], bound: Sequence[_Bound]) 
 def _absorbed(
     model: CostModel, units: Sequence[PlaceableUnit], members: Mapping[int, list[int]], stage_of: Mapping[int, int]
 ) -> dict[int, int]:
-    """By number, the first of the units that become one: bound together, with next to nothing in between."""
+    """Return for each unit that is merged, by number, the first unit of the merged one.
+
+    These units are bound together, with next to nothing in between.
+    """
     in_flight = sum(model.in_flight) / model.stages
     absorbed: dict[int, int] = {}
     for first, numbers in members.items():

@@ -19,11 +19,11 @@ _NUMBERED = re.compile(r"^(.*\.|)(\d+)$")
 
 
 def describe(trace: Trace, assignment: Assignment, settings: CostSettings | None = None) -> str:
-    """The text that begins with ``Partition assignments:``: modules as a tree, then the prediction for every stage.
+    """Return the report: ``Partition assignments:``, a tree of modules, and the prediction for every stage.
 
-    A module that is on one stage with all in it is one line, and so are numbered modules of one type in a row. Below one
-    that is split, its own code has a line. The costs of the tree add up to that of the model, 100 %; those of the stages
-    to more, since traffic comes on top.
+    A module that is on one stage with all in it is one line, and so are numbered modules of one type in a row.
+    Below one that is split, its own code has a line. The costs of the tree add up to that of the model, 100 %.
+    Those of the stages add up to more, since they include traffic.
     """
     model = CostModel(trace, assignment.stages, settings or CostSettings())
     costs = model.stage_costs(assignment.stage_of)
@@ -62,7 +62,7 @@ def _rows(
 
 
 def _own_code(model: CostModel, assignment: Assignment, node: ModuleNode, depth: int) -> Iterator[tuple[str, ...]]:
-    """The line for what a module that is split has and does itself, if that is anything."""
+    """Yield the line for a split module's own parameters and code, if there are any."""
     share = model.share(model.needs[node.path], sum(model.in_flight) / model.stages)
     elements = sum(held.elements for held in node.parameters)
     if elements or share >= _VISIBLE:
@@ -71,7 +71,7 @@ def _own_code(model: CostModel, assignment: Assignment, node: ModuleNode, depth:
 
 
 def _runs(assignment: Assignment, siblings: Sequence[ModuleNode]) -> Iterator[list[ModuleNode]]:
-    """Siblings in groups: numbered one after the other, of one type, wholly on one stage."""
+    """Yield siblings in groups: numbered one after the other, of one type, wholly on one stage."""
     run: list[ModuleNode] = []
     for node in siblings:
         if (
@@ -96,7 +96,7 @@ def _continues(before: ModuleNode, node: ModuleNode) -> bool:
 
 
 def _only_stage(assignment: Assignment, node: ModuleNode) -> int:
-    """The stage of a module with all in it; -1 if it is split."""
+    """Return the stage of a module with all in it; -1 if it is split."""
     stages = {assignment.stage_of(inner.path) for inner in node.walk() if not inner.is_container}
     return stages.pop() if len(stages) == 1 else -1
 
@@ -111,7 +111,7 @@ def _summary(costs: Sequence[StageCost], memory_weight: float) -> list[str]:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns below each other; those with figures to the right."""
+    """Return rows as lines with aligned columns; columns of figures are aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -134,5 +134,5 @@ def _ranges(stages: Sequence[int]) -> str:
 
 
 def _few(groups: list[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
-    """Modules far apart are news; that a list of parameters goes with its owner is not."""
+    """Return the first eight groups of modules that are far apart; a list of parameters with its owner is left out."""
     return [group for group in groups if not any(path and group[0][0].startswith(path) for path in group[0][1:])][:8]

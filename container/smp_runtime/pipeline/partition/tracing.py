@@ -1,8 +1,9 @@
-"""The tracing step: the model runs one microbatch, forward only, and leaves its tree with costs behind, and no mark.
+"""The tracing step: it runs one microbatch forward and leaves costs in the model's tree, but no mark on the model.
 
-Modules are seen where ``nn.Module.__call__`` asks for their compiled call, which also the classes with a ``__call__`` of
-their own come through, with all arguments, hooks included. Operations are seen below autograd, parameters where Python
-hands them to a function. All of it is on the model's own modules or on this thread: others notice nothing.
+Modules are seen where ``nn.Module.__call__`` asks for their compiled call. Classes with a ``__call__`` of
+their own go through it too, with all arguments, hooks included. Operations are seen below autograd, and
+parameters where Python passes them to a function. All of this is on the model's own modules or on this
+thread; other threads and modules are not affected.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _FREEZE = "requires_grad_"
 
 
 class ValuesNeededError(SMPUserError):
-    """The model or the step function reads values of parameters that are not created yet."""
+    """An error: the model or the step function reads values of parameters that are not created yet."""
 
 
 def trace(
@@ -70,17 +71,18 @@ def trace(
     times: bool = False,
     memory: bool = False,
 ) -> Trace:
-    """Run a step function once and record what each module costs.
+    """Run a step function once and record the cost of each module.
 
     The model's buffers, gradients, attributes and flags, and the random generators, are afterwards as before.
     ``backward()`` does nothing meanwhile.
 
     Args:
         model: with values or on the meta device.
-        device: where the model will be trained; decides what moving memory costs against computing.
-        times: measure seconds too, by running several times more; see :mod:`smp_runtime.pipeline.partition.module_times`.
-        memory: measure what autograd keeps for backward; otherwise it is estimated from the sizes of what modules
-            return.
+        device: where the model will be trained; decides the cost of moving memory compared with computing.
+        times: measure seconds too, by running several times more; see
+            :mod:`smp_runtime.pipeline.partition.module_times`.
+        memory: measure the tensors that autograd keeps for backward; otherwise they are estimated from the
+            sizes of the modules' outputs.
 
     Raises:
         ValuesNeededError: the parameters are on the meta device, and the model reads values.
@@ -119,13 +121,16 @@ def trace(
 
 
 def settle(model: nn.Module, run: Callable[[], object]) -> None:
-    """Run a step function once for what its first call makes of the model's tree; the rest is afterwards as before."""
+    """Run a step function once for the changes that its first call makes to the model's tree.
+
+    Everything else is afterwards as before.
+    """
     with restored(model, keeps_tree=True), _NoBackward():
         run()
 
 
 def module_that_raised(error: BaseException) -> str:
-    """Path of the innermost module in whose traced call an error was raised; empty where it is the step function's."""
+    """Return the path of the innermost module that raised an error in its traced call; empty for the step function."""
     path, trace = "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals is globals() and (node := trace.tb_frame.f_locals.get("node")) is not None:
@@ -155,11 +160,11 @@ def _measure_times(model: nn.Module, tree: ModuleTree, run: Callable[[], object]
 
 
 class _TracedCalls:
-    """Follows the calls of a model's modules on this thread.
+    """An observer of the calls of a model's modules on this thread.
 
     Attributes:
-        frames: the modules that are being called now, outermost first; the root stands below all, for the step
-            function's own code runs on the rank that has the root.
+        frames: the modules that are being called now, outermost first. The root is below all others, because
+            the step function's own code runs on the rank that has the root.
     """
 
     def __init__(self, tree: ModuleTree) -> None:
@@ -168,14 +173,14 @@ class _TracedCalls:
         self._thread = threading.get_ident()
 
     def entered(self, node: ModuleNode, inputs: tuple[Any, ...]) -> None:
-        """A call begins; its node is already the innermost frame."""
+        """Handle the begin of a call; its node is already the innermost frame."""
 
     def left(self, node: ModuleNode, output: Any) -> None:
-        """A call ended; its node is no longer a frame. ``output`` is None if it raised."""
+        """Handle the end of a call; its node is no longer a frame. ``output`` is None if the call raised."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Watch all calls inside."""
+        """Watch all calls inside the block."""
         modules = list(self.tree.modules.values())
         slots = [ModuleSlot(vars(module), "_compiled_call_impl") for module in modules]
         former = [slot.take() for slot in slots]
@@ -203,12 +208,12 @@ class _TracedCalls:
             self.left(node, output)
 
     def on_this_thread(self) -> bool:
-        """Whether the calling thread is the one that runs the step function."""
+        """Return whether the calling thread is the one that runs the step function."""
         return threading.get_ident() == self._thread
 
 
 class _Recorder(_TracedCalls):
-    """Counts operations, bytes and uses of values, and writes them into the nodes."""
+    """A recorder that counts operations, bytes and uses of values, and writes them into the nodes."""
 
     def __init__(self, tree: ModuleTree, balance: float, measures_memory: bool) -> None:
         super().__init__(tree)
@@ -240,12 +245,12 @@ class _Recorder(_TracedCalls):
             yield
 
     def finish(self) -> None:
-        """Nothing is free: a module that was called costs at least one operation."""
+        """Set the cost of each module that was called to at least one operation per call."""
         for node in self.tree.root.walk():
             node.flops = max(node.flops, float(node.calls))
 
     def flows(self) -> list[ModuleFlow]:
-        """Tensors with the same maker and the same users are one flow."""
+        """Return the flows; tensors with the same maker and the same users are one flow."""
         total: defaultdict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
         for maker, users in self._consumers.values():
             total[maker.path, tuple(users)] += max(users.values())
@@ -280,7 +285,7 @@ class _Recorder(_TracedCalls):
     # -- operations ------------------------------------------------------------------------------------------------
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """One operation ran in the innermost frame."""
+        """Record an operation that ran in the innermost frame."""
         node = self.frames[-1]
         inputs, outputs = argument_tensors((args, kwargs)), argument_tensors(out)
         for tensor in inputs:
@@ -326,7 +331,7 @@ class _Recorder(_TracedCalls):
         return tensor.shape
 
     def parameter_used(self, parameter: torch.Tensor) -> None:
-        """A function got a parameter of the model as an argument."""
+        """Record that a function got a parameter of the model as an argument."""
         _, holder, name = self.tree.parameters[id(parameter)]
         user = self.frames[-1]
         holds = any(held.name == name for held in user.parameters)
@@ -337,19 +342,19 @@ class _Recorder(_TracedCalls):
     # -- buffers and attributes ------------------------------------------------------------------------------------
 
     def buffer_used(self, buffer: torch.Tensor) -> None:
-        """A function got a buffer of the model as an argument."""
+        """Record that a function got a buffer of the model as an argument."""
         if id(buffer) not in self._exposed:
             _, module, name = self.tree.buffers[id(buffer)]
             self.attribute_used(module, name)
 
     def attribute_used(self, module: nn.Module, name: str) -> None:
-        """An attribute of a module is read or set."""
+        """Record that an attribute of a module is read or set."""
         node = self.tree.node_of(module)
         if node is not None and node is not self.frames[-1]:
             self._accesses[id(module), name][self.frames[-1].path] = None
 
     def note_changes(self, before: Snapshot) -> None:
-        """Who uses buffers and attributes that change while the model runs must be where they change."""
+        """Bind the users of buffers and attributes that change while the model runs to the module where they change."""
         for module, name, kind in before.changed():
             node = self.tree.node_of(module)
             if node is None:
@@ -362,7 +367,10 @@ class _Recorder(_TracedCalls):
 
 
 def _function_around() -> str | None:
-    """Which autograd function of the model's calls the module that is being entered, in its forward; not PyTorch's checkpoints."""
+    """Return the name of the autograd function with a forward that calls the module being entered, or None.
+
+    Only functions that the model calls count. PyTorch's checkpoints do not.
+    """
     frame, calls = inspect.currentframe(), 0
     while frame is not None and calls < 2:  # the second is the call of the module around
         code = frame.f_code
@@ -377,7 +385,7 @@ def _function_around() -> str | None:
 
 
 class _Operations(TorchDispatchMode):
-    """Shows every operation below autograd to a recorder."""
+    """A mode that reports every operation below autograd to a recorder."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -398,7 +406,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _ParameterUses(TorchFunctionMode):
-    """Shows a recorder each parameter whose value a function reads; looking at shapes and types is no use of it."""
+    """A mode that reports parameters to a recorder if a function reads their values; shapes and types do not count."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -420,7 +428,7 @@ class _ParameterUses(TorchFunctionMode):
 
 
 class _NoBackward(TorchFunctionMode):
-    """Backward does nothing."""
+    """A mode in which ``backward`` does nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward or func is torch.autograd.backward:
@@ -429,7 +437,7 @@ class _NoBackward(TorchFunctionMode):
 
 
 class _Stopwatch(_TracedCalls):
-    """Measures the seconds of each module's own frame, in one run.
+    """A measurement of the seconds of each module's own frame, in one run.
 
     Attributes:
         seconds: by path.

@@ -1,1 +1,1 @@
-"""Ordering: actions of a stage as data, simulated and planned without processes."""
+"""Scheduling: the actions of a stage as data, simulated and planned without processes."""

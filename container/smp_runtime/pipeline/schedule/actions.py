@@ -1,9 +1,10 @@
-"""Pipeline schedules as data: what a rank runs, in which order, and the graph that an order must respect.
+"""Pipeline schedules as data: the actions of a rank, their order, and the graph that an order must respect.
 
-Nothing here needs torch or a process. A *task* is one run of a module's forward or backward, or of the step function, for
-one microbatch. A task that waits for a value is cut there: a :class:`Segment` is what a rank computes without a wait, an
-:class:`Action` is its name. A *schedule* (``orders``) maps every rank to the tuple of its actions in the order in which
-they run; a rank never runs anything else than the next action of its order.
+Nothing here needs torch or a process. A *task* is one run of a module's forward or backward, or of the step
+function, for one microbatch. A task that waits for a value is cut there: a :class:`Segment` is the part
+that a rank computes without a wait, an :class:`Action` is its name. A *schedule* (``orders``) maps every
+rank to the tuple of its actions in the order in which they run. A rank never runs anything else than the
+next action of its order.
 
 :mod:`.simulation` runs a schedule on a recorded graph without processes, :mod:`.planner` makes one.
 """
@@ -22,11 +23,11 @@ Event = tuple[Hashable, ...]
 
 
 class ScheduleError(SMPRuntimeError):
-    """A schedule cannot run: an action is missing, stands twice or waits for itself in a circle."""
+    """An error in a schedule: an action is missing, is listed twice or waits for itself in a cycle."""
 
 
 class TaskKind(str, enum.Enum):
-    """What a task runs. Also names the phase of a microbatch, which is forward until the script calls backward."""
+    """The kind of a task. Also names the phase of a microbatch, which is forward until the script calls backward."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -53,11 +54,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What was recorded of one action.
+    """The record of one action.
 
-    ``needs`` must all be available before it starts (besides the previous part of its own task, which is understood).
-    ``gives`` are events with their time in seconds after the start of the segment; they are available at once on its own
-    rank and after the transport's latency on the others.
+    ``needs`` must all be available before it starts. The previous part of its own task must be done too; it is
+    not listed. ``gives`` are events with their time in seconds after the start of the segment; they are
+    available at once on its own rank and after the transport's latency on the others.
     """
 
     action: Action
@@ -73,11 +74,11 @@ Orders = Mapping[int, Sequence[Action]]
 
 
 def smooth(segments: Iterable[Segment]) -> list[Segment]:
-    """The same segments with durations made equal over the microbatches, by the median.
+    """Return the same segments with equal durations over the microbatches, by the median.
 
-    Only tasks of the same kind, path and rank whose *shape* agrees are averaged: as many parts, each in the same phase with
-    as many needs and gives. A microbatch that took another branch keeps its own durations. The times at which events are
-    given move with the duration, so that none comes after the end of its segment.
+    Only tasks of the same kind, path and rank with the same *shape* are averaged: as many parts, each in the
+    same phase with as many needs and gives. A microbatch that took another branch keeps its own durations. The
+    times of given events move with the duration, so that none comes after the end of its segment.
     """
     segments = list(segments)
     tasks: dict[tuple[int, TaskKind, tuple[int, ...], int], list[Segment]] = {}
@@ -109,9 +110,9 @@ _NOMINAL_BEGIN = 0.0001
 
 
 def nominal(segments: Iterable[Segment]) -> list[Segment]:
-    """The same segments with durations that follow from their phase alone, so that each run plans from the same ones.
+    """Return the segments with durations that depend only on their phase, so each run plans from the same ones.
 
-    What a segment gives is spread over it evenly, in the order in which it came.
+    The events that a segment gives are spread over it evenly, in the order in which they came.
     """
     segments = list(segments)
     last: dict[tuple[TaskKind, tuple[int, ...], int], int] = {}

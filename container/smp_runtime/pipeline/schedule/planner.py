@@ -1,9 +1,10 @@
-"""Making a schedule from a recorded step: list scheduling under several rules, of which the best is kept.
+"""Planning of a schedule from a recorded step: list scheduling under several rules; the best result is kept.
 
-A rule (:class:`_Rule`) decides by simple means what a free rank starts next. Which rule is best depends on the graph: where
-the step function runs, how long its parts are, how slow the transport is. So all are tried on the recorded graph, in a
-fixed order and without chance, and the plan with the least makespan wins; among plans that are equal within 1 %, the one
-that holds fewer microbatches in flight, since activations cost memory.
+A rule (:class:`_Rule`) is a simple way to decide what a free rank starts next. Which rule is best depends
+on the graph: where the step function runs, how long its parts are, how slow the transport is. So all are
+tried on the recorded graph, in a fixed order and without randomness, and the plan with the smallest
+makespan wins. Among plans that are equal within 1 %, the one that holds fewer microbatches in flight wins,
+since activations cost memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _FINALISTS = 3
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """A schedule and what it promises."""
+    """A schedule and its predicted figures."""
 
     orders: dict[int, tuple[Action, ...]]  # for every rank, the actions in the order in which it is to run them
     makespan: float  # seconds from the first action's start to the last one's end
@@ -50,13 +51,14 @@ class SchedulePlan:
 
 
 def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: float = 0.0) -> SchedulePlan:
-    """The order in which every rank runs the segments of a step.
+    """Return the plan: the order in which every rank runs the segments of a step.
 
-    The orders name every segment once, cannot deadlock on the recorded graph whatever the real durations are, and keep
-    microbatches ascending wherever a rank runs the same (kind, path, part) for several of them.
+    The orders name every segment once. They cannot deadlock on the recorded graph, whatever the real durations
+    are. They keep microbatches ascending wherever a rank runs the same (kind, path, part) for several of them.
 
     Args:
-        segments: all segments of all ranks of one pipeline group, durations smoothed (see :func:`.schedules.smooth`).
+        segments: all segments of all ranks of one pipeline group, durations smoothed (see
+            :func:`.schedules.smooth`).
         active: most microbatches begun and not finished.
         latency: seconds from rank to rank.
 
@@ -91,7 +93,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
 
 @dataclass(frozen=True)
 class _Rule:
-    """One way to choose what a free rank starts."""
+    """One way to choose the next segment of a free rank."""
 
     #: ``"lowest"``: lowest microbatch first; ``"longest"``: longest way to its microbatch's end first; ``"refined"``: by given
     #: keys; backwards come before forwards in these. ``"cycle"``: as many forwards as fill the rank, then one backward, one
@@ -192,9 +194,10 @@ class _RuleRun:
         return key
 
     def _is_its_turn(self, clock: ScheduleSimulator, rank: int, node: int) -> bool:
-        """Whether what comes before gradients of weights on their rank has begun.
+        """Return whether all work before these gradients of weights on their rank has begun.
 
-        A short wait for a value should not be filled with them: what comes next would come late, and with it everything after.
+        A short wait for a value should not be filled with them: the next segment would come late, and with it
+        everything after.
         """
         turns = self.turns[rank]
         while turns and clock.start[turns[-1]] >= 0:
@@ -256,11 +259,11 @@ class _RuleRun:
 
 
 def _cycle(count: int, cap: int, waiting: int) -> dict[tuple[str, int], int]:
-    """The turn of each microbatch's forward, backward and weights on a rank (ZB-H1: Qi et al., 2023).
+    """Return the turn of each microbatch's forward, backward and weights on a rank (ZB-H1: Qi et al., 2023).
 
     Args:
         cap: microbatches that fill the rank.
-        waiting: microbatches whose weights wait.
+        waiting: number of microbatches with weights that wait.
     """
     kinds = ["F"] * cap + ["B", "F"] * waiting + ["B", "W", "F"] * count + ["B"] * count + ["W"] * count
     turns: dict[tuple[str, int], int] = {}
@@ -309,7 +312,7 @@ def _search(facts: RecordedStep) -> _Try:
 
 
 def _tries(facts: RecordedStep, rules: Sequence[_Rule]) -> list[_Try]:
-    """A run of every rule, less those that are known to come to the same."""
+    """Run every rule, except those that are known to lead to the same result."""
     tries: list[_Try] = []
     settled: set[tuple[str, bool]] = set()  # what more spare cannot change
     for rule in rules:
@@ -322,7 +325,10 @@ def _tries(facts: RecordedStep, rules: Sequence[_Rule]) -> list[_Try]:
 
 
 def _best(tries: Sequence[_Try]) -> list[_Try]:
-    """The different ones among the tries, the one to prefer first: of the fastest, which count as equal, the leanest."""
+    """Return the distinct tries, the preferred one first.
+
+    The fastest tries count as equal; among them, the one with the fewest microbatches in flight is preferred.
+    """
     least = min(one.clock.makespan for one in tries)
 
     def preference(one: _Try) -> tuple[float, ...]:
@@ -333,7 +339,7 @@ def _best(tries: Sequence[_Try]) -> list[_Try]:
 
 
 def _first_microbatches(facts: RecordedStep) -> RecordedStep | None:
-    """The same for fewer microbatches: enough for a full pipeline and, in waves, for two of them."""
+    """Return the same facts for fewer microbatches: enough for a full pipeline or, in waves, for two waves."""
     graph, active = facts.graph, facts.active
     # Waves are as long as each other, but for the last.
     number = 2 * facts.wave.count(0) if facts.in_waves else active + 2 * len(graph.ranks)
@@ -348,7 +354,7 @@ def _first_microbatches(facts: RecordedStep) -> RecordedStep | None:
 
 
 def _without_doubles(tries: Iterable[_Try]) -> list[_Try]:
-    """Rules often agree: one try for each different schedule, the first."""
+    """Return one try for each different schedule, the first; rules often agree."""
     return list({tuple(map(tuple, one.clock.order)): one for one in reversed(list(tries))}.values())[::-1]
 
 

@@ -1,7 +1,7 @@
-"""The order of a pipeline's tasks under each schedule. A new schedule is one class here, and its name in the table below.
+"""The order of a pipeline's tasks under each schedule; a new schedule is one class here and a table entry below.
 
-The planner follows a policy when it makes an order; a rank follows it where no order is planned yet. What planning without a
-runtime must know of a schedule too, its traits, stands in :mod:`smp_config.schedules`.
+The planner follows a policy when it makes an order. A rank follows it if no order is planned yet. Traits of
+a schedule that planning without a runtime must also know are in :mod:`smp_config.schedules`.
 """
 
 from __future__ import annotations
@@ -15,48 +15,52 @@ from smp_runtime.pipeline.schedule.actions import TaskKind
 
 
 class Policy:
-    """Microbatches follow each other freely, at most ``active`` in flight, backward passes first; others override."""
+    """The base policy: microbatches follow each other freely, at most ``active`` in flight, backward passes first.
+
+    Subclasses override parts of it.
+    """
 
     #: The schedule whose traits it has.
     schedule = DEFAULT_SCHEDULE
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backward passes leave gradients of weights for later."""
+        """Return whether backward passes leave gradients of weights for later."""
         return TRAITS[self.schedule].splits_backward
 
     def wave(self, microbatch: int, active: int) -> int | None:
-        """The wave that a microbatch belongs to, or None where there are no waves.
+        """Return the wave that a microbatch belongs to, or None if there are no waves.
 
-        On every rank, all forward passes of a wave come before its first backward pass, and no wave begins before the one
-        before it is finished. Waves are numbered from 0, in the order of their microbatches, and none has more than
-        ``active``, since it could not come to its first backward pass.
+        On every rank, all forward passes of a wave come before its first backward pass, and no wave begins before
+        the one before it is finished. Waves are numbered from 0, in the order of their microbatches. None has more
+        than ``active`` microbatches, since it could not reach its first backward pass.
         """
         return None
 
     def urgency(self, phase: TaskKind, microbatch: int) -> tuple[Any, ...]:
-        """Of the tasks that could run, the one with the least goes first, where no order is planned."""
+        """Return a sort key: if no order is planned, the runnable task with the smallest key goes first."""
         return phase is not TaskKind.BACKWARD, microbatch
 
     def admits(self, microbatch: int, in_flight: Collection[int], active: int) -> bool:
-        """Whether a microbatch may begin while others are in flight: begun and not finished."""
+        """Return whether a microbatch may begin while others are in flight, which means begun and not finished."""
         wave = self.wave(microbatch, active)
         return len(in_flight) < active and all(self.wave(other, active) == wave for other in in_flight)
 
     def backward_waits_for(self, microbatch: int, count: int, active: int) -> Sequence[int]:
-        """Of ``count`` microbatches, those whose forward passes end before this one's backward pass begins."""
+        """Return those of ``count`` microbatches that must end their forward pass before this one's backward pass begins."""
         wave = self.wave(microbatch, active)
         return [] if wave is None else [other for other in range(count) if self.wave(other, active) == wave]
 
 
 class Interleaved(Policy):
-    """Backward first: 1F1B, and what comes near it on a graph that is no chain (PipeDream-Flush; Narayanan et al., 2021)."""
+    """Backward first: 1F1B, or close to it on a graph that is not a chain (PipeDream-Flush; Narayanan et al., 2021)."""
 
 
 class ZeroBubble(Policy):
-    """Backward first, and gradients of weights where a stage would idle (ZB-H1 on a chain; Qi et al., 2023).
+    """Backward first, and gradients of weights when a stage would idle (ZB-H1 on a chain; Qi et al., 2023).
 
-    A microbatch is in flight at a stage until its gradients of weights are there, so that no stage holds more than interleaved.
+    A microbatch is in flight at a stage until its gradients of weights are there, so no stage holds more than with
+    :class:`Interleaved`.
     """
 
     schedule = "zero_bubble"
@@ -68,11 +72,11 @@ class Simple(Policy):
     schedule = "simple"
 
     def wave(self, microbatch: int, active: int) -> int | None:
-        """So many microbatches one after the other as may be active."""
+        """Return the wave; each has ``active`` consecutive microbatches."""
         return microbatch // active
 
     def urgency(self, phase: TaskKind, microbatch: int) -> tuple[Any, ...]:
-        """Forward first."""
+        """Return a sort key that puts forward first."""
         return phase is TaskKind.BACKWARD, microbatch
 
 
@@ -89,10 +93,10 @@ POLICIES: dict[str, Policy] = {
 
 
 def policy_named(name: str) -> Policy:
-    """The policy of a configured schedule.
+    """Return the policy of a configured schedule.
 
     Raises:
-        SMPUserError: there is none of this name.
+        SMPUserError: no policy has this name.
     """
     if name not in POLICIES:
         raise SMPUserError(f"pipeline is {name!r}. It is one of {', '.join(map(repr, POLICIES))}.")

@@ -1,4 +1,4 @@
-"""What planning knows of a recorded step before it has any order: what takes how long, and how much keeps each rank busy."""
+"""Facts about a recorded step before it has an order: durations, and how many microbatches keep each rank busy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUICK = 0.06
 
 
 class RecordedStep:
-    """What is known of a graph before any order: solo times, tails, waves, and how many microbatches fill each rank."""
+    """The facts about a graph before any order: solo times, tails, waves, and how many microbatches fill each rank."""
 
     def __init__(self, graph: SegmentGraph, active: int, policy: Policy) -> None:
         self.graph = graph
@@ -38,21 +38,21 @@ class RecordedStep:
         self.fill = self._need(self.quick)
 
     def _period(self) -> int:
-        """Work per microbatch of the busiest rank, in nanoseconds."""
+        """Return the work per microbatch of the busiest rank, in nanoseconds."""
         work = [0] * len(self.graph.ranks)
         for r, ns in zip(self.graph.rank, self.graph.ns, strict=True):
             work[r] += ns
         return max(1, max(work) // len(self.graph.microbatches))
 
     def _edges(self, node: int) -> Iterable[tuple[int, int]]:
-        """Followers in the same microbatch, with the time from start to start."""
+        """Yield followers in the same microbatch, with the time from start to start."""
         graph = self.graph
         for target, at in graph.successors[node]:
             if graph.microbatch[target] == graph.microbatch[node]:
                 yield target, (graph.ns[node] if at < 0 else at) + graph.travel(node, target)
 
     def _tails(self) -> list[int]:
-        """From a node's start to its microbatch's end, were there nothing else to do."""
+        """Return for each node the time from its start to its microbatch's end, if there were no other work."""
         tail = list(self.graph.ns)
         for node in reversed(self.nodes):
             for target, time in self._edges(node):
@@ -60,10 +60,10 @@ class RecordedStep:
         return tail
 
     def _heads(self, later: Sequence[int] | None = None) -> list[int]:
-        """From a microbatch's begin to a node's start, were there nothing else to do.
+        """Return for each node the time from its microbatch's begin to its start, if there were no other work.
 
         Args:
-            later: by how much later each node gives what it gives.
+            later: for each node, the delay of everything that it gives.
         """
         head = [0] * len(self.graph.ns)
         for node in self.nodes:
@@ -72,10 +72,10 @@ class RecordedStep:
         return head
 
     def _bound(self) -> int:
-        """Seconds that no order can beat, in nanoseconds.
+        """Return a lower bound of the makespan of any order, in nanoseconds.
 
-        Per rank: the earliest start of a segment, the work of all, the shortest tail after one. Once over all segments, once
-        over the longer ones only, which have more before and after them.
+        Per rank: the earliest start of a segment, the work of all, the shortest tail after one. Once over all
+        segments, and once over the longer ones only, which have more work before and after them.
         """
         graph = self.graph
         bound = max(self.tail)
@@ -89,7 +89,10 @@ class RecordedStep:
         return bound
 
     def _late(self) -> list[bool]:
-        """Segments of the backward phase, with all that follows from them (a forward run again inside a backward)."""
+        """Return for each segment whether it is in the backward phase or follows from it.
+
+        An example of the latter is a forward run again inside a backward.
+        """
         graph = self.graph
         late = [not forward for forward in graph.forward]
         for node in self.nodes:
@@ -100,15 +103,19 @@ class RecordedStep:
         return late
 
     def is_last(self, node: int) -> bool:
-        """Whether nothing of its microbatch waits for a node but gradients of weights, for which nobody waits.
+        """Return whether only gradients of weights of its microbatch wait for a node; no segment waits for those.
 
-        What waits for others itself, as the step function does for the gradient of an embedding that lies with the loss, had better
-        not stand between segments that others wait for: on a rank that keeps to an order, it would hold them up when it comes late.
+        A segment that itself waits for others should not stand between segments that others wait for. An example is
+        the step function that waits for the gradient of an embedding on the stage of the loss. On a rank that keeps
+        to an order, such a segment would hold the others up when it comes late.
         """
         return all(self.graph.weights[target] for target, _ in self._edges(node))
 
     def _asks_first(self) -> list[bool]:
-        """Ranks on which a microbatch begins with a quick segment: the step function's code, up to what it needs of others."""
+        """Return for each rank whether its microbatches begin with a quick segment.
+
+        This is the step function's code, up to the first value that it needs from other stages.
+        """
         graph, first = self.graph, dict[tuple[int, int], int]()
         for i in self.nodes:
             first.setdefault((graph.rank[i], graph.microbatch[i]), i)
@@ -118,13 +125,14 @@ class RecordedStep:
         ]
 
     def _need(self, shortest: int) -> list[float]:
-        """Microbatches in flight that keep a rank busy: time that one spends there ÷ period (Little's law).
+        """Return how many microbatches in flight keep each rank busy: time that one spends there ÷ period (Little's law).
 
-        On a chain of equal stages this is ``p - i``, as in 1F1B. Gradients of weights that come later count as if they were
-        computed at once, in the backward pass that leaves them: what idles less by them holds no more.
+        On a chain of equal stages this is ``p - i``, as in 1F1B. Gradients of weights that come later count as if
+        they were computed at once, in the backward pass that leaves them: they reduce idle time without more
+        microbatches in flight.
 
         Args:
-            shortest: nanoseconds of the segments that count.
+            shortest: nanoseconds of the shortest segment that counts.
         """
         graph = self.graph
         left = [0] * len(graph.ns)

@@ -1,6 +1,6 @@
-"""Running a schedule without processes: a clock over the recorded graph, the check of an order, and its figures.
+"""Simulation of a schedule without processes: a clock over the recorded graph, the check of an order, and figures.
 
-Times are whole nanoseconds inside, so that things that happen at the same moment do so exactly and every run of the
+Times are whole nanoseconds inside, so that events at the same moment are exactly equal. So every run of the
 simulation, on every machine, takes the same decisions.
 """
 
@@ -21,7 +21,7 @@ _END, _ARRIVAL, _FINISHED = range(3)
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What came of a simulated schedule. Seconds throughout."""
+    """The result of a simulated schedule. Seconds throughout."""
 
     start: dict[Action, float]  # of every action, like the next
     finish: dict[Action, float]
@@ -41,8 +41,8 @@ def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latenc
         latency: seconds from rank to rank.
 
     Raises:
-        ScheduleError: an action is missing, unknown, stands twice or on a wrong rank, an event is given by nobody, or
-            the order deadlocks; the message then names the circle of waits.
+        ScheduleError: an action is missing, unknown, listed twice or on a wrong rank, no action gives an event, or
+            the order deadlocks; the message then names the cycle of waits.
     """
     graph = SegmentGraph(segments, latency)
     sequence = _sequence(orders, graph)
@@ -129,18 +129,18 @@ class SegmentGraph:
         self.needed[target] += 1
 
     def travel(self, source: int, target: int) -> int:
-        """Nanoseconds until what a node gives is there for another."""
+        """Return the nanoseconds until the output of one node is available to another."""
         return 0 if self.rank[source] == self.rank[target] else self.latency
 
     def sources(self, node: int) -> list[int]:
-        """Nodes that must give something before ``node`` can start."""
+        """Return the nodes that must give something before ``node`` can start."""
         return [i for i, edges in enumerate(self.successors) if any(target == node for target, _ in edges)]
 
     def topological(self) -> list[int]:
-        """All nodes, sources first.
+        """Return all nodes, sources first.
 
         Raises:
-            ScheduleError: segments wait for each other in a circle, whatever the order.
+            ScheduleError: segments wait for each other in a cycle, whatever the order.
         """
         left = list(self.needed)
         found = [i for i, count in enumerate(left) if count == 0]
@@ -179,14 +179,14 @@ def _first_double(actions: Iterable[Action]) -> Action | None:
 
 
 class Picker(Protocol):
-    """Decides what a free rank starts."""
+    """The choice of the next segment of a free rank."""
 
     def pick(self, clock: ScheduleSimulator, rank: int, now: int) -> int:
-        """A node that is ready on ``rank`` and allowed by the clock, or -1 to wait until something happens."""
+        """Return a node that is ready on ``rank`` and allowed by the clock, or -1 to wait until something happens."""
 
 
 class ScheduleSimulator:
-    """Runs a graph: one segment at a time per rank, non-preemptive, chosen by a :class:`Picker`.
+    """A simulation of a graph: one segment at a time per rank, non-preemptive, chosen by a :class:`Picker`.
 
     Attributes:
         ready: per rank, nodes that could start now.
@@ -234,11 +234,11 @@ class ScheduleSimulator:
         heapq.heapify(self._events)
 
     def may_begin(self, node: int) -> bool:
-        """Whether the rule of active microbatches lets this node start."""
+        """Return whether the limit of active microbatches lets this node start."""
         return self.open < self.active or self.begun[self.graph.microbatch[node]]
 
     def run(self, picker: Picker) -> ScheduleSimulator:
-        """Until nothing more happens. With ``done`` short of the number of segments, the picker got stuck."""
+        """Run until nothing more happens. If ``done`` is less than the number of segments, the picker got stuck."""
         rank_of, events, busy = self.graph.rank, self._events, self._busy
         while events:
             now = events[0][0]
@@ -261,7 +261,7 @@ class ScheduleSimulator:
         return self
 
     def _give(self, node: int, r: int, now: int) -> None:
-        """A node that starts now: when it ends, and when those that need something of it can start."""
+        """Schedule the end of a node that starts now, and the starts of the nodes that need something from it."""
         graph, events, missing, available = self.graph, self._events, self._missing, self._available
         ns = self.ns[node]
         heapq.heappush(events, (now + ns, _END, node))
@@ -294,7 +294,7 @@ class ScheduleSimulator:
             self.most_in_flight[r] = max(self.most_in_flight[r], self.in_flight[r])
 
     def _end(self, node: int, now: int) -> None:
-        """Take note; a microbatch's home knows later that it is finished."""
+        """Record the end of a node; the first rank of a microbatch learns later that the microbatch is finished."""
         r, k = self.graph.rank[node], self.graph.microbatch[node]
         self.finish[node] = now
         self.makespan = max(self.makespan, now)
@@ -321,7 +321,7 @@ class ScheduleSimulator:
 
 
 class _Replay:
-    """Starts what the order names next, and nothing else."""
+    """A picker that starts only the next node of the order."""
 
     def __init__(self, sequence: Sequence[Sequence[int]]) -> None:
         self.sequence = sequence
@@ -333,7 +333,11 @@ class _Replay:
 
 
 def replay(graph: SegmentGraph, sequence: Sequence[Sequence[int]], active: int) -> ScheduleSimulator:
-    """Run fixed orders, in node numbers; ScheduleError when they deadlock."""
+    """Run fixed orders, in node numbers.
+
+    Raises:
+        ScheduleError: the orders deadlock.
+    """
     clock = ScheduleSimulator(graph, active).run(_Replay(sequence))
     if clock.done < len(graph.segments):
         raise ScheduleError(_deadlock(clock, sequence))
@@ -341,7 +345,7 @@ def replay(graph: SegmentGraph, sequence: Sequence[Sequence[int]], active: int) 
 
 
 def summary(graph: SegmentGraph, clock: ScheduleSimulator) -> SimulatedRun:
-    """The figures of a finished clock, in seconds and real rank numbers."""
+    """Return the figures of a finished clock, in seconds and real rank numbers."""
     actions = [segment.action for segment in graph.segments]
     busy = [0] * len(graph.ranks)
     for r, ns in zip(graph.rank, clock.ns, strict=True):
@@ -360,7 +364,7 @@ def summary(graph: SegmentGraph, clock: ScheduleSimulator) -> SimulatedRun:
 
 
 def _sequence(orders: Orders, graph: SegmentGraph) -> list[list[int]]:
-    """The orders in node numbers, once it is sure that every action stands exactly once and on its rank."""
+    """Return the orders in node numbers, after a check that every action is listed exactly once and on its rank."""
     for rank, order in orders.items():
         double = _first_double(order)
         if double is not None:
@@ -380,7 +384,7 @@ def _sequence(orders: Orders, graph: SegmentGraph) -> list[list[int]]:
 
 
 def _deadlock(clock: ScheduleSimulator, sequence: Sequence[Sequence[int]]) -> str:
-    """Follow what each rank's next action waits for until an action comes up again."""
+    """Return a message with the cycle of waits, found by following what each rank's next action waits for."""
     graph = clock.graph
     heads = {r: order[len(clock.order[r])] for r, order in enumerate(sequence) if len(clock.order[r]) < len(order)}
 
@@ -399,7 +403,7 @@ def _deadlock(clock: ScheduleSimulator, sequence: Sequence[Sequence[int]]) -> st
 
 
 def _circle(node: int, waits_for: Callable[[int], tuple[int, str]]) -> list[tuple[int, str]]:
-    """``(node, why it waits for the following one)`` around the circle that is reached from ``node``."""
+    """Return the cycle of waits that is reached from ``node``, as ``(node, why it waits for the following one)``."""
     path: dict[int, str] = {}
     while node not in path:
         source, path[node] = waits_for(node)

@@ -1,1 +1,1 @@
-"""Moving: structures as bytes, messages and tensors between stages."""
+"""Transport: structures as bytes, messages and tensors between stages."""

@@ -1,4 +1,4 @@
-"""A connection between every two ranks of a group, made once and known to be theirs: TCP, or a UNIX socket inside a host."""
+"""Connections between every two ranks of a group, made once and authenticated: TCP, or a UNIX socket inside a host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def own_address() -> str:
-    """The address under which other ranks of the job reach this process.
+    """Return the address at which other ranks of the job reach this process.
 
     It belongs to the interface of ``GLOO_SOCKET_IFNAME``, else to the one that leads to ``MASTER_ADDR``, else to
     the host name.
@@ -66,10 +66,10 @@ def _address_of_interface(name: str) -> str | None:
 
 
 def connect_all(control: ControlPlane, ranks: Sequence[int], seconds: float) -> dict[int, socket.socket]:
-    """One connection to every other member of ``ranks``; all members call it.
+    """Connect to every other member of ``ranks``; all members call it.
 
     Args:
-        control: exchanges the addresses and the secret that tells members from strangers.
+        control: exchanges the addresses and the secret that distinguishes members from strangers.
         ranks: global ranks; members are named by their position here.
 
     Returns:
@@ -119,7 +119,10 @@ def connect_all(control: ControlPlane, ranks: Sequence[int], seconds: float) -> 
 
 
 def _listen_inside(queue: int) -> socket.socket:
-    """A listener for ranks of the same host, whose messages need not go through its network; closed where there is none."""
+    """Return a listener for ranks of the same host; it is closed if the system does not support it.
+
+    Messages of these ranks need not go through the host's network.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if sys.platform != "linux":
         listener.close()
@@ -131,7 +134,7 @@ def _listen_inside(queue: int) -> socket.socket:
 
 
 def _call_inside(name: bytes, deadline: float) -> socket.socket | None:
-    """Call a rank by the name of its listener; None where nobody answers, as in another network namespace."""
+    """Connect to a rank by its listener's name; None if no rank answers, as in another network namespace."""
     if not name:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -158,7 +161,7 @@ def _call(host: str, port: int, position: int, ranks: Sequence[int], deadline: f
 def _answer(
     listeners: Sequence[socket.socket], token: bytes, mine: int, ranks: Sequence[int], deadline: float
 ) -> dict[int, socket.socket]:
-    """Accept a call from every higher position; whoever does not know the token is hung up on."""
+    """Accept a connection from every higher position; callers that do not know the token are disconnected."""
     missing = set(range(mine + 1, len(ranks)))
     accepted: dict[int, socket.socket] = {}
     # Callers that have not said who they are yet: a silent one must not keep the others waiting.
@@ -204,7 +207,7 @@ def _close(connections: Iterable[socket.socket]) -> None:
 
 
 def _received(connection: socket.socket, size: int) -> bytes:
-    """The next bytes; none when the other side is gone."""
+    """Return the next bytes; empty if the other side is gone."""
     try:
         return connection.recv(size)
     except OSError:
@@ -212,7 +215,7 @@ def _received(connection: socket.socket, size: int) -> bytes:
 
 
 def _introduced(hello: bytes, token: bytes) -> int:
-    """The position of a caller that knows the token, else -1."""
+    """Return the position of a caller that knows the token, else -1."""
     if len(hello) != _HELLO.size:
         return -1
     its_token, position = _HELLO.unpack(hello)

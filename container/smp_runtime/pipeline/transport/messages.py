@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline say to each other: requests, replies, values and the step of a step."""
+"""Message types between pipeline ranks: requests, replies, values and the progress of a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Modes(NamedTuple):
 
 
 class GroupCall(NamedTuple):
-    """What a call runs that is meant for several modules of one stage: one after the other, as one checkpointed region."""
+    """The target of a call of several modules of one stage: they run one after the other, as one checkpointed region."""
 
     members: tuple[str, ...]  # paths of the modules
     preserve_rng_state: bool  # whether the region draws the same random numbers when it is run again
@@ -43,7 +43,7 @@ class GroupCall(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """Run a module forward. Tensors of the message: those named in ``inline``."""
+    """A request to run a module forward. Tensors of the message: those named in ``inline``."""
 
     microbatch: int
     path: Path
@@ -61,7 +61,7 @@ class ForwardCall(NamedTuple):
 
 
 class Back(NamedTuple):
-    """Run a call's backward pass, from the gradients of its outputs. Tensors: those named in ``inline``."""
+    """A request to run a call's backward pass, from the gradients of its outputs. Tensors: those named in ``inline``."""
 
     microbatch: int
     path: Path
@@ -75,7 +75,7 @@ class Back(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a call or its backward pass has given; sent only when the caller could not predict it."""
+    """The result of a call or of its backward pass; sent only if the caller could not predict it."""
 
     kind: str
     microbatch: int
@@ -86,7 +86,7 @@ class Reply(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A request and everything that it asked of others is done."""
+    """The news that a request and all requests that it has made itself are done."""
 
     kind: str
     microbatch: int
@@ -94,7 +94,7 @@ class Done(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Send a value to another stage as soon as it exists."""
+    """A request to send a value to another stage as soon as it exists."""
 
     name: Name
     stage: int
@@ -107,23 +107,23 @@ class ValueMessage(NamedTuple):
 
 
 class Release(NamedTuple):
-    """A microbatch is finished: forget its values."""
+    """The news that a microbatch is finished, so that its values can be forgotten."""
 
     microbatch: int
 
 
 class StepKind(NamedTuple):
-    """What steps have in common that take an equal course, as a rule."""
+    """The common properties of steps that normally take the same course."""
 
     course: Hashable  # step function and modes
     shapes: Hashable  # of its arguments
 
 
 class StepAnnouncement(Protocol):
-    """How a rank's script has called a step; pickled, since the other stages compare the root stage's with their own."""
+    """A call of a step by a rank's script; pickled, since the other stages compare the root stage's call with their own."""
 
     def check(self, root: Any, rank: int, root_rank: int) -> str:
-        """Compare this rank's call with the root stage's; returns a warning, or nothing.
+        """Compare this rank's call with the root stage's, and return a warning, or an empty text.
 
         Raises:
             SMPUserError: the ranks run different steps.
@@ -131,7 +131,7 @@ class StepAnnouncement(Protocol):
 
 
 class Begin(NamedTuple):
-    """The root stage has begun the step."""
+    """The root stage's message that it has begun the step."""
 
     seed: int  # from which every task's random numbers follow
     kind: StepKind | None  # of step: recorded order belongs to one kind; None: it has no order
@@ -144,20 +144,20 @@ class Begin(NamedTuple):
 
 
 class Diverged(NamedTuple):
-    """The step does not follow the planned order; it goes on in the order in which work arrives."""
+    """The news that the step does not follow the planned order; it goes on in the order in which work arrives."""
 
     why: str
 
 
 class Ask(NamedTuple):
-    """The root stage asks how far a stage is, where pipelines that run their work in one order may have to leave it."""
+    """The root stage's question about a stage's progress, if pipelines with one common order may have to leave it."""
 
     number: int  # of the question
     halts: bool  # whether the stage stops at its place in the planned order
 
 
 class StageProgress(NamedTuple):
-    """How far a stage is."""
+    """The progress of a stage."""
 
     number: int  # of the question
     position: int  # its place in the planned order
@@ -168,14 +168,14 @@ class StageProgress(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The root stage tells a halted stage what to run."""
+    """The root stage's command to a halted stage to run something."""
 
     limit: int  # the place up to which it follows the planned order
     task: Any  # the one task whose next segment runs after that, whatever the order says; None for no task
 
 
 class End(NamedTuple):
-    """All microbatches are done. Tensors of the message: those in the outputs."""
+    """The message that all microbatches are done. Tensors of the message: those in the outputs."""
 
     outputs: bytes  # what the step function returned, packed
     wants_record: bool  # whether the root stage plans from this step
@@ -183,7 +183,7 @@ class End(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a stage did in the step."""
+    """The record of a stage's work in the step."""
 
     segments: Any  # of its tasks
     learned: int  # results that were not known in advance
@@ -218,7 +218,7 @@ _MODES = ForwardCall._fields.index("modes")
 
 
 def plain(message: Any) -> tuple[Any, ...]:
-    """A message as plain tuples: the number of its kind, then its fields."""
+    """Return a message as plain tuples: the number of its kind, then its fields."""
     kind = type(message)
     fields = list(message)
     if (place := _SLOTS.get(kind)) is not None:
@@ -231,7 +231,7 @@ def plain(message: Any) -> tuple[Any, ...]:
 
 
 def named(fields: tuple[Any, ...]) -> Any:
-    """The message that :func:`plain` made plain."""
+    """Return the message from its plain form, the reverse of :func:`plain`."""
     kind = _KINDS[fields[0]]
     if (place := _SLOTS.get(kind)) is None:
         return kind(*fields[1:])

@@ -1,4 +1,4 @@
-"""Trees of arguments and outputs as a few bytes and a list of tensors, and back."""
+"""Packing of arguments and outputs into a few bytes and a list of tensors, and unpacking."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Packed:
 def pack(tree: Any, *, modules: Mapping[int, str] | None = None) -> Packed:
     """Take the tensors out of a tree and pickle the rest.
 
-    Containers, dataclasses, caches and whatever else can be pickled keep their types. An object that is in the tree
+    Containers, dataclasses, caches and all other picklable objects keep their types. An object that is in the tree
     more than once arrives once. Devices of an accelerator arrive as the receiver's own.
 
     Args:
@@ -40,13 +40,13 @@ def pack(tree: Any, *, modules: Mapping[int, str] | None = None) -> Packed:
         modules: paths of the model's modules by ``id``; these travel as their path.
 
     Raises:
-        SMPUserError: something in the tree cannot be pickled; the message says where it is.
+        SMPUserError: something in the tree cannot be pickled; the message names its place.
     """
     return _gathered(_pack(tree, modules or {}))
 
 
 def _gathered(packed: Packed) -> Packed:
-    """What other ranks have parts of is gathered here, where all of them come in the same order."""
+    """Gather tensors that are split over several ranks; all of these ranks come here in the same order."""
     if not any(isinstance(tensor, LazyTensor) and not isinstance(tensor, RemoteTensor) for tensor in packed.tensors):
         return packed
     tensors = [
@@ -74,11 +74,11 @@ def _pack(tree: Any, modules: Mapping[int, str]) -> Packed:
 
 
 def unpack(head: bytes, tensors: Sequence[Any], *, module_of: Callable[[str], nn.Module] | None = None) -> Any:
-    """The tree that :func:`pack` took apart.
+    """Return the tree that :func:`pack` took apart.
 
     Args:
         head: of the :class:`Packed`.
-        tensors: what stands in the place of each of its tensors, in the same order.
+        tensors: the replacement of each of its tensors, in the same order.
 
     Raises:
         SMPRuntimeError: a class or function of the tree does not exist here.
@@ -125,16 +125,16 @@ def _treatment(type_: type) -> int:
 
 
 class _SharedObject(Exception):
-    """Something that can be changed is in the tree more than once."""
+    """A signal that a mutable object is in the tree more than once."""
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tree without its tensors.
+    """A pickler of a tree without its tensors.
 
-    Ordinarily a pickle says "the same object again" for whatever it meets twice, equal strings and tuples included,
-    so that its bytes depend on which of them happen to be one object. Without that memory (``fast``) equal
-    structures give equal bytes, but an object in two places would arrive as two. So the memory is used only for
-    trees in which something that can be changed is in two places.
+    Ordinarily, a pickle contains a reference for each object that it meets twice, including equal strings and
+    tuples. So its bytes depend on which of them happen to be one object. Without that memory (``fast``) equal
+    structures have equal bytes, but an object in two places would arrive as two. So the memory is used only for
+    trees in which a mutable object is in two places.
     """
 
     def __init__(self, buffer: io.BytesIO, modules: Mapping[int, str], arguments: dict | None, shared: bool) -> None:
@@ -150,7 +150,7 @@ class _Pickler(pickle.Pickler):
         self._strings: dict[str, str] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        """What stands for an object in the pickle; None where that is its own content."""
+        """Return the replacement of an object in the pickle; None if its own content is pickled."""
         type_ = type(obj)
         kind = _treatments.get(type_)
         if kind is None:
@@ -172,7 +172,7 @@ class _Pickler(pickle.Pickler):
         return self._changeable(obj, kind)
 
     def _changeable(self, obj: Any, kind: int) -> Any:
-        """What a callee could change, of which the whole tree is told."""
+        """Record that the tree has something that a callee could change, and return its replacement or None."""
         if obj is not self._arguments:
             self.mutable = True
         if self.fast:
@@ -189,7 +189,7 @@ class _Unpickler(pickle.Unpickler):
     module_of: Callable[[str], nn.Module] | None
 
     def persistent_load(self, pid: Any) -> Any:
-        """What :meth:`_Pickler.persistent_id` stands for."""
+        """Return the object for a replacement from :meth:`_Pickler.persistent_id`."""
         if type(pid) is int:
             return self.tensors[pid]
         if type(pid) is str:
@@ -205,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _sort_key(element: Any) -> tuple[str, str]:
-    """The order of a set in the head: not that of its hashes, which differ from process to process."""
+    """Return the sort key of a set's element in the head; an order by hash would differ from process to process."""
     if type(element) is tuple:
         return "tuple", str([_sort_key(each) for each in element])
     plain = isinstance(element, (str, bytes, int, float, complex, type(None)))
@@ -213,7 +213,10 @@ def _sort_key(element: Any) -> tuple[str, str]:
 
 
 def _common(tree: Any) -> Packed | None:
-    """A call with tensors alone, or one tensor as its result, without pickling; the head is what pickling gives."""
+    """Pack a call with only tensors, or one tensor as a result, without pickling; return None for other trees.
+
+    The head is the same as from pickling.
+    """
     if type(tree) is not tuple or len(tree) != 2:
         return None
     first, second = tree
@@ -241,7 +244,7 @@ def _packed(tree: Any, modules: Mapping[int, str], arguments: dict | None, share
 
 
 def _find_culprit(tree: Any, modules: Mapping[int, str]) -> tuple[str, Any, Exception] | None:
-    """The innermost object that cannot be pickled: where it is, itself, and why."""
+    """Return the innermost object that cannot be pickled: its place, the object, and the error."""
     seen: set[int] = set()
 
     def search(where: str, obj: Any) -> tuple[str, Any, Exception] | None:
@@ -261,7 +264,7 @@ def _find_culprit(tree: Any, modules: Mapping[int, str]) -> tuple[str, Any, Exce
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What an object consists of, each with what leads to it."""
+    """Yield the parts of an object, each with the code that leads to it, such as ``.name`` or ``[0]``."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]".replace("'", '"'), value) for key, value in obj.items())
     elif isinstance(obj, tuple) and hasattr(obj, "_fields"):
@@ -294,7 +297,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _common_head(count: int) -> bytes:
-    """What pickling gives for a call with so many tensors, or for 0 for one tensor as a result."""
+    """Return the pickled head of a call with ``count`` tensors; for 0, that of one tensor as a result."""
     tensors = tuple(torch.empty(0, device="cpu") for _ in range(max(count, 1)))
     tree: Any = (tensors, {}) if count else (*tensors, None)
     return _packed(tree, {}, tree[1], shared=False).head
@@ -306,11 +309,11 @@ _counts = {head: count for count, head in _heads.items()}
 
 
 def restore_into(original: Any, changed: Any) -> None:
-    """Make what the caller passed equal to what the callee left, as if both had worked on the same objects.
+    """Make the caller's arguments equal to the callee's after the call, as if both had worked on the same objects.
 
-    Lists, dictionaries, sets and objects keep their identity and get the new contents, recursively where the types
-    agree; where they do not, the callee's object takes the place. Tensors are replaced, never written to, and those
-    that are the same stay.
+    Lists, dictionaries, sets and objects keep their identity and get the new contents, recursively if the types
+    agree. If they do not, the callee's object replaces the old one. Tensors are replaced, never written to, and
+    unchanged ones stay.
 
     Args:
         original: the caller's tree, such as ``(args, kwargs)``.
@@ -325,7 +328,7 @@ class _Restorer:
         self._done: dict[int, Any] = {}
 
     def merge(self, old: Any, new: Any) -> Any:
-        """What stands in the place of ``old`` from now on: itself, where it can take the new contents."""
+        """Return the object that replaces ``old``: ``old`` itself if it can take the new contents."""
         kind = _treatments.get(type(old))
         if kind is None:
             kind = _treatment(type(old))
@@ -381,7 +384,7 @@ class _Restorer:
                 object.__delattr__(old, name)
 
     def _fill_dict(self, old: dict, new: dict, keep: bool) -> None:
-        """By the methods of ``dict`` or ``OrderedDict``, since subclasses forbid or extend some."""
+        """Fill a dictionary by the methods of ``dict`` or ``OrderedDict``, since subclasses forbid or extend some."""
         base: Any = OrderedDict if isinstance(old, OrderedDict) else dict
         merged = {key: self.merge(old[key], value) if key in old else value for key, value in new.items()}
         if keep:

@@ -23,11 +23,11 @@ _DEATH_SECONDS = 2.0
 
 
 class Ended(Exception):
-    """A connection gives no more; its argument is why."""
+    """The end of a connection; its argument is the reason."""
 
 
 class Peer:
-    """The way to and from one other stage."""
+    """The connection to and from one other stage."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Peer:
         return f"stage {self.stage} (rank {self.rank})"
 
     def write(self, pieces: list[memoryview], lasting: list[bool], alive: Sequence[torch.Tensor] = ()) -> None:
-        """Hand pieces to the system as far as it takes them at once, the rest to the sender thread.
+        """Write the pieces that the system accepts at once, and leave the rest to the sender thread.
 
         Args:
-            lasting: for each piece whether nobody will change its memory; the rest of others is copied.
-            alive: whose memory the pieces are.
+            lasting: for each piece whether its memory stays unchanged; the unwritten rest of other pieces is copied.
+            alive: tensors that own the memory of the pieces.
         """
         with self.changed:
             if self.broken is not None:
@@ -88,7 +88,7 @@ class Peer:
             self.changed.notify_all()
 
     def has_ended(self, error: BaseException) -> bool:
-        """Whether the other side's end explains an error on the way of a tensor."""
+        """Return whether the other side's end explains an error in the transfer of a tensor."""
         if self.broken is not None:
             return True
         if not isinstance(error, RuntimeError) or isinstance(error, torch.cuda.OutOfMemoryError):
@@ -112,7 +112,7 @@ class Peer:
 
 
 class ConnectionReader:
-    """Reads a connection ahead, so that a small message costs one call."""
+    """A reader that reads a connection ahead, so that a small message costs one call."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -120,7 +120,7 @@ class ConnectionReader:
         self._start = self._end = 0
 
     def take(self, size: int) -> memoryview:
-        """The next bytes, valid until the next call."""
+        """Return the next bytes, valid until the next call."""
         if size > len(self._memory):
             large = memoryview(bytearray(size))
             self.fill(large)
@@ -153,7 +153,7 @@ class ConnectionReader:
 
 
 def write_pieces(connection: socket.socket, pieces: list[memoryview], flags: int) -> list[memoryview]:
-    """Write pieces until all are out or, with ``MSG_DONTWAIT``, the system takes no more; returns what is left."""
+    """Write pieces until all are out or, with ``MSG_DONTWAIT``, the system takes no more; return the rest."""
     first = 0
     pieces = list(pieces)
     while first < len(pieces):

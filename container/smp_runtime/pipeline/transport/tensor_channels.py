@@ -1,4 +1,4 @@
-"""How the bytes of a tensor get to another rank, once the stream between the two has announced its shape.
+"""Transfer of a tensor's bytes to another rank, once the stream between the two has announced its shape.
 
 Tensors in host memory travel inside the stream itself; those of an accelerator go from device to device through
 ``torch.distributed``. :func:`choose_channels` is the one place that decides.
@@ -34,7 +34,7 @@ _READ, _WRITE = 0x100, 0x200
 
 
 class Announcement(NamedTuple):
-    """What a receiver must know of a tensor before its bytes come."""
+    """The facts that a receiver must know about a tensor before its bytes come."""
 
     channel: int  # position in the receiver's channels
     dtype: str  # name inside ``torch``
@@ -42,7 +42,7 @@ class Announcement(NamedTuple):
     stride: tuple[int, ...] | None  # in elements; None for a contiguous tensor
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        """Memory for the announced tensor; its contents are whatever was there."""
+        """Return uninitialized memory for the announced tensor."""
         dtype = _DTYPES[self.dtype]
         if self.stride is None:
             return torch.empty(self.shape, dtype=dtype, device=device)
@@ -50,7 +50,7 @@ class Announcement(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Return the number of bytes of the elements."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
@@ -61,13 +61,13 @@ _CPU = torch.device("cpu")
 
 
 def announce(tensor: torch.Tensor, channel: int) -> Announcement:
-    """The announcement of a tensor that :func:`dense` returned."""
+    """Return the announcement of a tensor that :func:`dense` returned."""
     stride = None if tensor.is_contiguous() else tensor.stride()
     return Announcement(channel, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), stride)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if its elements fill one piece of memory, in any order of its dimensions, else a dense copy.
+    """Return the tensor itself if its elements fill one piece of memory, in any order of its dimensions, else a dense copy.
 
     Raises:
         SMPUserError: a sparse, quantized or meta tensor, which has no such memory, or a parameter of another stage.
@@ -102,36 +102,39 @@ def _fills_memory(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor, size: int, *, writable: bool = False) -> memoryview:
-    """The memory of a dense CPU tensor of ``size`` bytes; the caller keeps the tensor alive while it uses the view."""
+    """Return the memory of a dense CPU tensor of ``size`` bytes.
+
+    The caller keeps the tensor alive while it uses the view.
+    """
     return _view_of_memory(tensor.data_ptr(), size, _WRITE if writable else _READ)
 
 
 class TensorChannel(Protocol):
-    """One way for tensors of one direction between two ranks.
+    """A channel for tensors of one direction between two ranks.
 
-    The sender calls, for each tensor in order, :meth:`inline` and, where that gives None, :meth:`post`, both before the
-    announcement is written: a receiver must never wait for a tensor that could not be sent. The receiver calls
-    :meth:`receive` for each announcement in the same order.
+    For each tensor in order, the sender calls :meth:`inline` and, if that returns None, :meth:`post`. It calls
+    both before the announcement is written: a receiver must never wait for a tensor that could not be sent. The
+    receiver calls :meth:`receive` for each announcement in the same order.
     """
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The CPU tensor whose bytes follow the announcement in the stream; None if nothing does."""
+        """Return the CPU tensor whose bytes follow the announcement in the stream; None if nothing follows."""
 
     def post(self, tensor: torch.Tensor) -> None:
-        """Start to send what :meth:`inline` left out; nobody may change the tensor's memory any more."""
+        """Start to send a tensor that :meth:`inline` left out; its memory must not change any more."""
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
-        """The next tensor, complete: every stream of the device may use it."""
+        """Return the next tensor when it is complete: every stream of the device may use it."""
 
     def flush(self, deadline: float) -> None:
-        """Return when everything posted has been sent, at the latest at ``deadline`` of ``time.monotonic()``."""
+        """Block until everything posted has been sent, at the latest until ``deadline`` of ``time.monotonic()``."""
 
     def prune(self) -> None:
-        """Give back the memory of what has been sent."""
+        """Free the memory of tensors that have been sent."""
 
 
 class InlineChannel(TensorChannel):
-    """Bytes in the stream. Tensors of an accelerator are copied to host memory and back on the way.
+    """A channel inside the stream. Tensors of an accelerator are copied to host memory and back on the way.
 
     Args:
         device: where received tensors shall be.
@@ -146,7 +149,7 @@ class InlineChannel(TensorChannel):
         return tensor.detach().cpu() if self._staged else tensor
 
     def post(self, tensor: torch.Tensor) -> None:
-        """Not called, since all is inline."""
+        """Do nothing; it is not called, since all tensors are inline."""
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
         """See :class:`TensorChannel`."""
@@ -156,10 +159,10 @@ class InlineChannel(TensorChannel):
         return tensor.to(self._device) if self._staged else tensor
 
     def flush(self, deadline: float) -> None:
-        """Nothing waits."""
+        """Return at once, since nothing waits."""
 
     def prune(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, since nothing is kept."""
 
 
 class CollectiveChannel(TensorChannel):
@@ -186,7 +189,7 @@ class CollectiveChannel(TensorChannel):
         self._lock = threading.Lock()
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Nothing is."""
+        """Return None, since no tensor is inline."""
 
     def post(self, tensor: torch.Tensor) -> None:
         """See :class:`TensorChannel`."""
@@ -241,7 +244,7 @@ class CollectiveChannel(TensorChannel):
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as one row of bytes: every backend can send these, whatever the dtype."""
+    """Return a dense tensor as one row of bytes: every backend can send these, whatever the dtype."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -250,7 +253,9 @@ instead: list[Callable[[int], TensorChannel]] = []
 
 
 def choose_channels(device: torch.device, peer: int, group: dist.ProcessGroup | None) -> tuple[TensorChannel, ...]:
-    """The channels of one direction: position 0 for host memory, 1 for tensors of ``device``; see :func:`channel_of`.
+    """Return the channels of one direction: position 0 for host memory, 1 for tensors of ``device``.
+
+    See :func:`channel_of`.
 
     Args:
         group: for this direction alone; None sends everything inside the stream.
@@ -264,7 +269,7 @@ def choose_channels(device: torch.device, peer: int, group: dist.ProcessGroup | 
 
 
 def channel_of(tensor: torch.Tensor, channels: Sequence[TensorChannel], device: torch.device) -> int:
-    """Which of ``channels`` a tensor takes.
+    """Return the position of the channel in ``channels`` that a tensor takes.
 
     Raises:
         SMPUserError: it is on a device that this rank does not compute on.
@@ -279,7 +284,7 @@ def channel_of(tensor: torch.Tensor, channels: Sequence[TensorChannel], device: 
 
 
 def _is_same(one: torch.device, other: torch.device) -> bool:
-    """Whether two devices are one; an accelerator without an index is the current one."""
+    """Return whether two devices are one; an accelerator without an index is the current one."""
     if one == other or one.type != other.type or one.type != "cuda":
         return one.type == other.type
     first, second = (torch.cuda.current_device() if each.index is None else each.index for each in (one, other))
@@ -287,7 +292,7 @@ def _is_same(one: torch.device, other: torch.device) -> bool:
 
 
 def use_device(device: torch.device) -> None:
-    """Have the calling thread compute on ``device``: a new thread's accelerator is the first of its host, whoever uses it."""
+    """Let the calling thread compute on ``device``; in a new thread, the default is the first accelerator of the host."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -301,9 +306,10 @@ def meet(
 ) -> None:
     """Send one element through the process group of every direction, before anything else is sent; collective.
 
-    A group connects at its first message, and NCCL holds up both sides until it has. Two ranks that each answered the
-    other's question on the thread that receives from it would wait for ever. Here all ranks go through the directions in
-    one order, that in which :func:`directed_groups` makes the groups; what is wrong with one is seen here too.
+    A group connects at its first message, and NCCL blocks both sides until it has. If two ranks each answered
+    the other's question on the thread that receives from it, they would wait forever. Here all ranks go through
+    the directions in one order, the order in which :func:`directed_groups` makes the groups. A broken group is
+    found here too.
 
     Args:
         mine: global rank of the caller.
@@ -361,7 +367,7 @@ def meet(
 def directed_groups(
     groups_of_ranks: Sequence[Sequence[int]], backend: str
 ) -> Callable[[tuple[int, int]], dist.ProcessGroup]:
-    """A process group for every ordered pair inside each of ``groups_of_ranks``, as the transport wants them.
+    """Create a process group for every ordered pair inside each of ``groups_of_ranks``, for the transport.
 
     Every rank of the job calls this with the same list, since all ranks must make all groups in one order. (With
     ``use_local_synchronization`` only the two members would have to, but it derives a group's name from the number

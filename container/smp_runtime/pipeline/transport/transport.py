@@ -48,10 +48,10 @@ _open_transports: weakref.WeakSet[PipelineTransport] = weakref.WeakSet()
 
 
 class StageFailed(SMPRuntimeError):
-    """A stage has told that something failed there, and that it can neither send nor receive any more.
+    """The error of a stage that has reported a failure, after which it can neither send nor receive.
 
     Attributes:
-        words: what its ``on_failed`` returned.
+        words: the result of its ``on_failed``.
     """
 
     def __init__(self, stage: str, words: Any) -> None:
@@ -60,35 +60,39 @@ class StageFailed(SMPRuntimeError):
 
 
 class PipelineTransport:
-    """Messages between the ranks of one pipeline group.
+    """The transport of messages between the ranks of one pipeline group.
 
     A message is a small picklable head and tensors of any dtype and shape. Messages from one stage arrive in the
     order of their ``send``. Collective over ``ranks``: all of them construct it.
 
-    Each stage has a thread that receives from it and one that writes what the system did not take at once; callers send on
-    their own threads. Locks are taken in one order only: a caller's own (it may hold the pipeline's lock, if the message has
-    no tensors of an accelerator), then ``Peer.order``, then ``Peer.changed``. Neither is held while ``on_message`` or
-    another callback runs, which may take the caller's, nor while bytes are written that the other side has to read first.
+    Each stage has a thread that receives from it and one that writes the bytes that the system did not take at
+    once. Callers send on their own threads. Locks are taken in one order only: a caller's own (it may hold the
+    pipeline's lock, if the message has no tensors of an accelerator), then ``Peer.order``, then
+    ``Peer.changed``. Neither is held while ``on_message`` or another callback runs, which may take the
+    caller's, nor while bytes are written that the other side has to read first.
 
     Args:
         control: used once, to exchange addresses.
         ranks: global ranks of the group; a stage is a position in it.
         device: where received tensors of an accelerator are put; tensors in host memory stay there.
         on_message: called as ``on_message(stage, head, tensors)`` on the receiver thread of that stage (on the
-            sender's own thread for a message to the own stage); must be quick, since it holds up what comes after.
-        on_lost: called as ``on_lost(stage, error)`` on the receiver thread, once when the connection to a stage that
-            has not closed its transport breaks, with :class:`StageFailed` if that stage has said why, and for every
-            exception of ``on_message``.
-        on_failed: called as ``on_failed(error, doing)``, once, on whichever thread something of this rank itself fails on
-            the way from or to a stage, such as memory for a tensor; ``doing`` says in words what it was about. Nothing
-            can be sent or received any more. Returns what the other stages are told, picklable.
-        on_left: called as ``on_left(stage)`` on the receiver thread when a stage has closed its transport in good order,
-            after its last message and before sending to it raises.
-        afterthought: called as ``afterthought(stage)`` on a thread of its own after :meth:`nudge`; gives a head to send, or
-            None when there is nothing left to say.
-        make_group: ``make_group((source, destination))``, a process group for tensors of ``device`` from one global
-            rank to another, such as :func:`~smp_runtime.pipeline.transport.tensor_channels.directed_groups` returns.
-            None: they travel through host memory.
+            sender's own thread for a message to the own stage). It must be quick, since it holds up later
+            messages.
+        on_lost: called as ``on_lost(stage, error)`` on the receiver thread, once when the connection to a stage
+            that has not closed its transport breaks, and for every exception of ``on_message``. The error is
+            :class:`StageFailed` if that stage has reported the reason.
+        on_failed: called as ``on_failed(error, doing)``, once, on the thread where this rank itself fails to
+            send to or receive from a stage, for example because memory for a tensor is missing. ``doing``
+            describes the action in words. Nothing can be sent or received any more. Returns the report for the
+            other stages, picklable.
+        on_left: called as ``on_left(stage)`` on the receiver thread when a stage has closed its transport in
+            good order, after its last message and before sending to it raises.
+        afterthought: called as ``afterthought(stage)`` on a thread of its own after :meth:`nudge`; returns a
+            head to send, or None if nothing is left to send.
+        make_group: ``make_group((source, destination))``, a process group for tensors of ``device`` from one
+            global rank to another, such as
+            :func:`~smp_runtime.pipeline.transport.tensor_channels.directed_groups` returns. None: they travel
+            through host memory.
         delay: for tests: seconds by which the receiver holds back each message.
 
     Attributes:
@@ -97,8 +101,8 @@ class PipelineTransport:
         messages_sent: by stage.
 
     Raises:
-        DeadlineError, SMPRuntimeError: a rank of the group did not connect in time or cannot be reached, or a process group
-            does not work.
+        DeadlineError, SMPRuntimeError: a rank of the group did not connect in time or cannot be reached, or a
+            process group does not work.
     """
 
     def __init__(
@@ -152,16 +156,16 @@ class PipelineTransport:
                 threading.Thread(target=work, args=(peer,), name=f"smp-{name}-{peer.stage}", daemon=True).start()
 
     def send(self, stage: int, head: Any, tensors: Sequence[torch.Tensor] = (), *, copy: bool = True) -> None:
-        """Send a message; returns without waiting for the receiver.
+        """Send a message, without waiting for the receiver.
 
-        A message to the own stage is delivered before this returns, tensors as they are. One to a stage whose
-        connection is lost is dropped: ``on_lost`` has told, or is about to.
+        A message to the own stage is delivered before this returns, tensors as they are. If the connection to a
+        stage is lost, a message to it is dropped: ``on_lost`` has reported that, or is about to.
 
         Args:
             head: small; pickled.
             tensors: sent detached, with their strides if they fill their memory.
-            copy: False promises that nobody changes the tensors' memory any more, which saves a copy of what cannot be
-                written at once.
+            copy: False promises that the tensors' memory does not change any more, which saves a copy of the bytes that
+                cannot be written at once.
 
         Raises:
             SMPRuntimeError: that stage or this one has closed its transport.
@@ -245,14 +249,14 @@ class PipelineTransport:
             )
 
     def nudge(self, stage: int) -> None:
-        """Have the afterthought for a stage sent soon, while the calling thread goes on with what is more urgent."""
+        """Have the afterthought for a stage sent soon, while the calling thread goes on with more urgent work."""
         peer = self._peers[stage]
         with peer.changed:
             peer.nudged = True
             peer.changed.notify_all()
 
     def flush(self, seconds: float) -> None:
-        """Return when everything sent so far is out of this process's memory.
+        """Block until everything sent so far is out of this process's memory.
 
         Raises:
             DeadlineError: a stage did not take it within ``seconds``.
@@ -272,12 +276,12 @@ class PipelineTransport:
                     channel.flush(deadline)
 
     def prune(self) -> None:
-        """Give back the device memory of what has been sent, which else stays until the next message to the same stage."""
+        """Free the device memory of sent tensors, which otherwise stays until the next message to the same stage."""
         for channel in self._posting:
             channel.prune()
 
     def close(self) -> None:
-        """Say goodbye to every stage and stop delivering; what was sent is given a few seconds to leave."""
+        """Send goodbye to every stage and stop delivering; sent messages get a few seconds to leave."""
         if self._closed:
             return
         self._closed = True
@@ -303,7 +307,7 @@ class PipelineTransport:
         _open_transports.discard(self)
 
     def _work_off(self, peer: Peer) -> None:
-        """The sender thread: writes what could not be written at once, and what can wait."""
+        """Run the sender thread: write bytes that could not be written at once, and messages that can wait."""
         try:
             use_device(self._device)
             self._drain(peer)
@@ -337,7 +341,7 @@ class PipelineTransport:
                 peer.changed.notify_all()
 
     def _receive(self, peer: Peer) -> None:
-        """The receiver thread: hands on messages until the other side leaves or is lost."""
+        """Run the receiver thread: hand on messages until the other side leaves or is lost."""
         reader = ConnectionReader(peer.connection)
         try:
             use_device(self._device)
@@ -368,7 +372,7 @@ class PipelineTransport:
                     peer.connection.close()
 
     def _part(self, peer: Peer, kind: int, body: memoryview) -> None:
-        """The other side will say no more."""
+        """Handle the last frame of the other side: a goodbye, or the report of a failure."""
         if kind == _GOODBYE:
             self._on_left(peer.stage)
             peer.left = True
@@ -384,7 +388,7 @@ class PipelineTransport:
             self._report(peer, _loss(peer))
 
     def _fail(self, error: BaseException, doing: str) -> None:
-        """Something failed on this rank: tell it, and the other stages, and let nothing follow."""
+        """Report an error of this rank, here and to the other stages, and send nothing after it."""
         with self._failing:
             if self._failed or self._closed:
                 return
@@ -411,7 +415,7 @@ class PipelineTransport:
             logger.exception("handling the loss of %s failed", peer)
 
     def forget(self) -> None:
-        """In a forked child: its copies of the connections must not outlive the rank."""
+        """Close this process's copies of the connections; in a forked child, they must not outlive the rank."""
         for peer in self._peers.values():
             peer.connection.close()
 

@@ -1,4 +1,4 @@
-"""The trackers of a job, by the names that its environment gives them."""
+"""The trackers of a job, created from the names in its environment."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KINDS: Mapping[str, Callable[[TrackedRun], Logger]] = {
 
 
 def make_loggers(names: Sequence[str], run: TrackedRun) -> list[Logger]:
-    """The trackers of these names.
+    """Create the trackers with these names.
 
     Raises:
         ConfigError: a package is missing.
-        SMPUserError: one cannot write where it should.
+        SMPUserError: a tracker cannot write to its folder or server.
     """
     require_packages(names)
     made: list[Logger] = []

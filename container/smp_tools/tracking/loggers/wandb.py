@@ -1,4 +1,4 @@
-"""Weights & Biases: offline in the folder, unless ``WANDB_MODE`` says otherwise."""
+"""The logger for Weights & Biases: offline in the folder, unless ``WANDB_MODE`` is set otherwise."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class WandbLogger:
-    """Writes into a run whose identifier comes from the job's name, so that the ranks of a restart go on in it.
+    """A logger that writes into a run with an ID from the job's name, so that the ranks of a restart continue the run.
 
-    ``wandb sync`` brings an offline run to a server. ``WANDB_PROJECT``, ``WANDB_MODE`` and others mean what they mean for wandb.
+    ``wandb sync`` uploads an offline run to a server. ``WANDB_PROJECT``, ``WANDB_MODE`` and other variables have the same meaning
+    as for wandb.
     """
 
     name = "wandb"
@@ -42,7 +43,7 @@ class WandbLogger:
             self._run.log(dict(point.values), step=point.step)
 
     def flush(self) -> None:
-        """See :class:`~smp_tools.tracking.writer.Logger`; wandb's own process writes by itself."""
+        """See :class:`~smp_tools.tracking.writer.Logger`; wandb's own process writes the data."""
 
     def close(self, *, failed: bool) -> None:
         """See :class:`~smp_tools.tracking.writer.Logger`."""

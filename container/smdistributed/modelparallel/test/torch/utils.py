@@ -1,4 +1,4 @@
-"""Helpers of the first library's tests: they say what to use."""
+"""Helpers of the first library's tests: their errors name the replacement."""
 
 from smp_runtime.job.older_names import dump_model, verify
 

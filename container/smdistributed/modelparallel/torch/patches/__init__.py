@@ -1,4 +1,4 @@
-"""What replaces functions of PyTorch."""
+"""Replacements of functions of PyTorch."""
 
 from smdistributed.modelparallel.torch.patches import checkpoint
 
