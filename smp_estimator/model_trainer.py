@@ -1,7 +1,7 @@
 """SDK v3: ``ModelTrainer(..., distributed=ModelParallel(parameters={...}, processes_per_host=8))``.
 
-Nothing heavy is imported here; version 3 of the SageMaker SDK loads when a name is first used, and where it is not
-installed it is said then which version is.
+This module imports nothing heavy. Version 3 of the SageMaker SDK loads when a name is first used. If it is not
+installed, the error names the installed version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The display of a running job: its log lines, and below them where it stands.
+"""The display of a running job: its log lines, and its progress below them.
 
-Whatever yields log lines can be shown: a job on this machine, or the log stream of one in the cloud. Lines that
-carry a record are never shown; they move the display, and at the end say what the ranks have used.
+Any source of log lines can be shown: a job on this machine, or the log stream of a job in the cloud. Lines that
+carry a record are never shown. They update the display, and at the end they report the ranks' resource usage.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ Event = str | ProgressRecord | UsageRecord | PaceRecord | None
 
 
 class View:
-    """Something that shows a job, with the tracker that its records go to; used as a context manager."""
+    """Display of a job, with the tracker that its records go to; used as a context manager."""
 
     def __init__(self) -> None:
         self._tracker = ProgressTracker()
 
     def line(self, text: str) -> None:
-        """A line of the job's log."""
+        """Show a line of the job's log."""
         print(text, flush=True)
 
     def update(self, record: ProgressRecord) -> None:
-        """A new progress record."""
+        """Process a new progress record."""
         self._tracker.update(record)
         self.tick()
 
     def rank(self, record: PaceRecord) -> None:
-        """What a rank has spent its time on."""
+        """Process a record of how a rank has spent its time."""
         self._tracker.rank(record)
         self.tick()
 
     def tick(self) -> None:
-        """Nothing new; a clock may be redrawn."""
+        """Redraw the clock, if the view has one, although there is nothing new."""
 
     def __enter__(self) -> View:
         return self
@@ -91,7 +91,10 @@ def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: 
 
 
 def usage_line(used: Mapping[int, UsageRecord]) -> str:
-    """``peak memory by rank: 0.52, 0.49 GiB (most: rank 0); CPU: 0.97 cores per rank (least: rank 1, 0.93)``."""
+    """Return a line about the ranks' resource usage.
+
+    For example ``peak memory by rank: 0.52, 0.49 GiB (most: rank 0); CPU: 0.97 cores per rank (least: rank 1, 0.93)``.
+    """
     memory = {rank: used[rank].memory_bytes / 2**30 for rank in sorted(used)}
     most, least = max(memory, key=memory.__getitem__), min(memory, key=memory.__getitem__)
     if len(memory) == 1:
@@ -113,7 +116,7 @@ def usage_line(used: Mapping[int, UsageRecord]) -> str:
 
 
 def open_view(stream: TextIO | None = None) -> View:
-    """A live display in a terminal or notebook, plain lines elsewhere."""
+    """Return a live display for a terminal or notebook, and plain lines otherwise."""
     if stream is None and _in_notebook():
         return NotebookView()
     stream = stream or sys.stdout
@@ -136,18 +139,18 @@ class ProgressTracker:
         self._stragglers = Stragglers()
 
     def rank(self, record: PaceRecord) -> None:
-        """Take what a rank has told of its time."""
+        """Store a rank's record of how it has spent its time."""
         self._ranks[record.rank] = record
         self._stragglers.add([record])
 
     @property
     def rows(self) -> list[rank_table.RankRow]:
-        """Of the ranks that have told of their time."""
+        """Return the table rows of the ranks that have reported their time."""
         return rank_table.most_worth_showing(rank_table.rows_of(self._ranks.values()))
 
     @property
     def stragglers(self) -> list[str]:
-        """Who holds the others up, in sentences."""
+        """Return sentences about the ranks that slow down the others."""
         return [str(one) for one in self._stragglers.found()]
 
     def update(self, record: ProgressRecord) -> None:
@@ -160,12 +163,12 @@ class ProgressTracker:
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since this display began: start-up included, which the job's own clock does not see."""
+        """Return seconds since this display began. They include the start-up, which the job's own clock does not measure."""
         return time.monotonic() - self._started
 
     @property
     def eta_seconds(self) -> float | None:
-        """Remaining time at the recent pace; None as long as it cannot be known, and at the end."""
+        """Return the remaining seconds at the recent pace, or None if they are not known yet and at the end."""
         record = self.record
         if record is None or not record.total_steps or record.step >= record.total_steps or len(self._window) < 2:
             return None
@@ -177,7 +180,7 @@ class ProgressTracker:
         return max(0.0, remaining * pace - (time.monotonic() - until))
 
     def fields(self) -> list[tuple[str, str]]:
-        """What is known, as (name, value) pairs in the order of display."""
+        """Return the known values as (name, value) pairs in display order."""
         record = self.record
         if record is None:
             return [("elapsed", clock(self.elapsed_seconds))]
@@ -197,12 +200,12 @@ class ProgressTracker:
         return known
 
     def compact(self) -> str:
-        """One line: ``step 40/300 | loss 3.2100 | …``."""
+        """Return one line: ``step 40/300 | loss 3.2100 | …``."""
         return " | ".join(f"{name} {value}" for name, value in self.fields())
 
 
 def write_line(text: str, stream: TextIO) -> None:
-    """Write a line of a log; signs that the stream's encoding lacks must not end the display of a job."""
+    """Write a line of a log, escaping characters that the stream's encoding lacks, so that the display does not fail."""
     try:
         print(text, file=stream, flush=True)
     except UnicodeEncodeError:
@@ -297,12 +300,12 @@ class NotebookView(View):
         self._handle.update(self._content(), raw=True)
 
     def _content(self) -> dict[str, str]:
-        """The rich rendering as HTML, and as text for readers without HTML."""
+        """Return the rich rendering as HTML, and as text for readers without HTML."""
         return {"text/html": "".join(_html(self._tracker)), "text/plain": self._tracker.compact()}
 
 
 def render(tracker: ProgressTracker) -> Any:
-    """The bar and the numbers as a rich renderable."""
+    """Return the bar and the numbers as a rich renderable."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -329,7 +332,7 @@ def render(tracker: ProgressTracker) -> Any:
 
 
 def clock(seconds: float) -> str:
-    """``1:02:03``."""
+    """Format seconds as ``1:02:03``."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
@@ -351,7 +354,7 @@ def _html(tracker: ProgressTracker) -> Iterator[str]:
 
 
 def _in_notebook() -> bool:
-    """Whether a notebook's kernel runs this; IPython in a terminal is a terminal."""
+    """Return whether the code runs in a notebook's kernel; IPython in a terminal counts as a terminal."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     return shell is not None and hasattr(shell, "kernel")

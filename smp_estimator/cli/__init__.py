@@ -1,1 +1,1 @@
-"""The command line ``smp-estimator``: one file for its groups of commands each, and what they tell apart."""
+"""The ``smp-estimator`` command line. Each group of commands has its own file."""

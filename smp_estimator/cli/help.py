@@ -23,7 +23,7 @@ LINES = {
 @click.command()
 @click.argument("code", required=False)
 def explain(code: str | None) -> None:
-    """Say what helps where a message ends in CODE, such as SMP302; without one, list all codes."""
+    """Explain the CODE at the end of a message, such as SMP302. Without CODE, list all codes."""
     out = console()
     if code is None:
         for digit, family in FAMILIES.items():

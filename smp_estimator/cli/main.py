@@ -61,7 +61,7 @@ class _ErrorReportingGroup(click.Group):
             raise click.ClickException(printable(marked(str(error), error))) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """In the order in which they are wanted."""
+        """List the commands by topic, in the order in which users need them."""
         for title, names in GROUPS.items():
             rows = [(name, self.commands[name].get_short_help_str(80)) for name in names]
             with formatter.section(title):
@@ -132,7 +132,11 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
 
 
 def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | None]:
-    """The distribution (or parameters) of a file, and its instances; raises ConfigError for values of another type."""
+    """Return a file's distribution (or parameters), instance type and instance count.
+
+    Raises:
+        ConfigError: the instance type or the count has a value of the wrong type.
+    """
     kind, hosts = found.get("instance_type"), found.get("instance_count")
     if not isinstance(kind, str | None):
         raise ConfigError(
@@ -155,7 +159,7 @@ def _parted(found: dict[str, Any]) -> tuple[dict[str, Any], str | None, int | No
 
 
 def _checked(distribution: Any, kind: str, hosts: int) -> tuple[JobSettings, list[str]]:
-    """The estimator's own checks, and their warnings."""
+    """Run the estimator's own checks and return the settings and the warnings."""
     from smp_estimator.settings.distribution import read
 
     said: list[str] = []
@@ -258,9 +262,9 @@ def timeline(job_output: str, number: int | None, trace: str | None, picture: st
 @click.option("--mode", type=click.Choice(["process", "docker", "cloud"]), multiple=True, help="Default: all three.")
 @click.option("--role", metavar="ARN", help="Role whose permissions are asked for; default: the caller's.")
 def doctor(mode: tuple[str, ...], role: str | None) -> None:
-    """Say what this machine lacks for each way to run a job.
+    """Report what this machine lacks for each way to run a job.
 
-    Exit code 1 when a mode that was asked for with --mode is not ready.
+    Exit code 1 if a mode that was requested with --mode is not ready.
     """
     from smp_estimator.cli.commands.doctor import cloud_findings, docker_findings, machine_findings, process_findings
 

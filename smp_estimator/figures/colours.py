@@ -15,7 +15,10 @@ _FIRST_HUE = 0.58
 
 
 def colour_of(kind: str, microbatch: int) -> str:
-    """A block's colour as ``#rrggbb``: the hue is its microbatch's, forward lightest, gradients of weights darkest; else grey."""
+    """Return a block's color as ``#rrggbb``.
+
+    The hue depends on the microbatch. Forward is lightest, weight gradients are darkest. Other kinds are gray.
+    """
     if kind not in _LIGHTNESS:
         return _STEP_FUNCTION
     hue = (_FIRST_HUE + microbatch * _HUE_STEP) % 1.0

@@ -17,10 +17,12 @@ _FLOOR, _CEILING = 1e-17, 2.0
 
 
 def save_picture(found: Comparison, path: str, theme: Theme = LIGHT) -> Path:
-    """Draw every tensor's error in causal order beside what rounding explains; the ending of ``path`` says in which format.
+    """Draw every tensor's error in causal order next to the error that rounding explains.
+
+    The ending of ``path`` sets the format.
 
     Raises:
-        ConfigError: a format that matplotlib does not know.
+        ConfigError: matplotlib does not know the format.
         PackageMissing: matplotlib is not installed.
     """
     figure = figure_for(path, 12.0, 5.0, theme)

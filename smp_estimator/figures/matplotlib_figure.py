@@ -38,13 +38,13 @@ DARK = Theme(background="#0d1117", ink="#e6edf3", faint="#3d444d", warning="#ff7
 
 
 def figure_for(path: str | Path, width: float, height: float, theme: Theme = LIGHT) -> Figure:
-    """An empty figure of so many inches.
+    """Create an empty figure with a width and a height in inches.
 
     Args:
-        path: of the file that it will go to; its ending says in which format (``.png``, ``.svg``, ``.pdf``).
+        path: file that the figure will be saved to; its ending sets the format (``.png``, ``.svg``, ``.pdf``).
 
     Raises:
-        ConfigError: a format that matplotlib does not know.
+        ConfigError: matplotlib does not know the format.
         PackageMissing: matplotlib is not installed.
     """
     try:
@@ -66,7 +66,7 @@ def figure_for(path: str | Path, width: float, height: float, theme: Theme = LIG
 
 
 def coloured(axes: Any, theme: Theme) -> Any:
-    """The same axes in the colours of a theme; titles and labels that come later need their own."""
+    """Apply a theme's colors to axes and return them. Titles and labels that are added later need their own colors."""
     axes.set_facecolor(theme.background)
     axes.tick_params(colors=theme.ink, labelsize=8)
     for spine in axes.spines.values():
@@ -80,7 +80,7 @@ def coloured(axes: Any, theme: Theme) -> Any:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write it; raises OSError where the folder cannot be written to."""
+    """Save the figure and return its path; raises OSError if the folder cannot be written to."""
     target = Path(path)
     figure.savefig(target, bbox_inches="tight", facecolor=figure.get_facecolor())
     return target

@@ -133,13 +133,13 @@ def _nodes(node: _Node) -> Iterator[tuple[str, _Node]]:
 
 
 def read_partition(path: str | os.PathLike[str]) -> Partition:
-    """The partition that a job has written (``partition_file``).
+    """Read a partition that a job has written (``partition_file``).
 
     Args:
-        path: of the file.
+        path: the partition file.
 
     Raises:
-        ConfigError: it cannot be read, or no job wrote it.
+        ConfigError: the file cannot be read, or no job wrote it.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))

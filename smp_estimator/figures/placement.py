@@ -117,7 +117,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _axes(topology: Topology) -> dict[str, int]:
-    """By name, in how many parts each axis divides the model, its batch or its state."""
+    """Return, by name, the number of parts into which each axis divides the model, its batch or its state."""
     return {
         "stage": topology.pipeline,
         "tensor rank": topology.tensor,

@@ -33,9 +33,9 @@ class Bar:
 
 
 def lanes(title: str, rows: Sequence[tuple[str, Iterable[Bar]]], start: float, stop: float, missing: int = 0) -> str:
-    """A picture of named rows of bars between two times, as an ``svg`` element.
+    """Draw named rows of bars between two times as an ``svg`` element.
 
-    Text takes the colour of the page around it, so that it can be read on light and on dark ground.
+    The text uses the color of the surrounding page, so it is readable on light and dark backgrounds.
     """
     scale = (_WIDTH - _NAMES - 8) / ((stop - start) or 1.0)
     height = 30 + _LANE * len(rows[:_MOST_LANES]) + 24

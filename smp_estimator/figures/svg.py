@@ -1,4 +1,7 @@
-"""What the pictures of notebooks share: the frame, texts, boxes, and colours that can be told apart on light and on dark ground."""
+"""Shared parts of the notebook pictures: frame, texts, boxes and colors.
+
+The colors are distinguishable on light and on dark backgrounds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b
 
 
 def colour(number: int) -> str:
-    """The colour of the ``number``-th thing of a picture."""
+    """Return the color of item ``number`` of a picture."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -25,7 +28,7 @@ def ink_on(fill: str) -> str:
 
 
 def picture(title: str, height: float, parts: Iterable[str], width: float = WIDTH) -> str:
-    """An ``svg`` element with its title above; its texts take the colour of the page."""
+    """Return an ``svg`` element with its title at the top; its texts use the color of the page."""
     # No wider than it was made for: a few boxes would fill the page.
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" style="width:100%;max-width:{width:g}px" '
@@ -35,7 +38,7 @@ def picture(title: str, height: float, parts: Iterable[str], width: float = WIDT
 
 
 def text(x: float, y: float, words: str, *, size: float = 12, anchor: str = "start", ink: str = "currentColor") -> str:
-    """A line of text whose base begins, has its middle or ends at a point, by ``anchor``."""
+    """Return a line of text; ``anchor`` sets whether it starts at the point, is centered on it, or ends there."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}" fill="{ink}" pointer-events="none">'
         f"{escape(words)}</text>"
@@ -43,7 +46,7 @@ def text(x: float, y: float, words: str, *, size: float = 12, anchor: str = "sta
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, tip: str = "") -> str:
-    """A rectangle; ``tip`` is shown when a pointer rests on it."""
+    """Return a rectangle; ``tip`` is shown when the pointer is over it."""
     inner = f"<title>{escape(tip)}</title>" if tip else ""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}">{inner}</rect>'
 
@@ -58,7 +61,7 @@ def legend(y: float, entries: Iterable[tuple[str, str]], x: float = 4) -> list[s
 
 
 def shortened(words: str, room: float, size: float = 12) -> str:
-    """A text cut so that it fits into ``room`` units of width; empty where not even three letters do."""
+    """Cut a text to fit into ``room`` units of width; return an empty string if not even three letters fit."""
     letters = int(room / (0.56 * size))
     if len(words) <= letters:
         return words

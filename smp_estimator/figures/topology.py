@@ -28,7 +28,10 @@ _LISTED = 16
 
 
 def shown_groups(topology: Topology) -> list[Group]:
-    """The kinds of groups worth showing: more than one rank, not all of them, and no two kinds that are the same."""
+    """Return the kinds of groups worth showing.
+
+    Each has more than one rank but not all of them, and no two kinds have the same members.
+    """
     found: list[Group] = []
     seen: list[list[list[int]]] = []
     for group in (Group.TP, Group.PP, Group.SHARD, Group.DP, Group.RDP, Group.REPLICA, Group.MP):
@@ -40,7 +43,7 @@ def shown_groups(topology: Topology) -> list[Group]:
 
 
 def group_text(topology: Topology) -> Any:
-    """The groups as a rich table: one row per group, global ranks ascending."""
+    """Return the groups as a rich table: one row per group, global ranks ascending."""
     degrees = (
         f"{topology.world_size} ranks: pipeline {topology.pipeline} × tensor {topology.tensor} × reduced data parallel "
         f"{topology.rdp_size}, sharded over {topology.sharded}, replicated {topology.size(Group.REPLICA)} times, "
@@ -111,10 +114,10 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
 
 
 def appearance(topology: Topology, group: Group, members: list[int]) -> tuple[int, int]:
-    """Colour and filling of a group, both counted from 0.
+    """Return a group's color and fill pattern as numbers counted from 0.
 
-    Groups with the same colour hold the same part of the model; the filling is the number of the replica. Kinds of
-    groups that are no replicas of one another have a colour each.
+    Groups with the same color hold the same part of the model; the fill pattern is the replica's number. If a kind's groups are
+    not replicas of one another, each group has its own color.
     """
     parts = [_part(topology, group, other) for other in topology.groups(group)]
     if None in parts:
@@ -125,7 +128,7 @@ def appearance(topology: Topology, group: Group, members: list[int]) -> tuple[in
 
 
 def _part(topology: Topology, group: Group, members: list[int]) -> tuple[int, int] | None:
-    """Which part of the model's state a group holds; None for kinds of groups that hold no single part."""
+    """Return the part of the model's state that a group holds, or None if groups of this kind hold no single part."""
     at = topology.coordinates(members[0])
     shard = at.rdp % topology.sharded
     return {

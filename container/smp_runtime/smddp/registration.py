@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def register() -> None:
     """Make ``init_process_group("smddp")`` and ``new_group(backend="smddp")`` work; a second call changes nothing.
 
-    Also the entry point that PyTorch calls while it is imported, in jobs of the data parallel library. So nothing heavy is
-    imported before a group is made, and PyTorch only here: a script may import the backend before PyTorch.
+    This is also the entry point that PyTorch calls while it is imported, in jobs of the data parallel library.
+    So nothing heavy is imported before a group is made, and PyTorch only here: a script may import the backend
+    before PyTorch.
     """
     import torch.distributed as dist
 

@@ -33,7 +33,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """A leaf as it travels."""
+    """A leaf in the form in which it is sent."""
 
     value: Any
     on_device: bool = False  # whether it is a tensor of the sender's device
@@ -41,7 +41,7 @@ class _Sent:
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """Stands for a leaf that does not travel, such as a model: every rank has its own."""
+    """A stand-in for a leaf that is not sent, such as a model: every rank has its own."""
 
     kind: str  # its class
 

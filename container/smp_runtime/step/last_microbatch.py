@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class _Weak:
-    """A weak reference to an argument that must not live longer for being remembered: the model, an object that holds it."""
+    """A weak reference to an argument that must not be kept alive: the model, or an object that holds it."""
 
     def __init__(self, value: Any) -> None:
         self.reference = weakref.ref(value)
@@ -31,7 +31,8 @@ class _IsGone(Exception):
 class LastMicrobatch:
     """The shapes of the last training step's first microbatch; kept once per job.
 
-    Tensors are remembered as tensors of the meta device, so that no batch lives longer. Other objects are remembered weakly.
+    Tensors are remembered as tensors of the meta device, so that no batch is kept alive. Other objects are
+    remembered by weak references.
     """
 
     outlives_regrouping = True

@@ -66,7 +66,7 @@ def _slice_tensor(name: str, tensor: torch.Tensor, count: int, index: int, axis:
 
 
 def batch_samples(values: list[Any], axes: list[int]) -> int:
-    """Return the number of samples in a batch: the size of its first tensor along the batch axis, or 0 without tensors."""
+    """Return the samples in a batch: the size of its first tensor along the batch axis, or 0 without tensors."""
     for value, axis in zip(values, axes, strict=True):
         for leaf in leaves_of(value):
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:

@@ -243,20 +243,21 @@ def step(
     """Decorate one forward and backward pass (or one forward pass, for evaluation).
 
     Tensor arguments, also inside lists, tuples, dictionaries and sets, and objects with
-    ``smp_slice(num_mb, mb, axis)`` are split along axis 0 into ``microbatches`` parts; the function runs once for
-    each. Tensors in what it returns become :class:`StepOutput`; other leaves become a list with one entry per
+    ``smp_slice(num_mb, mb, axis)`` are split along axis 0 into ``microbatches`` parts. The function runs once for
+    each part. Tensors in its result become :class:`StepOutput`; other leaves become a list with one entry per
     microbatch. Gradients are reduced over the data parallel ranks once, when the last microbatch is done.
 
     Args:
-        non_split_inputs: names of arguments that every microbatch gets whole; or the function, for ``@smp.step`` alone.
-        input_split_axes: batch axis by argument name, where it is not 0.
+        non_split_inputs: names of arguments that every microbatch gets whole; or the function, for
+            ``@smp.step`` alone.
+        input_split_axes: batch axis by argument name, if it is not 0.
         detach_outputs: False keeps the graph of returned tensors alive.
 
     Returns:
-        A function with the same arguments, which every rank calls; or a decorator, where settings were given.
+        A function with the same arguments, which every rank calls; or a decorator, if settings were given.
 
     Raises:
-        SMPUserError: what is decorated cannot be called, or a setting is of another kind.
+        SMPUserError: the decorated object cannot be called, or a setting has a wrong type.
 
     Example:
         >>> @smp.step

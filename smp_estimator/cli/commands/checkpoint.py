@@ -22,7 +22,7 @@ _DEPTH = 6
 
 
 class _RuntimeCheckingGroup(click.Group):
-    """Says what to install when the runtime's packages are missing."""
+    """Command group that reports how to install the runtime's packages if they are missing."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -40,7 +40,7 @@ def checkpoint() -> None:
 
 
 def _with_path(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The argument and the option that the commands share."""
+    """Add the ``PATH`` argument and the ``--tag`` option that the commands share."""
     command = click.option("--tag", help="Which checkpoint; a tag or a folder's name. Default: the newest whole one.")(
         command
     )
@@ -219,11 +219,11 @@ def _as_json(found: FoundCheckpoint, *, tensors: bool) -> dict[str, Any]:
 @checkpoint.command()
 @_with_path
 def verify(path: str, tag: str | None) -> None:
-    """Read the checkpoints in PATH to their end and say what is wrong. Exit code 1 when anything is.
+    """Read the checkpoints in PATH completely and report problems. Exit code 1 if there are any.
 
-    Checked are: all files are there with the lengths and checksums that were saved; their pieces make up every weight
-    and every state of the optimizer exactly once; the tensors in them have the sizes that the manifest says. With --tag
-    one checkpoint, else all. PATH: as for inspect.
+    Three things are checked. All files exist, with the lengths and checksums that were saved. Their pieces make up every
+    weight and every optimizer state exactly once. The tensors in them have the sizes in the manifest. With --tag, only
+    that checkpoint is checked, else all of them. PATH: as for inspect.
     """
     from smp_runtime.checkpoint.files.manifest import newest_name
     from smp_runtime.checkpoint.files.verification import problems_of
@@ -306,7 +306,11 @@ def convert(
 
 
 def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
-    """The folder of checkpoints that PATH means, and what is in it, the newest first; raises ConfigError without just one."""
+    """Return the checkpoint folder that PATH refers to, and its checkpoints, newest first.
+
+    Raises:
+        ConfigError: PATH is not a folder on this machine, or it does not lead to exactly one folder of checkpoints.
+    """
     from smp_runtime.checkpoint.files.manifest import MANIFEST, PARTIAL, checkpoints_in, inspect_folder
 
     if path.startswith("s3://"):
@@ -341,7 +345,10 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
 def _choose(
     parent: Path, found: list[FoundCheckpoint], tag: str | None, *, may_be_broken: bool
 ) -> FoundCheckpoint | None:
-    """The checkpoint of a tag, or the newest whole one; with ``may_be_broken`` any newest one if none is whole."""
+    """Return the checkpoint with this tag, or the newest complete one.
+
+    With ``may_be_broken``, fall back to the newest checkpoint if none is complete.
+    """
     names = ", ".join(c.name for c in found)
     if tag is not None:
         chosen = next((c for c in found if tag in (c.name, c.name.removesuffix("_partial"))), None)

@@ -61,7 +61,7 @@ PERMISSIONS = {
 
 
 def _answer(*command: str) -> tuple[bool, str]:
-    """First line of a command's output, and whether it succeeded."""
+    """Return whether a command succeeded, and the first line of its output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
@@ -73,7 +73,7 @@ def _answer(*command: str) -> tuple[bool, str]:
 
 
 def _package(mode: str, name: str, distribution: str, remedy: str) -> Finding:
-    """Whether a package is installed, without importing it."""
+    """Check whether a package is installed, without importing it."""
     if importlib.util.find_spec(name) is None:
         return Finding(mode, name, False, f"not installed for {sys.executable}", remedy)
     try:
@@ -83,13 +83,13 @@ def _package(mode: str, name: str, distribution: str, remedy: str) -> Finding:
 
 
 def _sdk(mode: str, remedy: str) -> Finding:
-    """Which SageMaker SDK there is, and what it is for."""
+    """Check which version of the SageMaker SDK is installed, and what it can be used for."""
     found = _package(mode, "sagemaker", "sagemaker", remedy)
     return replace(found, detail=describe()) if found.ok else found
 
 
 def process_findings() -> list[Finding]:
-    """What jobs as processes of this machine need."""
+    """Check the requirements of jobs that run as processes on this machine."""
     extra = "pip install 'smp-estimator[local]', or 'smp-estimator[local3]' for version 3 of the SDK"
     beside = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
@@ -111,12 +111,12 @@ def process_findings() -> list[Finding]:
 
 
 def machine_findings() -> list[Finding]:
-    """Whether this machine has enough for jobs as processes."""
+    """Check whether this machine has enough resources for jobs that run as processes."""
     return [*_torch_version(), _shared_memory(), _open_files(), _room()]
 
 
 def _torch_version() -> list[Finding]:
-    """Whether PyTorch is new enough; nothing where it is missing, which is said elsewhere."""
+    """Check whether PyTorch is new enough. Return an empty list if it is missing: another check reports that."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -155,7 +155,7 @@ def _room() -> Finding:
 
 
 def docker_findings() -> list[Finding]:
-    """What the SDK's local mode with images needs."""
+    """Check the requirements of the SDK's local mode with images."""
     docker = shutil.which("docker")
     if docker is None:
         remedy = "install Docker, or use process mode"
@@ -172,7 +172,7 @@ def docker_findings() -> list[Finding]:
 
 
 def cloud_findings(role: str | None = None, session: Any = None) -> list[Finding]:
-    """What training in an AWS account needs; the account is asked with short timeouts and without retries."""
+    """Check the requirements of training in an AWS account, with short timeouts and without retries."""
     if importlib.util.find_spec("boto3") is None:
         return [Finding("cloud", "boto3", False, "not installed", "pip install 'smp-estimator[sagemaker]'")]
     import boto3
@@ -200,7 +200,10 @@ def cloud_findings(role: str | None = None, session: Any = None) -> list[Finding
 
 
 def _principal(arn: str) -> str:
-    """The role behind an assumed role's session; other principals unchanged. Its path, if it has one, is not in the ARN."""
+    """Return the ARN of the role behind an assumed-role session; other principals are returned unchanged.
+
+    If the role has a path, the ARN of the session does not contain it.
+    """
     kind, _, rest = arn.partition(":assumed-role/")
     return f"{kind.replace(':sts:', ':iam:')}:role/{rest.split('/')[0]}" if rest else arn
 

@@ -45,7 +45,11 @@ def images(patched: bool, day: datetime | None, region: str | None, instance_typ
 
 
 def _gpu(instance_type: str | None) -> str | None:
-    """The GPUs of a type of instance; raises ConfigError for one that the catalogue does not have."""
+    """Return the GPU model of an instance type.
+
+    Raises:
+        ConfigError: the catalogue does not have the instance type.
+    """
     if instance_type is None:
         return None
     found = instance(instance_type)
@@ -67,7 +71,7 @@ def _table(rows: list[TrainingImage], day: date) -> Table:
 
 
 def cells(row: TrainingImage) -> list[str]:
-    """What is shown of an image beside its name: PyTorch, Python, CUDA, end of patches, mpi4py, AWS's SMDDP."""
+    """Return an image's table cells after its name: PyTorch, Python, CUDA, end of patches, mpi4py, SMDDP."""
     python = f"{row.python[2]}.{row.python[3:]}" if row.python else "?"
     return [row.torch, python, row.cuda or "–", row.until.removeprefix("until "), _yes(row.mpi4py), _yes(row.smddp)]
 
@@ -77,7 +81,7 @@ def _yes(has: bool | None) -> str:
 
 
 def _default(day: date, region: str | None, gpu: str | None) -> str:
-    """Which image a job gets that names none."""
+    """Return a sentence about the image of a job that does not set one."""
     try:
         chosen = choose_pytorch(None, None, day=day, region=region, gpus=() if gpu is None else (gpu,))
     except SDKMissing:

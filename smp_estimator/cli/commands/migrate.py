@@ -49,7 +49,7 @@ def migrate(file: str, write: bool) -> None:
 
 
 def _difference(made: Migrated, file: str) -> str:
-    """What changes, as ``diff -u`` shows it; of a notebook, cell by cell."""
+    """Return the changes in the format of ``diff -u``; for a notebook, cell by cell."""
     parts = []
     for number, (before, after) in enumerate(zip(made.before, made.after, strict=True), 1):
         name = file if len(made.before) == 1 else f"{file} (cell {number} with code)"

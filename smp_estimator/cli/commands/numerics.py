@@ -47,13 +47,14 @@ def diff(
     command_other: str,
     folder: str | None,
 ) -> None:
-    """Say where two recorded trainings differ first.
+    """Find the first difference between two recorded training runs.
 
-    ONE and OTHER are folders that jobs with SMP_RECORD_NUMERICS have written, of any degrees. Exit code 1 when rounding does not
-    explain a difference.
+    ONE and OTHER are folders that jobs with SMP_RECORD_NUMERICS have written, of any degrees. Exit code 1 if rounding does
+    not explain a difference.
 
-    --bisect runs both scripts again on this machine, from the newest checkpoint before the step in which they part, else from their
-    start, and says which elements of the first tensor differ, and whose share they are.
+    --bisect runs both scripts again on this machine. They start from the newest checkpoint before the step in which the runs
+    differ, else from the beginning. It then reports which elements of the first tensor differ, and which ranks' shards hold
+    them.
     """
     if not bisect and (command_one or command_other or folder):
         raise ConfigError("--command-one, --command-other and --folder say how to repeat the runs: give --bisect too")
@@ -95,10 +96,10 @@ def _checkpoints_in(folder: Path) -> list[Saved]:
 
 
 def _empty(folder: str | None, otherwise: str) -> Path:
-    """Where runs write: a folder of the user's that is empty, or another.
+    """Return the folder that the runs write to: the user's, which must be empty, or the default.
 
     Raises:
-        ConfigError: it has files.
+        ConfigError: the user's folder contains files.
     """
     place = Path(folder) if folder else Path(otherwise)
     if place.is_dir() and any(place.iterdir()):

@@ -18,7 +18,7 @@ from smp_estimator.cli.console import console
 
 
 class _Planning(click.Command):
-    """Says in errors what an option is called here, not what the argument is called in Python."""
+    """Command that names its options in error messages instead of the Python arguments."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -39,7 +39,7 @@ class _Planning(click.Command):
 
 
 def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``plan`` and ``suggest`` ask alike."""
+    """Add the options that ``plan`` and ``suggest`` share."""
     options = [
         click.argument("model"),
         click.option("--processes", "processes_per_host", type=click.IntRange(1), help="Per host; default: its GPUs."),
@@ -77,7 +77,7 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _model(text: str) -> Any:
-    """A shape or configuration as a dictionary, a path, a count such as 7b or 350m, or the name of a shape."""
+    """Parse MODEL: a shape or configuration as a dictionary, a path, a count such as 7b or 350m, or a shape's name."""
     if text.lstrip().startswith("{"):
         return dictionary(text, "MODEL")
     number = re.fullmatch(r"([\d.]+(?:e\d+)?)([mbt]?)", text.lower())
@@ -128,11 +128,11 @@ def _price(text: str) -> tuple[str, float]:
 @click.option("--batch", type=click.IntRange(1), help="The script's batch size; default: its microbatches.")
 @click.option("--step-seconds", type=float, help="Of a step as it was measured; default: an estimate.")
 def plan(parameters: str, as_json: bool, **given: Any) -> None:
-    """Say whether MODEL fits, where the memory goes, and what to change.
+    """Check whether MODEL fits, show how it uses memory, and suggest changes.
 
     MODEL is the name of a published shape (gpt2-xl, gpt-neox-20b, …), a number of parameters (20e9, 20b, 350m), a
-    configuration of Transformers (config.json or its folder), or a shape as a dictionary or its file. Exit code 1 when
-    it does not fit.
+    configuration of Transformers (config.json or its folder), or a shape as a dictionary or its file. Exit code 1 if it
+    does not fit.
     """
     from smp_estimator import planning
 

@@ -45,10 +45,10 @@ def reshape(job: str, parameters: str, timeout: float) -> None:
 
 
 def _read(parameters: str) -> dict[str, Any]:
-    """The dictionary that a text is.
+    """Parse the dictionary in a text.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is not a dictionary of parameters.
     """
     try:
         value = json.loads(parameters)

@@ -46,7 +46,7 @@ def pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
 
 
 def _value(text: str) -> Any:
-    """A hyperparameter's value: JSON where it is JSON (300, 0.1, true), else text."""
+    """Parse a hyperparameter's value: as JSON if it is valid JSON (300, 0.1, true), else as text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -54,7 +54,7 @@ def _value(text: str) -> Any:
 
 
 class _RunCommand(click.Command):
-    """Says where the words for the script belong."""
+    """Command that explains, on an unknown option, where the script's own arguments belong."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -134,7 +134,7 @@ def run(
 
 
 def _in_words_of_options(sentence: str) -> str:
-    """A sentence about arguments of an estimator or a trainer, with the options of ``run`` that set them."""
+    """Replace an estimator's or trainer's arguments in a sentence by the options of ``run`` that set them."""
     for argument, option in _OPTIONS.items():
         sentence = re.sub(argument, option, sentence)
     return sentence
@@ -213,7 +213,7 @@ def _environment(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _tell_of_shell(*, has_checkpoints: bool) -> None:
-    """Say which SMP_* variables of the shell the job does not get; all others are handed on."""
+    """Report which ``SMP_*`` variables of the shell the job does not get; it gets all others."""
     left_out = [name for name in sorted(os.environ) if name.startswith("SMP_") and is_foreign(name)]
     if has_checkpoints and _CHECKPOINTS_VARIABLE in left_out:
         left_out.remove(_CHECKPOINTS_VARIABLE)

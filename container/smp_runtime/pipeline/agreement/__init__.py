@@ -1,1 +1,1 @@
-"""How pipelines that must run their work in one order leave a planned order together."""
+"""Agreement between pipelines that must run their work in one order, and leave a planned order together."""

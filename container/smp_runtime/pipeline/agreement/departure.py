@@ -38,7 +38,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.05
 
 
 class StagePositions(NamedTuple):
-    """How far the stages of a pipeline have come in their planned orders."""
+    """The positions of a pipeline's stages in their planned orders."""
 
     of_stages: tuple[int, ...]
 

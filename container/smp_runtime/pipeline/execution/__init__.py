@@ -1,1 +1,1 @@
-"""Executing: steps on one rank, module calls to other stages and from them."""
+"""Execution: steps on one rank, module calls to and from other stages."""

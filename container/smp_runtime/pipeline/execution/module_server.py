@@ -32,7 +32,7 @@ logger = logging.getLogger("smp")
 
 @dataclass
 class SavedGraph:
-    """What a forward pass leaves for its backward pass."""
+    """The data that a forward pass leaves for its backward pass."""
 
     outputs: list[torch.Tensor]  # tensors of the result, in the graph
     made_here: list[bool]  # whether the elements of each are this stage's, not those of a call inside
@@ -49,7 +49,7 @@ class CallInputs:
 
 
 class Arguments(NamedTuple):
-    """The tensors that a call has given."""
+    """The tensors among a call's arguments."""
 
     tensors: list[torch.Tensor]  # as the module gets them
     versions: list[int]  # of each, before the module runs
@@ -58,7 +58,7 @@ class Arguments(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The tensors that a task gives, those of a forward pass or gradients."""
+    """The tensors that a task has produced: results of a forward pass, or gradients."""
 
     slots: list[TensorSlot | None]  # their names; None for a gradient that there is not
     tensors: list[torch.Tensor]  # themselves
@@ -66,7 +66,7 @@ class Made(NamedTuple):
 
 
 class _Enter(torch.autograd.Function):
-    """Where a caller's tensors enter this stage's graph; their gradients come out here."""
+    """The point where a caller's tensors enter this stage's graph; their gradients come out here."""
 
     @staticmethod
     def forward(ctx: Any, entry: CallInputs, anchor: torch.Tensor) -> Any:
@@ -81,7 +81,7 @@ class _Enter(torch.autograd.Function):
 
 
 class ModuleServer:
-    """Serves the requests of the other stages; ``begins`` is called by a task that begins, with its microbatch."""
+    """The server of the other stages' requests; ``begins`` is called by a task that begins, with its microbatch."""
 
     def __init__(self, context: StageContext, begins: Callable[[int], None]) -> None:
         self._context = context

@@ -109,7 +109,7 @@ def _shown(head: bytes, metas: Sequence[TensorMetadata | None]) -> str:
 
 
 class _Text(str):
-    """Stands in for a tensor or module in a text."""
+    """A stand-in for a tensor or module in a text."""
 
     __repr__ = str.__str__
 
@@ -154,12 +154,13 @@ class LearnedOutput:
 
 
 class OutputPrediction:
-    """Everything known of one kind of call.
+    """The knowledge about one kind of call.
 
     Attributes:
-        forward: its result, by which arguments came as elements and not by name: a module that has the elements can
-            hand them on as a value of its own.
-        backward: which gradients its backward pass gives, by that and by which outputs had a gradient, and how it came.
+        forward: its result, by which arguments came as elements and not by name: a module that has the elements
+            can hand them on as a value of its own.
+        backward: the gradients of its backward pass, by the key of ``forward``, and by which outputs had a
+            gradient and how it came.
         touched: which arguments the module used itself; None before the first call.
     """
 

@@ -1,4 +1,4 @@
-"""Planned orders: which kinds of steps have been recorded, and in which order each stage runs their work."""
+"""Planned orders: the kinds of steps that have been recorded, and the order of their work on each stage."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a pipeline runs; every rank has the same, but for what it watches."""
+    """The settings of a pipeline; equal on all ranks, except for ``watch``."""
 
     policy: Policy = POLICIES[DEFAULT_SCHEDULE]
     active: int = 1  # most microbatches in flight

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RemoteCaller:
-    """Makes the calls of one rank."""
+    """The maker of one rank's calls to modules of other stages."""
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
@@ -355,7 +355,7 @@ class _Remote(torch.autograd.Function):
 
 
 class RemoteEntry:
-    """Stands in for a module's call on the stages that do not own it."""
+    """A stand-in for a module's call on the stages that do not own it."""
 
     is_elsewhere = True
 

@@ -44,8 +44,8 @@ CLOSE_SECONDS = 10.0
 class TaskScheduler:
     """The scheduler that hands the baton of one rank from task to task.
 
-    All state is guarded by ``lock``, which the server shares; the methods' docstrings state whether the caller
-    holds it.
+    All state is guarded by ``lock``, which the server shares. Comments or docstrings of the methods state
+    whether the caller holds it.
 
     Args:
         lock: of the rank's pipeline.

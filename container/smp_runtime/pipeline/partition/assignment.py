@@ -24,8 +24,8 @@ class Assignment:
     Args:
         stages: number of stages.
         placement: stage by path; ``""`` is the root. All paths of a module that is registered several times.
-        attributes: path and name of each attribute with tensors that forward passes change, as far as known: other
-            stages do not see them.
+        attributes: path and name of each known attribute with tensors that forward passes change: other stages
+            do not see the changes.
 
     Raises:
         SMPUserError: a stage out of range, or no root.

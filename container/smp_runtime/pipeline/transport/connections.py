@@ -1,4 +1,4 @@
-"""Connections between every two ranks of a group, made once and authenticated: TCP, or a UNIX socket inside a host."""
+"""Connections between every two ranks of a group, made once and authenticated: TCP, or a UNIX socket on one host."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class StepKind(NamedTuple):
 
 
 class StepAnnouncement(Protocol):
-    """A call of a step by a rank's script; pickled, since the other stages compare the root stage's call with their own."""
+    """A script's call of a step; pickled, since the other stages compare the root stage's call with their own."""
 
     def check(self, root: Any, rank: int, root_rank: int) -> str:
         """Compare this rank's call with the root stage's, and return a warning, or an empty text.

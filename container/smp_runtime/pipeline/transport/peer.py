@@ -81,7 +81,7 @@ class Peer:
                 self.changed.notify_all()
 
     def write_last(self, words: bytes, error: BaseException) -> None:
-        """Write ``words`` behind what is still to be written, and nothing after."""
+        """Write ``words`` after the pending bytes, and nothing afterwards."""
         with self.changed:
             self.write([memoryview(words)], [True])
             self.broken = self.broken or error

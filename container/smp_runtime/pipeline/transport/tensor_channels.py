@@ -67,7 +67,7 @@ def announce(tensor: torch.Tensor, channel: int) -> Announcement:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if its elements fill one piece of memory, in any order of its dimensions, else a dense copy.
+    """Return the tensor if its elements fill one piece of memory, in any order of dimensions, else a dense copy.
 
     Raises:
         SMPUserError: a sparse, quantized or meta tensor, which has no such memory, or a parameter of another stage.
@@ -118,7 +118,7 @@ class TensorChannel(Protocol):
     """
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the CPU tensor whose bytes follow the announcement in the stream; None if nothing follows."""
+        """Return the CPU tensor to write as bytes after the announcement in the stream; None if nothing follows it."""
 
     def post(self, tensor: torch.Tensor) -> None:
         """Start to send a tensor that :meth:`inline` left out; its memory must not change any more."""
