@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from smp_config.errors import ConfigError, shown
+from smp_config.formats.values import parse_count
 from smp_config.limits import MOST_EVERY, MOST_RANKS
 
 #: Where ranks record: a folder, or 1 for ``numerics`` in the job's output; nothing or 0 for not at all.
@@ -298,8 +299,8 @@ class Guards:
                 finite = True
             elif name == "spike" and (limit := _number(number)) is not None and limit > 1:
                 spike = limit
-            elif name == "replicas" and number.isdecimal() and 0 < int(number) <= MOST_EVERY:
-                replicas = int(number)
+            elif name == "replicas" and (count := parse_count(number, MOST_EVERY)) is not None:
+                replicas = count
             else:
                 raise ConfigError(
                     f"{GUARDS_VARIABLE} is {shown(text)}, of which {shown(word)} is unknown; it says what is checked before each "
@@ -324,12 +325,13 @@ def every_steps(environ: Mapping[str, str]) -> int:
         ConfigError: the value is no such number.
     """
     text = environ.get(EVERY_VARIABLE, "") or str(DEFAULT_EVERY)
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_EVERY:
+    count = parse_count(text, MOST_EVERY)
+    if count is None:
         raise ConfigError(
             f"{EVERY_VARIABLE} is {shown(text)}; it says how many updates lie between two recorded steps: set a whole number from "
             f"1 to {MOST_EVERY:,}"
         )
-    return int(text)
+    return count
 
 
 def head_line(head: Head) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 
 from smp_config.errors import ConfigError, shown, suggest
+from smp_config.formats.values import parse_count
 from smp_config.limits import MOST_EVERY
 
 #: Names of trackers joined by commas: ``tensorboard,mlflow``.
@@ -73,12 +74,13 @@ def log_every(environ: Mapping[str, str]) -> int:
         ConfigError: the value is no such number.
     """
     text = environ.get(EVERY_VARIABLE, "") or "1"
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:9]) <= MOST_EVERY:
+    count = parse_count(text, MOST_EVERY)
+    if count is None:
         raise ConfigError(
             f"{EVERY_VARIABLE} is {shown(text)}; it is the number of updates from one point of a tracker to the next: set a whole "
             f"number from 1 to {MOST_EVERY:,}"
         )
-    return int(text[:9])
+    return count
 
 
 def peak_tflops(environ: Mapping[str, str]) -> float | None:

@@ -70,7 +70,7 @@ class Answers:
 
     @property
     def command(self) -> str:
-        """What runs the script on this machine."""
+        """Return the shell command that runs the script on this machine."""
         kept = " --checkpoints checkpoints" if self.checkpoints else ""
         return (
             f"smp-estimator run train.py --processes {self.processes}{kept} --output output \\\n"

@@ -42,7 +42,7 @@ with tarfile.open(estimator.model_data.removeprefix("file://")) as archive:
 
 
 def notebook(answers: Answers) -> str:
-    """The text of ``train.ipynb``, in version 4 of the format."""
+    """Return the text of ``train.ipynb``, in version 4 of the format."""
     local = answers.instance_type == LOCAL
     cells = [
         ("markdown", f"# Train {MODELS[answers.model]}\n\nWith {STRATEGIES[answers.strategy]}."),

@@ -126,7 +126,7 @@ _SAVE_TRANSFORMERS = """
 
 
 def script(answers: Answers) -> str:
-    """The text of ``train.py``."""
+    """Return the text of ``train.py``."""
     own = answers.model == "own"
     imports = (
         "from torch import nn\nfrom torch.nn.functional import cross_entropy"

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 def distributed(
     source: ScriptSource, node: ast.expr, indent: int, more: list[tuple[str, str]]
 ) -> tuple[str, str | None]:
-    """What ``distributed=`` gets for a distribution.
+    """Return the value of ``distributed=`` for a distribution.
 
     Args:
-        indent: blanks before the line that it stands on.
+        indent: number of spaces before the line that the value is on.
         more: further arguments of ModelParallel.
 
     Returns:
-        The text, and the name that it uses; None where nothing in SDK v3 stands for it, or it is off.
+        The text, and the name that it uses. The name is None if SDK v3 has no counterpart or the strategy is off.
     """
     parts = _items(node)
     if parts is None:
@@ -75,7 +75,10 @@ def _mpi(source: ScriptSource, mpi: dict[str, ast.expr], indent: int) -> str:
 
 
 def parameters_of(node: ast.expr | None) -> list[ast.AST]:
-    """What stays of a distribution as it is written: the parameters of the library, or all of what is no plain dictionary."""
+    """Return the parts of a distribution that are kept as written.
+
+    These are the library's parameters, or the whole expression if it is not a plain dictionary.
+    """
     parts = _items(node)
     if parts is None:
         return [node] if node is not None else []
@@ -84,7 +87,7 @@ def parameters_of(node: ast.expr | None) -> list[ast.AST]:
 
 
 def _items(node: ast.AST | None) -> dict[str, ast.expr] | None:
-    """The entries of a dictionary that is written out with plain keys; None for anything else."""
+    """Return the entries of a dictionary literal with plain string keys, or None for any other expression."""
     if not isinstance(node, ast.Dict):
         return None
     keys = [literal(key) if key is not None else None for key in node.keys]
@@ -94,6 +97,6 @@ def _items(node: ast.AST | None) -> dict[str, ast.expr] | None:
 
 
 def _is_on(part: dict[str, ast.expr]) -> bool:
-    """Whether a strategy is on, as far as can be seen; a variable counts as on."""
+    """Return whether a strategy is on, judging by its source; a variable counts as on."""
     enabled = part.get("enabled")
     return enabled is not None and (not isinstance(enabled, ast.Constant) or enabled.value is True)

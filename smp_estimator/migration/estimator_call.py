@@ -123,7 +123,7 @@ class EstimatorCall:
         self._given = {n: v for n, v in self._given.items() if not (isinstance(v, ast.Constant) and v.value is None)}
 
     def can_be_moved(self) -> bool:
-        """Whether all arguments are named in the call; says so where they are not."""
+        """Return whether the call names all of its arguments; add a note if it does not."""
         hidden = [word for word in self.node.keywords if word.arg is None]
         if hidden or any(isinstance(value, ast.Starred) for value in self.node.args):
             words = self.source.segment(hidden[0].value) if hidden else "*…"
@@ -157,7 +157,7 @@ class EstimatorCall:
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _text(self, name: str, deeper: int = 1) -> str:
-        """An argument as it is written, set in for the place it gets."""
+        """Return an argument as written, indented for its new place."""
         return self.source.moved(self._given.pop(name), self._indent + 4 * deeper)
 
     def _is_local(self) -> bool:
@@ -194,7 +194,7 @@ class EstimatorCall:
         return [("source_code", call("SourceCode", words, self._indent + 4))]
 
     def _requirements(self, folder: object, words: list[tuple[str, str]]) -> None:
-        """SDK v2 installs the file where it is; SDK v3 must be told of it."""
+        """Add ``requirements.txt`` to the arguments if the file exists: SDK v2 finds it, SDK v3 needs its name."""
         if isinstance(folder, str) and (self._folder / folder / "requirements.txt").is_file() and not self._is_local():
             words.append(("requirements", '"requirements.txt"'))
 
@@ -215,7 +215,7 @@ class EstimatorCall:
         return made
 
     def _image(self) -> list[tuple[str, str]]:
-        """The image, and the mode that a local instance type means."""
+        """Return the arguments for the image, and for the mode that a local instance type implies."""
         versions = {
             name: self._given.pop(name, None)
             for name in (

@@ -43,7 +43,7 @@ class Migrated:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is changed."""
+        """Return whether the migration changes anything."""
         return self.before != self.after
 
 
@@ -94,7 +94,10 @@ def migrate_sources(texts: list[str], folder: Path) -> tuple[list[str], list[lis
 def _write_imports(
     source: ScriptSource, names: ScriptNames, needed: set[str], *, stays: bool, keeps_sagemaker: bool
 ) -> None:
-    """The imports of one piece; classes of estimators go, unless a call of one stays as it is."""
+    """Update the imports of one piece.
+
+    Estimator classes are removed from them, unless a call of one is left as it is.
+    """
     moved = {name[1:] for name in needed if name.startswith("=")}
     for full in moved:
         HOMES.setdefault(full.rpartition(".")[2], MOVED[full])

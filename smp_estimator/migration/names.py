@@ -94,7 +94,7 @@ class ScriptNames:
                 self.estimators.add(ast.unparse(node.target))
 
     def full(self, node: ast.AST) -> str:
-        """The full name of what an expression names; empty for one that names nothing that was imported."""
+        """Return an expression's full imported name, or an empty string if it does not come from an import."""
         if isinstance(node, ast.Name):
             return self.bound.get(node.id, "")
         if isinstance(node, ast.Attribute):
@@ -103,16 +103,16 @@ class ScriptNames:
         return ""
 
     def estimator_kind(self, node: ast.AST) -> str | None:
-        """The class of the estimator that a call makes; None for any other expression."""
+        """Return the estimator class that a call creates, or None for any other expression."""
         return ESTIMATORS.get(self.full(node.func)) if isinstance(node, ast.Call) else None
 
     def is_estimator(self, node: ast.AST) -> bool:
-        """Whether an expression is a variable that holds an estimator, or a call that makes one."""
+        """Return whether an expression is a variable that holds an estimator, or a call that creates one."""
         return ast.unparse(node) in self.estimators or self.estimator_kind(node) is not None
 
 
 def moved_names(source: ScriptSource, names: ScriptNames) -> dict[tuple[int, int], str]:
-    """Return where names of SDK v2 stand behind their module, and what they are called once they are imported themselves."""
+    """Return the positions of SDK v2 names with a module prefix, and the names to use after they are imported directly."""
     found = {}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and names.full(node) in MOVED and not isinstance(node.ctx, ast.Store):
@@ -123,7 +123,10 @@ def moved_names(source: ScriptSource, names: ScriptNames) -> dict[tuple[int, int
 
 
 def note_kept_names(source: ScriptSource, names: ScriptNames) -> bool:
-    """Say which names behind ``sagemaker`` SDK v3 does not have; returns whether any stays, so that its import is needed."""
+    """Add notes on names in ``sagemaker`` that SDK v3 does not have.
+
+    Return whether any name stays, so that the import of ``sagemaker`` is still needed.
+    """
     used = {
         full: node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and (full := names.full(node))
     }
@@ -137,7 +140,7 @@ def note_kept_names(source: ScriptSource, names: ScriptNames) -> bool:
 
 
 def _moves(full: str) -> bool:
-    """Whether a full name is one that moves, leads to one, or is the class of an estimator."""
+    """Return whether a full name moves, is the prefix of a name that moves, or is an estimator class."""
     return any(f"{moved}.".startswith(f"{full}.") or full.startswith(f"{moved}.") for moved in (*MOVED, *ESTIMATORS))
 
 
@@ -184,7 +187,7 @@ def _import(home: str, held: list[str]) -> str:
 
 
 def _note_missing(source: ScriptSource, node: ast.Import | ast.ImportFrom, kept: list[ast.alias]) -> None:
-    """Say of imports that stay that SDK v3 does not have them."""
+    """Add notes on remaining imports that SDK v3 does not have."""
     for alias in kept:
         full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
         parts = full.split(".")
@@ -194,7 +197,7 @@ def _note_missing(source: ScriptSource, node: ast.Import | ast.ImportFrom, kept:
 
 
 def _insert(source: ScriptSource, lines: list[str], first: ast.stmt | None) -> None:
-    """New imports: where the first of the old ones stood, else before what is no import."""
+    """Insert new imports in the place of the first old one, else before the first statement that is not an import."""
     text = "\n".join(lines) + "\n"
     if first is not None:
         indent = " " * source.indent_of(first)

@@ -56,16 +56,16 @@ class ScriptSource:
         self.tree = ast.parse("" if is_cell_magic else "".join(plain))
 
     def at(self, line: int, column: int) -> int:
-        """The place in the text of what the tree says stands there; columns count bytes."""
+        """Return the position in the text of a line and column of the syntax tree; columns count bytes."""
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Where a node stands in the text."""
+        """Return the start and end of a node in the text."""
         place = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
         return self.at(place[0], place[1]), self.at(place[2], place[3])
 
     def segment(self, node: ast.AST) -> str:
-        """A node as it is written, but for the names that are called otherwise."""
+        """Return the source of a node, with renamed names replaced."""
         start, end = self.span(node)
         made, place = [], start
         for (begin, after), name in sorted(self.renamed.items()):
@@ -75,7 +75,10 @@ class ScriptSource:
         return "".join([*made, self.text[place:end]])
 
     def moved(self, node: ast.AST, indent: int) -> str:
-        """A node as it is written, with its further lines set in as if it stood on a line with ``indent`` blanks."""
+        """Return the source of a node for a line that is indented by ``indent`` spaces.
+
+        The further lines are indented accordingly.
+        """
         text = self.segment(node)
         if "\n" not in text:
             return text
@@ -92,12 +95,12 @@ class ScriptSource:
         return made if same else text
 
     def indent_of(self, node: ast.AST) -> int:
-        """Blanks before the line that a node begins on."""
+        """Return the number of spaces before the line that a node begins on."""
         line = self._lines[node.lineno - 1]  # type: ignore[attr-defined]
         return len(line) - len(line.lstrip())
 
     def comments_between(self, node: ast.AST, kept: Sequence[ast.AST]) -> list[str]:
-        """Comments inside a node that stand in none of ``kept``, without the mark."""
+        """Return the comments inside a node that are in none of ``kept``, without the comment sign."""
         start, end = self.span(node)
         inside = [self.span(other) for other in kept]
         found = []
@@ -112,28 +115,28 @@ class ScriptSource:
         return found
 
     def replace(self, start: int, end: int, text: str) -> None:
-        """Put ``text`` in the place of what stands between two places."""
+        """Replace the text between two positions by ``text``."""
         self._edits.append((start, end, text))
 
     def replace_node(self, node: ast.AST, text: str) -> None:
-        """Put ``text`` in the place of a node."""
+        """Replace a node by ``text``."""
         self.replace(*self.span(node), text)
 
     def remove_lines(self, node: ast.stmt) -> None:
-        """Take a statement out that has its lines for itself."""
+        """Remove a statement that shares its lines with no other statement."""
         start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno or node.lineno]
         self.replace(start, end, "")
 
     def line_start(self, node: ast.AST) -> int:
-        """Where the line begins that a node begins on."""
+        """Return the start of the line that a node begins on."""
         return self._starts[node.lineno - 1]  # type: ignore[attr-defined]
 
     def note(self, node: ast.AST, text: str) -> None:
-        """Say that a person has to look at a node."""
+        """Note that a person has to review a node."""
         self.notes.append(Note(node.lineno, text))  # type: ignore[attr-defined]
 
     def changed(self) -> str:
-        """The text with every change; of two that overlap the wider one holds."""
+        """Return the text with all changes applied; if two overlap, the wider one is applied."""
         made, place = [], 0
         wide = sorted(self._edits, key=lambda edit: (edit[0], edit[0] != edit[1], -edit[1]))
         for start, end, text in wide:
@@ -145,12 +148,12 @@ class ScriptSource:
 
 
 def call(name: str, arguments: list[tuple[str, str]], indent: int, comments: list[str] | None = None) -> str:
-    """A call as a formatter would write it: on one line where it fits, else an argument on each.
+    """Format a call as a formatter does: on one line if it fits, else with one argument per line.
 
     Args:
         arguments: name (empty for a positional one) and text of each.
-        indent: blanks before the line that it stands on.
-        comments: put before the arguments, a line each.
+        indent: number of spaces before the line that the call is on.
+        comments: put before the arguments, one per line.
     """
     words = [f"{key}={value}" if key else value for key, value in arguments]
     one_line = f"{name}({', '.join(words)})"
@@ -162,7 +165,7 @@ def call(name: str, arguments: list[tuple[str, str]], indent: int, comments: lis
 
 
 def is_literal(node: ast.AST | None) -> bool:
-    """Whether a node is a plain value, known without running anything."""
+    """Return whether a node is a plain value that is known without running any code."""
     try:
         ast.literal_eval(node)  # type: ignore[arg-type]
     except (ValueError, TypeError, SyntaxError):
@@ -171,5 +174,5 @@ def is_literal(node: ast.AST | None) -> bool:
 
 
 def literal(node: ast.AST | None) -> object:
-    """The value of a plain node; None for one that is not plain."""
+    """Return the value of a literal node, or None if the node is not a literal."""
     return ast.literal_eval(node) if is_literal(node) else None  # type: ignore[arg-type]

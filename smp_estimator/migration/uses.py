@@ -35,7 +35,7 @@ _WITHOUT_PLACE = {
 
 
 def rewrite_uses(source: ScriptSource, names: ScriptNames) -> set[str]:
-    """Change what is done with estimators and with other names of the SDK; gives the names that this needs."""
+    """Change the uses of estimators and of other SDK names; return the names that the new code needs."""
     needed: set[str] = set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and names.is_estimator(node.func.value):
@@ -75,7 +75,10 @@ def _fit(source: ScriptSource, names: ScriptNames, node: ast.Call) -> set[str]:
 def _inputs(
     source: ScriptSource, names: ScriptNames, inputs: ast.expr | None, indent: int, needed: set[str]
 ) -> list[tuple[str, str]]:
-    """The channels: those that are written out with plain addresses as the SDK's records, others as they are."""
+    """Return the channels of a call.
+
+    A dictionary of plain addresses becomes a list of the SDK's records. Other expressions are kept as they are.
+    """
     if inputs is None:
         return []
     if not isinstance(inputs, ast.Dict) or not all(_is_address(value, names) for value in inputs.values):
@@ -90,7 +93,7 @@ def _inputs(
 
 
 def _logs(source: ScriptSource, logs: ast.expr) -> list[tuple[str, str]]:
-    """The words of SDK v2 for what to show; SDK v3 shows all or nothing."""
+    """Translate the ``logs`` argument of SDK v2; SDK v3 shows all logs or none."""
     shown = literal(logs)
     if isinstance(shown, bool):
         return [("logs", str(shown))]
@@ -100,7 +103,7 @@ def _logs(source: ScriptSource, logs: ast.expr) -> list[tuple[str, str]]:
 
 
 def _is_address(node: ast.expr, names: ScriptNames) -> bool:
-    """Whether a channel is plainly an address, and no object of the SDK."""
+    """Return whether a channel is a plain address, not an object of the SDK."""
     if isinstance(node, ast.Call):
         return not names.full(node.func).startswith("sagemaker.")
     return isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)

@@ -51,7 +51,7 @@ class FamilyOutcomes:
     majors: dict[str, dict[str, FamilyOutcome]]
 
     def trains_alone(self, major: str) -> bool:
-        """Whether one process trains it with that version."""
+        """Return whether one process trains the family with this major version of Transformers."""
         of = self.majors.get(major, {})
         return bool(of) and (ALONE not in of or of[ALONE].is_equal)
 
@@ -69,7 +69,7 @@ class Matrix:
     families: tuple[FamilyOutcomes, ...]
 
     def matching(self, words: Iterable[str]) -> list[FamilyOutcomes]:
-        """Families of which a word is a part of the name, or the kind; all without words."""
+        """Return the families with a word in their name or as their kind; without words, all families."""
         wanted = [word.lower() for word in words]
         return [
             family
@@ -78,14 +78,21 @@ class Matrix:
         ]
 
     def counts(self, major: str) -> Iterator[tuple[str, int, int]]:
-        """By mode, how many families are equal to one process, of those that it trains and that were measured."""
+        """Yield each mode with two counts: families equal to one process, and families measured.
+
+        Only families that one process trains are counted.
+        """
         trained = [family.majors[major] for family in self.families if family.trains_alone(major)]
         for mode in MODES:
             found = [of[mode] for of in trained if mode in of]
             yield mode, sum(outcome.is_equal for outcome in found), len(found)
 
     def split_well(self, major: str) -> Iterator[tuple[str, int, int]]:
-        """Of those that are equal at tp 2, how many spare a rank enough, and send no more than Megatron's layer."""
+        """Yield each criterion of a good split with two counts, among the families that are equal at tp 2.
+
+        The counts are the families that meet it and those that were measured. One criterion is the part of the matrices that a
+        rank is spared. The other is the bytes that it sends, compared with those of Megatron's layer.
+        """
         found = [family.majors[major][_TP] for family in self.families if _TP in family.majors.get(major, {})]
         spared = [outcome.split for outcome in found if outcome.is_equal and outcome.split is not None]
         traffic = [outcome.traffic for outcome in found if outcome.is_equal and outcome.traffic is not None]
@@ -102,12 +109,12 @@ class Matrix:
 
 
 def read_matrix() -> Matrix:
-    """The matrix that this release was measured with."""
+    """Return the matrix that was measured for this release."""
     return parsed(json.loads(resources.files(__package__).joinpath("outcomes.json").read_text(encoding="utf-8")))
 
 
 def parsed(data: dict[str, Any]) -> Matrix:
-    """The matrix as it stands in the file."""
+    """Parse a matrix from the contents of its file."""
     families = [
         FamilyOutcomes(
             kind,
@@ -120,7 +127,7 @@ def parsed(data: dict[str, Any]) -> Matrix:
 
 
 def cell(outcome: FamilyOutcome | None) -> str:
-    """An outcome in a word, with split share and traffic where there are some."""
+    """Return an outcome in one word, with split share and traffic if they are known."""
     if outcome is None:
         return "–"
     if not outcome.is_equal:

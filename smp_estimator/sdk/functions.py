@@ -27,26 +27,30 @@ def _of_the_sdk(places: dict[int, str], name: str) -> Callable[..., Any]:
 
 
 def download_folder(bucket: str, prefix: str, folder: str, session: Any) -> None:
-    """Fetch all that lies under a prefix of S3; ``session`` has the boto3 resource ``s3_resource``."""
+    """Download all objects under an S3 prefix; ``session`` has the boto3 resource ``s3_resource``."""
     _of_the_sdk(_HELPERS, "download_folder")(bucket, prefix, folder, session)
 
 
 def secondary_training_status_changed(description: dict[str, Any], before: dict[str, Any] | None) -> bool:
-    """Whether a job's stage has changed between two answers of DescribeTrainingJob."""
+    """Return whether a job's stage has changed between two answers of DescribeTrainingJob."""
     return bool(_of_the_sdk(_HELPERS, "secondary_training_status_changed")(description, before))
 
 
 def secondary_training_status_message(description: dict[str, Any], before: dict[str, Any] | None) -> str:
-    """The stages that a job has entered since ``before``, a line for each."""
+    """Return the stages that a job has entered since ``before``, one line each."""
     return str(_of_the_sdk(_HELPERS, "secondary_training_status_message")(description, before))
 
 
 def config_for_framework(framework: str) -> dict[str, Any]:
-    """The SDK's table of images of ``"pytorch"``, ``"huggingface"``, …; raises FileNotFoundError where it has none of that name."""
+    """Return the SDK's table of images of ``"pytorch"``, ``"huggingface"``, …
+
+    Raises:
+        FileNotFoundError: the SDK has no table with this name.
+    """
     found: dict[str, Any] = _of_the_sdk(_IMAGES, "config_for_framework")(framework)
     return found
 
 
 def retrieve_image(framework: str, region: str, **which: Any) -> str:
-    """The address that the SDK gives for a training image; ``which`` as for its ``image_uris.retrieve``."""
+    """Return the SDK's address of a training image; ``which`` as for its ``image_uris.retrieve``."""
     return str(_of_the_sdk(_IMAGES, "retrieve")(framework, region, image_scope="training", **which))

@@ -22,11 +22,11 @@ _OFFERS = {
 
 
 class SDKMissing(Coded, ImportError):
-    """The SDK of the wanted version is not installed; the message says which one is, and what to install."""
+    """The required version of the SDK is not installed; the message names the installed version and what to install."""
 
 
 def installed_version() -> str | None:
-    """The version of the installed SDK, such as ``"3.27.0"``; None where there is none."""
+    """Return the version of the installed SDK, such as ``"3.27.0"``, or None if there is none."""
     try:
         return importlib.metadata.version("sagemaker")
     except importlib.metadata.PackageNotFoundError:
@@ -34,13 +34,13 @@ def installed_version() -> str | None:
 
 
 def installed_major() -> int | None:
-    """2 or 3 (or what comes after); None where no SDK is installed."""
+    """Return the major version of the installed SDK, 2 or 3 (or a later one), or None if there is none."""
     version = installed_version()
     return None if version is None else int(version.split(".")[0])
 
 
 def describe() -> str:
-    """What is installed and what it is for: ``3.27.0, for ModelTrainer and …``."""
+    """Describe the installed SDK and its use: ``3.27.0, for ModelTrainer and …``."""
     version, major = installed_version(), installed_major()
     if version is None or major is None:
         return "none"
@@ -48,13 +48,13 @@ def describe() -> str:
 
 
 def require(major: int) -> None:
-    """Do nothing where the SDK of this major version is installed.
+    """Check that the installed SDK has this major version.
 
     Args:
         major: 2 or 3.
 
     Raises:
-        SDKMissing: another version is, or none; names the way to either.
+        SDKMissing: another version is installed, or none; the message names the command to install it.
     """
     version = installed_version()
     if version is not None and int(version.split(".")[0]) == major:

@@ -1,9 +1,9 @@
-"""The one door to the SageMaker SDK v2: everything of it that this package uses is imported here.
+"""The only module that imports the SageMaker SDK v2: all names from it that this package uses are imported here.
 
-Importing the SDK makes a session for its model hub at once, and with it clients that look for credentials; on a
-machine without any that is a request to the metadata address, which can hang for seconds. Here that look-up is put
-off until such a client is used. The session also says which files of defaults there are not, on the standard output;
-unless the user has set up the SDK's logging, that is left out.
+Importing the SDK creates a session for its model hub, with clients that look for credentials. Without credentials,
+that is a request to the metadata address, which can block for seconds. This module delays the lookup until such a
+client is used. The session also prints the missing files of defaults on the standard output. This module suppresses
+that, unless the user has configured the SDK's logging.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NEVER = datetime(9999, 1, 1, tzinfo=timezone.utc)
 
 @contextmanager
 def credentials_when_used() -> Iterator[None]:
-    """Clients that are made meanwhile look for their credentials at their first request."""
+    """Let clients that are created inside the block look for credentials at their first request."""
     resolver = botocore.credentials.CredentialResolver
     look_up = resolver.load_credentials
 
@@ -50,7 +50,7 @@ def credentials_when_used() -> Iterator[None]:
 
 
 def _found(credentials: Any) -> dict[str, str]:
-    """Credentials in the form that a refresh returns; they are asked for again when they expire."""
+    """Return credentials in the form that a refresh returns; they are requested again when they expire."""
     if credentials is None:
         raise NoCredentialsError
     frozen = credentials.get_frozen_credentials()
@@ -65,7 +65,10 @@ def _found(credentials: Any) -> dict[str, str]:
 
 @contextmanager
 def without_absent_defaults() -> Iterator[None]:
-    """The SDK does not say meanwhile where it has found no file of defaults; it says each such thing once."""
+    """Suppress the SDK's messages on missing files of defaults inside the block.
+
+    They are kept if the user has configured the SDK's logging.
+    """
     logger = logging.getLogger("sagemaker.config")
     if logger.level or logger.handlers or logging.getLogger("sagemaker").handlers:  # somebody wants to read it
         yield
@@ -113,7 +116,7 @@ FORMER_ARGUMENTS = {
 
 
 def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
-    """Every argument that the constructors of an estimator's class and its bases take by name, in their order."""
+    """Return every named argument of the constructors of an estimator's class and its bases, in order."""
     found: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
         if "__init__" in vars(base) and base is not object:
@@ -124,17 +127,20 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def region_of(session: Any) -> str | None:
-    """The region of a session, or of the one that the SDK would make for None; None where nothing names a region."""
+    """Return the region of a session, or of the one that the SDK creates for None.
+
+    Return None if no region is configured.
+    """
     found = boto3.Session().region_name if session is None else getattr(session, "boto_region_name", None)
     return found if isinstance(found, str) else None
 
 
 @contextmanager
 def naming_missing_region(instance_type: Any) -> Iterator[None]:
-    """Inside, an SDK that finds no region of AWS says so in one sentence.
+    """Run the block, and report in one sentence if the SDK finds no AWS region.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no region is configured.
     """
     try:
         yield
@@ -148,7 +154,7 @@ def naming_missing_region(instance_type: Any) -> Iterator[None]:
 
 
 def show_arguments(kind: type) -> None:
-    """Let the constructor's signature list the arguments that it hands on: ``help()`` and notebooks complete from it."""
+    """Add the arguments that the constructor forwards to its signature, for ``help()`` and completion in notebooks."""
     own = inspect.signature(vars(kind)["__init__"])
     listed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     handed_on = [

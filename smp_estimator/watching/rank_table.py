@@ -51,7 +51,7 @@ class RankRow:
 
 
 def rows_of(records: Iterable[PaceRecord]) -> list[RankRow]:
-    """A row for each rank, by rank."""
+    """Return one row per rank, sorted by rank."""
     known = sorted((record for record in records if record.seconds > 0), key=lambda record: record.rank)
     least: dict[int, float] = defaultdict(lambda: 1.0)
     for record in known:
@@ -84,7 +84,7 @@ _WORDS = {"host"}
 
 
 def cells_of(row: RankRow) -> list[str]:
-    """The row as text, in the order of the columns."""
+    """Return the row as text, in the order of the columns."""
     return [
         str(row.rank),
         row.host,
@@ -99,7 +99,7 @@ def cells_of(row: RankRow) -> list[str]:
 
 
 def table_of(rows: Iterable[RankRow], title: str = "") -> Table:
-    """For a terminal."""
+    """Return the rows as a table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -112,20 +112,20 @@ def table_of(rows: Iterable[RankRow], title: str = "") -> Table:
 
 
 def html_of(rows: Iterable[RankRow]) -> str:
-    """For a notebook."""
+    """Return the rows as an HTML table for a notebook."""
     head = "".join(f"<th>{escape(name)}</th>" for name in _HEADS)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells_of(row))}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def most_worth_showing(rows: list[RankRow]) -> list[RankRow]:
-    """All of few ranks; of many those with the most work of their own, by rank."""
+    """Return the rows to show, sorted by rank: all if they are few, else those with the most work of their own."""
     chosen = sorted(rows, key=lambda row: -(row.compute + row.data + row.saving))[:_MOST_ROWS]
     return sorted(chosen, key=lambda row: row.rank)
 
 
 def json_of(name: str, rows: Iterable[RankRow], stragglers: Iterable[Straggler]) -> Mapping[str, Any]:
-    """For programs; names and units are those of the fields."""
+    """Return the rows and stragglers as a mapping for programs; names and units are those of the fields."""
     return {
         "job": name,
         "ranks": [asdict(row) for row in rows],

@@ -1,4 +1,7 @@
-"""Ranks that hold the others up: whose own work of a step takes far longer than that of ranks with the same part of the model."""
+"""Stragglers: ranks that slow down the others.
+
+A straggler's own work in a step takes much longer than that of ranks with the same part of the model.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ _LEAST_SAMPLES = 3
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds the others up.
+    """A rank that slows down the others.
 
     Attributes:
         own: median seconds of its own work in a step: computing, data and saving.
         usual: the same of the ranks that it is compared with.
         z: how many robust standard deviations lie between them.
         share: part of its step by which it is longer than usual.
-        mostly: what of its work is more than that of others: ``computing``, ``data`` or ``saving``.
+        mostly: the kind of work that exceeds that of the others most: ``computing``, ``data`` or ``saving``.
     """
 
     rank: int
@@ -64,10 +67,10 @@ class _PaceSample:
 
 
 class Stragglers:
-    """Remembers the newest samples of each rank.
+    """Newest samples of each rank, and the stragglers among the ranks.
 
     Args:
-        window: samples of a rank, each of a step at least.
+        window: number of samples per rank; each covers at least one step.
     """
 
     def __init__(self, window: int = 15) -> None:
@@ -76,7 +79,7 @@ class Stragglers:
         self._newest: dict[int, PaceRecord] = {}
 
     def add(self, records: Iterable[PaceRecord]) -> None:
-        """What ranks did since the last time; shorter than a step, it is added to what comes next."""
+        """Add the ranks' newest records. A record without a complete step is merged with the next one."""
         for record in records:
             self._newest[record.rank] = record
             whole = _joined(self._open.pop(record.rank, None), record)
@@ -88,7 +91,7 @@ class Stragglers:
             self._samples[record.rank].append(sample)
 
     def found(self) -> list[Straggler]:
-        """Those that hold others up, the worst first; only ranks of one stage are compared."""
+        """Return the stragglers, worst first; only ranks of the same stage are compared."""
         stages: dict[int, list[int]] = defaultdict(list)
         for rank, record in self._newest.items():
             if len(self._samples[rank]) >= _LEAST_SAMPLES:

@@ -12,6 +12,7 @@ from torch import nn
 
 from smp_config.machine import emulation
 from smp_emulation.checked import emulated, install
+from smp_emulation.checked.communicators import Asked
 from smp_emulation.checked.streams.execution import Executor
 
 
@@ -35,6 +36,16 @@ def test_each_seed_is_an_order_of_its_own(monkeypatch):
     orders = [_order_of(seed, monkeypatch) for seed in (0, 1, 2, 3, 0)]
     assert len(set(orders)) == 4
     assert orders[0] == orders[4]
+
+
+def test_a_request_over_many_tensors_is_whole_after_its_way():
+    short = Asked("all_reduce over 3 tensors", "host/cuda:0", "train.py:12 in step")
+    assert Asked.unpacked(short.packed()) == short
+    long = Asked("all_reduce over " + ", ".join(["[1024, 1024] float32"] * 99), short.device, short.line)
+    found = Asked.unpacked(long.packed())
+    assert (found.device, found.line) == (long.device, long.line)
+    assert long.what.startswith(found.what)
+    assert len(found.what) > 400
 
 
 def test_work_is_done_when_the_host_waits():

@@ -89,6 +89,12 @@ def test_hosts_are_merged_and_the_leader_wins(tmp_path: Path, caplog: pytest.Log
     assert merged["differs"] == one / "differs"
     assert set(merged) == {"same", "differs", "leader", "worker"}
     assert caplog.text.count("two hosts wrote different") == 1
+    third = tmp_path / "algo-3"
+    third.mkdir()
+    (third / "worker").write_text("other")
+    caplog.clear()
+    assert artifacts.merged_files([one, two, third])["worker"] == two / "worker"
+    assert f"the one of {two} is kept" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,11 @@ def test_a_sagemaker_job(tmp_path):
         ),
         ({**POD, "PET_NNODES": "1"}, {}, ["pod is number '1' of '1'", "PET_NODE_RANK and PET_NNODES"]),
         ({**POD, "MASTER_ADDR": ""}, {}, ["pod 1 of 2", "MASTER_ADDR is ''"]),
+        (
+            {**HOST, "SLURM_STEP_NODELIST": "", "MASTER_PORT": "29400"},
+            {},
+            ["SLURM_STEP_NODELIST is ''", "MASTER_ADDR and MASTER_PORT"],
+        ),
     ],
 )
 def test_a_wrong_environment_is_named_by_its_variables(environ, given, words):

@@ -17,7 +17,7 @@ from smp_runtime.pipeline.schedule.policies import POLICIES
 PATIENCE = 30.0
 
 
-def _conductor(lock: Any, device: str, ended: threading.Event) -> TaskScheduler:
+def _scheduler(lock: Any, device: str, ended: threading.Event) -> TaskScheduler:
     def finished(task: Task) -> None:
         ended.set()
 
@@ -44,7 +44,7 @@ def test_what_a_recorded_segment_lasts_counts_the_work_of_the_gpu(records):
         mock.patch.object(torch.cuda, "set_device", return_value=None),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
     ):
-        scheduler = _conductor(lock, "cuda:0", ended)
+        scheduler = _scheduler(lock, "cuda:0", ended)
 
         def work(task: Task) -> None:
             scheduler.wait(task, ("value",), lambda event: made.is_set())
@@ -69,7 +69,7 @@ def test_what_a_recorded_segment_lasts_counts_the_work_of_the_gpu(records):
 
 def test_a_wait_that_planned_steps_do_not_have_leaves_the_segment_whole():
     lock, ended, made = threading.RLock(), threading.Event(), threading.Event()
-    scheduler = _conductor(lock, "cpu", ended)
+    scheduler = _scheduler(lock, "cpu", ended)
 
     def work(task: Task) -> None:
         scheduler.give(task, ("asked",))

@@ -106,6 +106,20 @@ def test_main_memory_is_no_memory_of_the_gpu(memory):
     assert kept.numel() + back.numel() == 1100
 
 
+def test_storages_in_main_memory_are_emptied_and_filled(memory):
+    with SkipComputeMode([memory]):
+        with memory.in_host_memory():
+            away = torch.zeros(1000)
+        for elements, now in ((0, 0), (1500, 6000)):
+            away.untyped_storage().resize_(4 * elements)
+            memory.resized(away.untyped_storage())
+            assert (memory.now, memory.host_now) == (0, now)
+        assert (memory.peak, memory.host_peak) == (0, 6000)
+        assert memory.at_peak() == []
+        del away
+    assert memory.host_now == 0
+
+
 def test_offloaded_activations_wait_in_main_memory(memory):
     offloader = offloading.Offloader(1, torch.device("cpu"), lambda: ((None, ()), None, None))
     offloading.in_host_memory.append(memory.in_host_memory)

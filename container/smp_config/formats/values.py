@@ -1,4 +1,4 @@
-"""Dictionaries as command lines have them: written out, or the name of a file."""
+"""Values as command lines and variables have them: dictionaries, written out or as the name of a file, and counts."""
 
 from __future__ import annotations
 
@@ -71,3 +71,11 @@ def dictionary(value: str, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{what} holds {kind_of(found)}; settings have names: write a dictionary")
     return found
+
+
+def parse_count(text: str, most: int) -> int | None:
+    """Parse a whole number from 1 to ``most``; return None for anything else, however long it is."""
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdecimal()) or not 1 <= len(digits) <= len(str(most)):
+        return None
+    return int(digits) if int(digits) <= most else None

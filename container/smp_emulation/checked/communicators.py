@@ -43,7 +43,8 @@ class Asked:
 
     def packed(self) -> torch.Tensor:
         """Return the request as a fixed number of bytes."""
-        text = "\n".join((self.what, self.device, self.line)).encode()[:_HEADER]
+        rest = f"\n{self.device}\n{self.line}".encode()
+        text = self.what.encode()[: _HEADER - len(rest)] + rest  # an operation over many tensors is long
         return torch.frombuffer(bytearray(text.ljust(_HEADER)), dtype=torch.uint8)
 
     @classmethod

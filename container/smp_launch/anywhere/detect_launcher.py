@@ -266,20 +266,20 @@ def _meeting_place_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
     The user's variables come first. The default is the first host of the step, and a port derived from the step.
 
     Raises:
-        ConfigError: SLURM's variables do not name the hosts or the step, and the user has set no port.
+        ConfigError: SLURM's variables do not name the hosts or the step, and the user has not set the address or the port.
     """
     hosts = (
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     )
     address = environ.get(ADDRESS_VARIABLE) or first_host(hosts)
     names = [environ.get(name, "") for name in _STEP_VARIABLES]
-    if (not address or not all(names)) and not environ.get(PORT_VARIABLE):
+    port = environ.get(PORT_VARIABLE)
+    if not address or not (port or all(names)):
         raise ConfigError(
             f"this is a task of SLURM, but {' and '.join(_STEP_VARIABLES)} are {names} and SLURM_STEP_NODELIST is {hosts!r}; "
             "srun sets them, and the host and port where the ranks meet come of them: start it with srun, or set "
             f"{ADDRESS_VARIABLE} and {PORT_VARIABLE}"
         )
-    port = environ.get(PORT_VARIABLE)
     return address, _port(port) if port else derived_port(*names)
 
 

@@ -166,6 +166,11 @@ class LiveMemory:
             if entry is None or entry.size == storage.nbytes():
                 return
             before = entry.size
+            if entry.in_host:
+                entry.size = storage.nbytes()
+                self.host_now += entry.size - before
+                self.host_peak = max(self.host_peak, self.host_now)
+                return
             self._changes += 1
             if before > storage.nbytes():
                 # What it had may have been part of the peak, which a second entry remembers.

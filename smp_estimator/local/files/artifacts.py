@@ -31,12 +31,13 @@ def merged_files(directories: Sequence[Path]) -> dict[str, Path]:
     If two directories have different files of one name, the first directory's file is used and a warning is logged.
     """
     merged: dict[str, Path] = {}
+    origins: dict[str, Path] = {}
     for directory in directories:
         for name, path in _walk(directory):
             if name not in merged:
-                merged[name] = path
+                merged[name], origins[name] = path, directory
             elif path.is_file() and not (merged[name].is_file() and filecmp.cmp(path, merged[name], shallow=False)):
-                logger.warning("two hosts wrote different %s; the one of %s is kept", name, directories[0])
+                logger.warning("two hosts wrote different %s; the one of %s is kept", name, origins[name])
     return merged
 
 

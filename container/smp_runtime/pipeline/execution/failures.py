@@ -187,7 +187,7 @@ class Alarm:
     ) -> None:
         self._stage = stage
         self._ranks = ranks
-        self._conductor = scheduler
+        self._scheduler = scheduler
         self._changed = changed
         self._is_open = is_open
         self._send = send
@@ -280,5 +280,5 @@ class Alarm:
 
     def _set(self, error: BaseException) -> None:
         self.error = error
-        self._conductor.abort()
+        self._scheduler.abort()
         self._changed.notify_all()

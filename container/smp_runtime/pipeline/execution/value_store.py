@@ -37,13 +37,13 @@ class ValueStore:
     ) -> None:
         self._lock = lock
         self._stage = stage
-        self._conductor = scheduler
+        self._scheduler = scheduler
         self._send = send
         self._tensors: dict[Name, torch.Tensor] = {}
         self._versions: dict[Name, int] = {}
         self._names: dict[int, set[Name]] = {}
         self._wanted: dict[Name, set[int]] = {}
-        #: ValueStore and stages that they go to: asked for, sent, or sent unasked.
+        #: Values and the stages that they go to: asked for, sent, or sent unasked.
         self._directed: dict[int, set[tuple[Name, int]]] = {}
         #: Plain tensors that were handed to other stages already, by identity: masks go to every layer.
         self._handed: dict[int, dict[int, tuple[torch.Tensor, int, Name, set[int]]]] = {}
@@ -66,17 +66,17 @@ class ValueStore:
         It is sent to the stages that want it, and the tasks that wait for it are woken.
         """
         with self._lock:
-            if self._conductor.is_aborted:
+            if self._scheduler.is_aborted:
                 return
             self._tensors[name] = tensor
             self._versions[name] = tensor._version
             self._names.setdefault(name[1], set()).add(name)
             if made_by is not None:
                 made_by.known.add(name)
-                self._conductor.give(made_by, name)
+                self._scheduler.give(made_by, name)
             stages = self._wanted.pop(name, ())
-            self._conductor.arrived(name)
-            self._conductor.poke()
+            self._scheduler.arrived(name)
+            self._scheduler.poke()
         for stage in stages:
             self._send(stage, ValueMessage((name,)), [tensor])
 
@@ -128,7 +128,7 @@ class ValueStore:
         Raises:
             SMPRuntimeError: outside a step, if the value is gone.
         """
-        task = self._conductor.current
+        task = self._scheduler.current
         if task is None:
             tensor = self._tensors.get(name)
             if tensor is None:
@@ -140,7 +140,7 @@ class ValueStore:
         if name not in task.known:
             if name not in self._tensors:
                 self.direct(name, owner, self._stage)
-            self._conductor.wait(task, (name,), self.has)
+            self._scheduler.wait(task, (name,), self.has)
             task.known.add(name)
         return self._tensors[name]
 
