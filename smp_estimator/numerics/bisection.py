@@ -47,7 +47,7 @@ class Suspect(NamedTuple):
     """The first tensor that differs.
 
     Attributes:
-        ranks: of ``run``, whose copies differ; empty where the two runs do.
+        ranks: ranks of ``run`` with different copies; empty if the two runs differ.
     """
 
     step: int
@@ -59,19 +59,19 @@ class Suspect(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Whose tensor it is."""
+        """Return the name of the module that the tensor belongs to."""
         name = self.key.name
         return name if self.key.phase in (OUTPUT, OUTPUT_GRADIENT) else name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """What is run again.
+    """The plan for repeating two runs.
 
     Attributes:
-        commands: words that replace the recorded command of either run; empty for those that were recorded.
+        commands: words of the command of each run, given by the user or recorded.
         folder: for numbers, tensors and logs.
-        checkpoints: where each of the two begins; None for the start of the script.
+        checkpoints: the checkpoint from which each run starts; None for the start of the script.
     """
 
     found: Comparison
@@ -84,13 +84,13 @@ class Bisection:
     def plan(
         cls, found: Comparison, commands: tuple[str, str], folder: Path, checkpoints: Checkpoints
     ) -> Bisection | None:
-        """Choose what to look at, and where to begin; None where the runs are equal.
+        """Choose the tensor to examine and the step to start from; return None if the runs are equal.
 
         Args:
             commands: as in a shell, one for each run, empty for the recorded one.
 
         Raises:
-            ConfigError: nobody knows how a run was started.
+            ConfigError: the command that started a run is not known.
         """
         suspect = _suspect(found)
         if suspect is None:
@@ -106,14 +106,14 @@ class Bisection:
 
     @property
     def begin(self) -> int:
-        """Updates before the first step that is repeated."""
+        """Return the number of updates before the first repeated step."""
         return 0 if self.checkpoints is None else self.checkpoints[0].step
 
     def run(self) -> tuple[Comparison, list[str]]:
-        """Repeat both runs; gives their comparison, and sentences on the suspected tensor.
+        """Repeat both runs; return their comparison, and sentences on the suspected tensor.
 
         Raises:
-            ConfigError: a run failed, with the end of what it said.
+            ConfigError: a run failed; the message has the end of its output.
         """
         repeated = [self._repeated(number, run) for number, run in enumerate((self.found.one, self.found.other))]
         again = compare(*repeated)
@@ -182,7 +182,7 @@ class Bisection:
         return replace(made, name=run.name)
 
     def _checkpoint_folder(self, number: int) -> Path:
-        """Of the repeated run alone; it begins with the checkpoint that the run is to go on from."""
+        """Create a checkpoint folder for the repeated run, with a link to the checkpoint that it starts from."""
         folder = (self._place(number) / "checkpoints").absolute()
         folder.mkdir(parents=True)
         if self.checkpoints is not None:
@@ -201,10 +201,10 @@ def _suspect(found: Comparison) -> Suspect | None:
 
 
 def _recorded_command(run: RecordedRun, *, check: bool = True) -> tuple[str, ...]:
-    """What starts a recorded run again on this machine.
+    """Return the command that starts a recorded run again on this machine.
 
     Raises:
-        ConfigError: with ``check``, where that is not known.
+        ConfigError: with ``check``, if the command is not known or the script is missing here.
     """
     start = Start.of(run.heads[0])
     if check and (not start.script or any(MASK in word for word in start.words)):
@@ -222,7 +222,7 @@ def _recorded_command(run: RecordedRun, *, check: bool = True) -> tuple[str, ...
 
 
 def _before(step: int, folder: str, checkpoints: Checkpoints) -> dict[int, Saved]:
-    """By step, the whole checkpoints of a run that are not later than a step."""
+    """Return a run's complete checkpoints up to and including a step, by step."""
     if not folder or not Path(folder).is_dir():
         return {}
     return {saved.step: saved for saved in checkpoints(Path(folder)) if 0 < saved.step <= step}

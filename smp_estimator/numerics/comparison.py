@@ -70,12 +70,12 @@ class Compared:
 
     @property
     def differs(self) -> bool:
-        """Whether rounding does not explain it."""
+        """Return whether the error exceeds what rounding explains."""
         return not self.error <= self.allowed
 
     @property
     def where(self) -> str:
-        """The tensor in words."""
+        """Return the name of the tensor in words."""
         call, tensor = (
             divmod(self.key.nth, NUMBERS_OF_CALL) if self.key.phase in (OUTPUT, OUTPUT_GRADIENT) else (0, self.key.nth)
         )
@@ -88,12 +88,12 @@ class Compared:
 
 @dataclass
 class Comparison:
-    """What two runs have in common, and where they part.
+    """The result of comparing two runs: their common tensors and the differences.
 
     Attributes:
         compared: in causal order.
         drifts: of either run, with its name.
-        alone: tensors that only one run has, or of which they have different parts.
+        alone: tensors that only one run has, or for which the runs have different parts.
     """
 
     one: RecordedRun
@@ -105,12 +105,12 @@ class Comparison:
 
     @property
     def first(self) -> Compared | None:
-        """The first that rounding does not explain."""
+        """Return the first tensor with an error that rounding does not explain."""
         return next((each for each in self.compared if each.differs), None)
 
     @property
     def first_drift(self) -> tuple[str, Drift] | None:
-        """The first copies that differ, if that is not after the first difference of the runs."""
+        """Return the first copies that differ, unless the runs themselves differ earlier."""
         found = min(self.drifts, key=lambda drift: _order(drift[1].step, drift[1].call, drift[1].key), default=None)
         first = self.first
         if found is None or first is None:
@@ -120,7 +120,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether rounding explains all that was compared."""
+        """Return whether rounding explains all compared differences."""
         return self.first is None and not self.drifts
 
 
@@ -161,7 +161,10 @@ def _notes(one: RecordedRun, other: RecordedRun) -> Iterator[str]:
 
 
 def _time_by_calls(made: Totals, ordering: Totals, others: Totals) -> None:
-    """Of calls that were added up the first that differs says when the module does: what is called in between may be the cause."""
+    """Set the time of a module with several calls to that of its first call that differs.
+
+    A module that runs between these calls may be the cause of the difference.
+    """
     ours, theirs = _calls(ordering), _calls(others)
     for key, found in ours.items():
         if len(found) < 2 or key not in theirs:
@@ -177,7 +180,7 @@ def _time_by_calls(made: Totals, ordering: Totals, others: Totals) -> None:
 
 
 def _calls(totals: Totals) -> dict[TensorKey, list[Total]]:
-    """By module and tensor of its result, the calls in the order of time."""
+    """Return the calls in time order, by module and output tensor."""
     found: dict[TensorKey, list[Total]] = {}
     for key, total in sorted(totals.items(), key=lambda item: item[1].time):
         if key.phase in (OUTPUT, OUTPUT_GRADIENT):
@@ -186,7 +189,7 @@ def _calls(totals: Totals) -> dict[TensorKey, list[Total]]:
 
 
 def _in_order(ordering: Totals, others: Totals) -> list[TensorKey]:
-    """Keys of both in causal order, which the run on fewer stages tells by its clock."""
+    """Return the keys that both runs have, in causal order: by the clock of the run with fewer stages."""
     forward: dict[str, float] = {}
     for key in sorted(ordering, key=lambda key: ordering[key].time):
         if key.phase == OUTPUT:
@@ -208,7 +211,7 @@ def _in_order(ordering: Totals, others: Totals) -> list[TensorKey]:
 
 
 class _Judge:
-    """Knows from step to step what the runs differ in already."""
+    """Judge of differences, with the differences of earlier steps that it allows for."""
 
     def __init__(self, one: RecordedRun, other: RecordedRun) -> None:
         self._runs = one, other
@@ -268,7 +271,7 @@ class _Judge:
             )
 
     def _begin(self, step: int, ours: Totals, is_first: bool) -> None:
-        """Steps in between that were not recorded have moved the weights apart as the recorded one did."""
+        """Scale the distances of the weights by the number of steps that were not recorded since the last one."""
         if not is_first and step > self._last_step + 1:
             self._weights_apart = {
                 name: apart * (step - self._last_step) for name, apart in self._weights_apart.items()
@@ -276,7 +279,7 @@ class _Judge:
         self._last_step = step
 
     def _relative_weights(self, totals: tuple[Totals, Totals], keys: list[TensorKey]) -> float:
-        """How far all weights together are apart, relative to their norm."""
+        """Return the distance between all weights of the two runs, relative to their norm."""
         apart, size = 0.0, 0.0
         for key in keys:
             if key.phase == WEIGHT:
@@ -349,7 +352,10 @@ class _Judge:
         return Compared(*at, key, error, allowed, error / unit, tuple(sorted(b.ranks)))
 
     def _summed_over(self, gradient: Total, ours: Totals) -> float:
-        """The norm of what the gradient of a bias or of a norm's weight is summed over: terms that cancel leave their rounding."""
+        """Return the norm of the output gradients that are summed for the gradient of a bias or a norm's weight.
+
+        If the terms cancel, their rounding errors remain.
+        """
         module = gradient.key.name.rpartition(".")[0]
         found = [total for key, total in ours.items() if key.phase == OUTPUT_GRADIENT and key.name == module]
         return math.sqrt(sum(total.square for total in found if total.columns == gradient.columns))
@@ -380,7 +386,11 @@ class _Judge:
     def _update(
         self, at: tuple[int, int], a: Total, b: Total, has_gradient: bool, totals: tuple[Totals, Totals]
     ) -> Compared:
-        """An adaptive optimizer makes a whole update of a gradient that is nothing but rounding: such elements are counted."""
+        """Compare the updates of a parameter.
+
+        An adaptive optimizer makes a full update even if an element's gradient is only rounding error. Such elements are
+        counted.
+        """
         apart, size = distance(a.projections, b.projections), max(a.norm, b.norm)
         error = apart / size if size else 0.0
         weight = totals[0].get(TensorKey(WEIGHT, a.key.name, 0))
@@ -404,7 +414,7 @@ class _Judge:
         return Compared(*at, a.key, error, allowed, error / unit, tuple(sorted(b.ranks)))
 
     def _placed(self, found: Compared, a: Total, b: Total) -> Compared:
-        """With the ranks and microbatches that have the error, where both runs have the same pieces."""
+        """Add the ranks and microbatches that have the error, if both runs have the same pieces."""
         if not found.differs or a.pieces.keys() != b.pieces.keys() or len(a.pieces) < 2:
             return found
         bad = [
@@ -431,7 +441,7 @@ class _Judge:
 
 
 def _moved_by_biases(result: Total, totals: tuple[Totals, Totals]) -> float:
-    """How far biases that are apart already move the sum over a module's result: every row by the same."""
+    """Return how far different biases move the sum over a module's output: each row by the same amount."""
     ours, theirs = totals
     rows = result.elements // max(result.columns, 1)
     found = [
@@ -444,19 +454,22 @@ def _moved_by_biases(result: Total, totals: tuple[Totals, Totals]) -> float:
 
 
 def _has_no_batch(a: Total, b: Total) -> bool:
-    """Whether a module gives the same for every microbatch, as an embedding of positions does."""
+    """Return whether a module's output is the same for every microbatch, like that of a position embedding."""
     return a.elements * len(b.pieces) == b.elements * len(a.pieces)
 
 
 def _per_piece(total: Total) -> Total:
-    """The mean over microbatches of what has no batch."""
+    """Return the mean over microbatches of a tensor without a batch dimension."""
     count = len(total.pieces)
     projections = [number / count for number in total.projections]
     return replace(total, elements=total.elements // count, square=total.square / count, projections=projections)
 
 
 def _least(ours: Totals, theirs: Totals, phase: str) -> float:
-    """Root mean square of a phase's elements, as far as gradients of both runs are compared relative to it."""
+    """Return the smallest size that gradients of a phase are compared relative to.
+
+    It is a fixed part of the root mean square of the elements that both runs have.
+    """
     part = _LEAST_GRADIENT if phase == GRADIENT else _LEAST_OUTPUT_GRADIENT
     found = [
         total for key, total in ours.items() if key.phase == phase and key in theirs and math.isfinite(total.square)
@@ -466,7 +479,10 @@ def _least(ours: Totals, theirs: Totals, phase: str) -> float:
 
 
 def _turned_around(gradient: Total, error: float) -> float | None:
-    """Which part of a gradient's elements an error of its size may turn around; None where it may be all of them."""
+    """Return the part of a gradient's elements that an error of this size may flip the sign of.
+
+    Return None if it may be all of them.
+    """
     for limit, count in zip(SMALL, gradient.small, strict=False):
         if 4.0 * error <= limit:
             return count / gradient.elements

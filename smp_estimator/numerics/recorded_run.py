@@ -48,7 +48,7 @@ class TensorKey(NamedTuple):
 
 
 class MicrobatchPiece(NamedTuple):
-    """What of a tensor belongs to one microbatch of one owner."""
+    """The part of a tensor that belongs to one microbatch of one owner."""
 
     owner: int | None
     microbatch: int | None
@@ -78,18 +78,18 @@ class PartialSum:
 
     @property
     def is_bad(self) -> bool:
-        """Whether an element is not finite."""
+        """Return whether an element is not finite."""
         return not math.isfinite(self.square) or not all(map(math.isfinite, self.projections))
 
     @property
     def norm(self) -> float:
-        """The square root of the sum of squares; not a number where that is none."""
+        """Return the square root of the sum of squares, or NaN if the sum is negative or NaN."""
         return math.sqrt(self.square) if self.square >= 0 else math.nan
 
 
 @dataclass
 class Total(PartialSum):
-    """A whole tensor, or what all microbatches and replicas have of it together."""
+    """A whole tensor, or the sum over all microbatches and replicas."""
 
     key: TensorKey = TensorKey("", "", 0)  # noqa: RUF009 - a named tuple does not change
     dtype: str = ""
@@ -101,12 +101,12 @@ class Total(PartialSum):
 
     @property
     def rounding(self) -> float:
-        """Of its type; 0 for whole numbers."""
+        """Return the rounding error of the tensor's type; 0 for integers."""
         return ROUNDING.get(self.dtype, 0.0)
 
     @property
     def length(self) -> int:
-        """Terms of the longest sum that makes its elements, as far as its shape tells."""
+        """Return the number of terms in the longest sum that computes an element, estimated from the shape."""
         return max(self.columns, self.elements // max(self.columns, 1), 1)
 
 
@@ -124,7 +124,7 @@ Totals = dict[TensorKey, Total]
 
 
 def without_calls(totals: Totals) -> Totals:
-    """All calls of a module in a microbatch added up: stages of a pipeline may make them in another order."""
+    """Add up all calls of a module in a microbatch: pipeline stages may make them in a different order."""
     made: Totals = {}
     for key, total in totals.items():
         if key.phase not in (OUTPUT, OUTPUT_GRADIENT):
@@ -168,24 +168,24 @@ class RecordedRun:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """By axis."""
+        """Return the parallel degrees by axis."""
         return self.heads[0].degrees
 
     @property
     def was_pipeline(self) -> bool:
-        """Whether it was, at any time: stages may make the calls of a module in another order."""
+        """Return whether the run was a pipeline at any time: stages may make a module's calls in a different order."""
         return self.degrees["pp"] > 1 or any(head.was_pipeline for head in self.heads)
 
     @property
     def title(self) -> str:
-        """Its degrees in words."""
+        """Return the run's degrees in words."""
         head = self.heads[0]
         degrees = " × ".join(f"{name} {degree}" for name, degree in head.degrees.items() if degree > 1)
         return f"{head.world} rank(s), {degrees or 'all degrees 1'}, {head.microbatches} microbatch(es)"
 
     @property
     def rounding(self) -> float:
-        """The coarsest of the types that its modules compute in."""
+        """Return the rounding error of the coarsest type that the run's modules compute in."""
         types = {
             total.rounding for totals in self.moments.values() for total in totals.values() if total.key.phase != INPUT
         }
@@ -193,10 +193,10 @@ class RecordedRun:
 
     @classmethod
     def read(cls, folder: str) -> RecordedRun:
-        """Read the files of a folder, of which ranks may still write.
+        """Read the files of a folder; ranks may still be writing them.
 
         Raises:
-            ConfigError: there are none, or broken ones.
+            ConfigError: there are no files, or broken ones.
         """
         place = Path(folder)
         files = sorted(place.rglob(f"{FILE_PREFIX}*{FILE_SUFFIX}")) if place.is_dir() else []
@@ -209,7 +209,7 @@ class RecordedRun:
 
     @classmethod
     def of(cls, name: str, files: Iterable[tuple[Head, list[RecordedMoment]]]) -> RecordedRun:
-        """From what each rank has recorded.
+        """Combine the records of all ranks into a run.
 
         Raises:
             ConfigError: the files are of different jobs.
@@ -238,7 +238,10 @@ class RecordedRun:
         return cls(name, heads, dict(sorted(moments.items())), random, drifts, warnings)
 
     def equal_batches(self) -> tuple[int, ...]:
-        """Owners that have read the same in every recorded step, while the steps differ; empty where there are none."""
+        """Return owners that read the same batches in every recorded step, although the steps differ.
+
+        Empty if there are none.
+        """
         steps = [
             {key: total for key, total in totals.items() if key.phase == INPUT and total.elements >= _LEAST_INPUT}
             for totals in self.moments.values()
@@ -256,7 +259,7 @@ class RecordedRun:
 
 
 def _read_by(totals: Mapping[TensorKey, Total]) -> dict[int, tuple[float, ...]]:
-    """What each owner has read in a moment, as numbers."""
+    """Return the projections of the batch that each owner has read in a moment."""
     found: dict[int, list[float]] = {}
     for total in totals.values():
         for piece, part in total.pieces.items():
@@ -284,7 +287,7 @@ _Told = dict[int, tuple[str, list[RecordedValue]]]
 
 
 def _by_moment(files: Iterable[tuple[Head, list[RecordedMoment]]]) -> dict[tuple[int, int], _Told]:
-    """By update and call, then by rank: what the last start has recorded there."""
+    """Return the records of the last start, by update and call and then by rank."""
     found: dict[tuple[int, int], _Told] = {}
     for head, moments in files:
         written: dict[tuple[int, int], dict[str, RecordedMoment]] = {}
@@ -323,7 +326,7 @@ def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Total
 
 
 def _copies_error(one: RecordedValue, other: RecordedValue) -> float:
-    """How far two copies are apart relative to their norm; 0 where that is no more than rounding."""
+    """Return the distance between two copies relative to their norm, or 0 if rounding explains it."""
     is_same = one.bits == other.bits and one.projections == other.projections
     if is_same or not (one.is_finite and other.is_finite):
         return 0.0
@@ -334,6 +337,6 @@ def _copies_error(one: RecordedValue, other: RecordedValue) -> float:
 
 
 def distance(one: Iterable[float], other: Iterable[float]) -> float:
-    """Of two tensors, as expected from their projections."""
+    """Return the expected distance between two tensors, from their projections."""
     squares = [(a - b) ** 2 for a, b in zip(one, other, strict=True)]
     return math.sqrt(sum(squares) / len(squares))

@@ -20,7 +20,7 @@ _MOST_RANKS = 16
 
 
 def verdict(found: Comparison) -> list[str]:
-    """The verdict in sentences, the first one alone enough."""
+    """Return the verdict in sentences; the first one is enough on its own."""
     if not found.compared:
         return ["nothing was compared: the runs have no recorded step in common; record both with the same steps"]
     said = []
@@ -60,7 +60,7 @@ def _of_difference(first: Compared, is_second: bool) -> str:
 
 
 def _hints(found: Comparison, first: Compared) -> Iterator[str]:
-    """What such a difference often comes from."""
+    """Yield sentences on frequent causes of such a difference."""
     phase = first.key.phase
     at = first.step, first.call
     ours, theirs = (run.moments[at].get(first.key) for run in (found.one, found.other))
@@ -87,7 +87,7 @@ def _hints(found: Comparison, first: Compared) -> Iterator[str]:
 
 
 def phase_table(found: Comparison) -> Table:
-    """By step and phase, the tensor that uses most of what rounding explains."""
+    """Return a table of the tensor that comes closest to, or exceeds most, its allowed error, by step and phase."""
     worst: dict[tuple[int, int, str], Compared] = {}
     counts: dict[tuple[int, int, str], int] = {}
     for each in found.compared:

@@ -18,7 +18,7 @@ _LINES = 25
 
 
 def launch_command(script: str, words: Sequence[str], processes: int, parameters: Mapping[str, Any]) -> list[str]:
-    """What starts a script with so many ranks on this machine."""
+    """Return the command that starts a script with ``processes`` ranks on this machine."""
     command = [sys.executable, "-m", "smp_launch", "run", "--processes", str(processes)]
     return [*command, "--parameters", json.dumps(parameters), script, *words]
 
@@ -26,13 +26,13 @@ def launch_command(script: str, words: Sequence[str], processes: int, parameters
 def run_recorded(
     name: str, command: Sequence[str], record: Path, environment: Mapping[str, str], directory: str | None = None
 ) -> RecordedRun:
-    """Run a command to its end, and read what its ranks have recorded; its log is beside their folder.
+    """Run a command to its end and read the numbers that its ranks recorded; the log is beside their folder.
 
     Args:
-        record: where they record, which ``environment`` tells them.
+        record: folder that the ranks record to; ``environment`` must name it.
 
     Raises:
-        ConfigError: it failed, with the end of what it said; or it has recorded nothing.
+        ConfigError: the command failed, with the end of its output; or it recorded nothing.
     """
     log = record.parent / f"{record.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Two whole tensors, element by element: which of them differ, by how much, and whose share of the tensor they are."""
+"""Element by element comparison of two whole tensors: different elements, size of the differences, and ranks that have them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class WholeTensor:
 
     Attributes:
         values: float64, in the whole tensor's shape; of a batch, samples of all replicas and microbatches one after the other.
-        shares: by rank, which elements of the flattened tensor it has, where no rank has all.
+        shares: by rank, its elements of the flattened tensor, if no rank has all.
         pieces: of a batch, replica, microbatch and number of samples.
-        heads: of attention, 0 where nobody says.
+        heads: number of attention heads, 0 if it is not known.
     """
 
     values: Numbers
@@ -56,10 +56,10 @@ class WholeTensor:
 
 
 class CloseupFiles:
-    """What the ranks of a repeated run have kept whole.
+    """The whole tensors that the ranks of a repeated run have kept.
 
     Raises:
-        ConfigError: a file of the folder is none of theirs.
+        ConfigError: a file of the folder is not from these ranks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,15 +68,15 @@ class CloseupFiles:
 
     @property
     def keys(self) -> list[TensorKey]:
-        """Of all tensors."""
+        """Return the keys of all kept tensors."""
         return list(dict.fromkeys(TensorKey(kept.phase, kept.name, kept.nth) for kept in self._kept))
 
     def whole(self, key: TensorKey, rank: int | None = None, call: int = 0) -> WholeTensor | None:
-        """A tensor, put together; None where nobody has kept it.
+        """Assemble a tensor; return None if no rank has kept it.
 
         Args:
-            rank: the only one whose copy or part counts; None for all.
-            call: of a step since the last update, for what has a batch.
+            rank: the only rank with a copy or part that counts; None for all.
+            call: call of a step since the last update, for tensors with a batch.
         """
         found = [
             kept
@@ -128,7 +128,10 @@ class CloseupFiles:
 
 
 def _same_call(kept: KeptTensor, key: TensorKey) -> bool:
-    """Calls of a module in a microbatch are compared together where a run is a pipeline, so that all of them are taken then."""
+    """Return whether a kept tensor is of the key's call, or of any call if the key stands for all calls.
+
+    A pipeline's calls of a module in a microbatch are compared together.
+    """
     return kept.nth == key.nth or (
         key.phase in (OUTPUT, OUTPUT_GRADIENT) and key.nth < NUMBERS_OF_CALL and kept.nth % NUMBERS_OF_CALL == key.nth
     )
@@ -150,7 +153,10 @@ def _read_index(file: Path) -> Iterator[KeptTensor]:
 
 
 def order_of_samples(one: CloseupFiles, other: CloseupFiles) -> npt.NDArray[np.int64] | None:
-    """Where the second run has each sample of the first one; None where both have the same order, or other samples."""
+    """Return the position in the second run of each sample of the first.
+
+    Return None if both runs have the same order, or different samples.
+    """
     for key in one.keys:
         if key.phase != INPUT:
             continue
@@ -184,7 +190,7 @@ def differences(
     heads: tuple[Sequence[Head], Sequence[Head]],
     names: RunNames,
 ) -> list[str]:
-    """Sentences on two tensors.
+    """Describe the differences between two tensors in sentences.
 
     Args:
         allowed: how far they may be apart, relative to the norm.
@@ -237,7 +243,7 @@ def _index(tensor: Numbers, at: int) -> str:
 def _where(
     differs: Flags, one: WholeTensor, other: WholeTensor, key: TensorKey, heads: tuple[Sequence[Head], Sequence[Head]]
 ) -> Iterator[str]:
-    """Along which axes not everything differs, and whose share that is."""
+    """Yield the axes along which only a part differs, with the ranks, microbatches or heads that have it."""
     for axis, length in enumerate(differs.shape):
         hit = np.flatnonzero(differs.any(tuple(other_axis for other_axis in range(differs.ndim) if other_axis != axis)))
         if len(hit) == length:
@@ -283,7 +289,7 @@ def _owners_of_samples(hit: npt.NDArray[np.int64], one: WholeTensor, other: Whol
 def _shares_along(
     hit: npt.NDArray[np.int64], axis: int, length: int, shape: tuple[int, ...], run: WholeTensor, heads: Sequence[Head]
 ) -> Iterator[str]:
-    """Tensor parallel ranks whose share along an axis has all that differs."""
+    """Yield the tensor parallel ranks with all different places of an axis in their shard."""
     degree = heads[0].degrees["tp"]
     if degree == 1:
         return
@@ -304,7 +310,10 @@ def _shares_along(
 
 
 def _attention_heads(hit: npt.NDArray[np.int64], length: int, heads: int, *, is_last: bool) -> Iterator[str]:
-    """Whole heads of attention; of queries, keys and values side by side, those that are hit in each."""
+    """Yield the attention heads that make up exactly the differing places.
+
+    If queries, keys and values are side by side, name the affected ones too.
+    """
     for groups in (1, 3):
         if heads > 1 and length % (heads * groups) == 0:
             size = length // (heads * groups)
@@ -318,7 +327,7 @@ def _attention_heads(hit: npt.NDArray[np.int64], length: int, heads: int, *, is_
 
 
 def _is_flat(share: npt.NDArray[np.int64], shape: tuple[int, ...]) -> bool:
-    """Whether a share is a run of the flattened tensor."""
+    """Return whether a shard is a contiguous range of the flattened tensor."""
     return len(shape) > 0 and len(share) > 0 and int(share[-1]) - int(share[0]) + 1 == len(share)
 
 
@@ -333,7 +342,7 @@ def _runs(hit: npt.NDArray[np.int64]) -> str:
 
 
 def _how(a: Numbers, b: Numbers, differs: Flags, names: RunNames) -> Iterator[str]:
-    """How the second differs from the first: zero, a multiple, or rows in another order."""
+    """Describe how the second tensor differs from the first: zero, a multiple, or rows in a different order."""
     x, y = a[differs], b[differs]
     if not y.any() or not x.any():
         yield f"all of them are 0 in {names.other if not y.any() else names.one}"
@@ -351,7 +360,7 @@ def _how(a: Numbers, b: Numbers, differs: Flags, names: RunNames) -> Iterator[st
 
 
 def _moved_rows(a: Numbers, b: Numbers) -> str:
-    """Which row of the first is which of the second, where they are the same rows."""
+    """Return the mapping from rows of the first tensor to rows of the second, if both have the same rows."""
     if a.ndim < 2 or len(a) > 1 << 16:
         return ""
     rows = [run.reshape(len(run), -1) for run in (a, b)]

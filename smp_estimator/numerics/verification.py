@@ -70,12 +70,12 @@ class Verification:
 
         Args:
             given: ``mp_parameters``.
-            processes: of the wanted degrees; None for as few as they need, with two replicas where ``ddp`` says so.
+            processes: of the wanted degrees; None for as few as they need, with two replicas if ``ddp`` is set.
             steps: updates after which the runs end.
             folder: empty, or not there yet.
 
         Raises:
-            ConfigError: parameters that are wrong by themselves, or do not fit the number of processes.
+            ConfigError: parameters that are invalid, or do not fit the number of processes.
         """
         wanted = ModelParallelParameters.from_mp_parameters(dict(given))
         least = wanted.pipeline_parallel_degree * wanted.tensor_parallel_degree
@@ -103,10 +103,10 @@ class Verification:
         )
 
     def run(self) -> Comparison:
-        """Run both, and compare them: the wanted degrees first, since the other run takes its batches.
+        """Run both and compare them: the wanted degrees first, since the other run replays its batches.
 
         Raises:
-            ConfigError: a run failed, with the end of what it said.
+            ConfigError: a run failed; the message has the end of its output.
         """
         found = [self._recorded(job) for job in (self.wanted, self.alone)]
         comparison = compare(found[1], found[0])
@@ -138,7 +138,7 @@ class Verification:
 
 
 def loss_of(run: RecordedRun) -> list[float]:
-    """The mean loss of every step that trains, as far as it returns one."""
+    """Return the mean loss of every training step that returns a loss; NaN alone if there is none."""
     found = []
     for totals in run.moments.values():
         losses = [total for key, total in totals.items() if key.phase == "loss"]

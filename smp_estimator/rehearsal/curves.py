@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def memory_curves(kinds: Sequence[KindReport], gpu_memory_bytes: int | None) -> list[MemoryCurve]:
-    """The memory of a rank of each stage, over the last step; without what the script keeps in host memory."""
+    """Return the memory of a rank of each stage over the last step, without the script's data in host memory."""
     made = []
     for kind in kinds:
         owners = {owner: held for owner, held in kind.curve.owners.items() if owner != "other"}
@@ -26,7 +26,10 @@ def memory_curves(kinds: Sequence[KindReport], gpu_memory_bytes: int | None) -> 
 
 
 def partition_of(kinds: Sequence[KindReport]) -> Partition:
-    """The modules that do something in a step, with the stage on which each does most, and their parts of its time."""
+    """Return the modules that run in a step.
+
+    Each has the stage that it takes the most time on, and its part of that stage's time.
+    """
     most: dict[str, tuple[float, int]] = {}
     for kind in kinds:
         here: dict[str, float] = {}

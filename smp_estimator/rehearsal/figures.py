@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def curves_of(found: Rehearsed) -> list[MemoryCurve]:
-    """The memory of a rank of each stage, over the last step; without what the script keeps in host memory."""
+    """Return the memory of a rank of each stage over the last step, without the script's data in host memory."""
     return memory_curves(found.rehearsal.kinds, found.gpu_memory_bytes)
 
 
 def links_of(found: Rehearsed) -> list[LinkTraffic]:
-    """What a rank of each stage sends to other stages, and to the groups of its collectives, in the last step."""
+    """Return the traffic of a rank of each stage in the last step: to other stages, and in its collectives."""
     traffic = []
     for kind in found.rehearsal.kinds:
         last, source = kind.steps - 1, f"stage {kind.stage}"
@@ -43,7 +43,7 @@ def links_of(found: Rehearsed) -> list[LinkTraffic]:
 
 
 def save_memory(found: Rehearsed, path: str | Path, theme: Theme = LIGHT) -> Path:
-    """Draw the memory of each stage over a step; the ending of ``path`` says in which format.
+    """Draw the memory of each stage over a step; the ending of ``path`` sets the format.
 
     Raises:
         ConfigError: there is nothing to draw, or matplotlib does not know the format.
@@ -54,17 +54,17 @@ def save_memory(found: Rehearsed, path: str | Path, theme: Theme = LIGHT) -> Pat
 
 
 def save_links(found: Rehearsed, path: str | Path, theme: Theme = LIGHT) -> Path:
-    """Draw who sends how much to whom in a step; as :func:`save_memory`."""
+    """Draw the bytes that each stage sends to others in a step; as :func:`save_memory`."""
     return save_link_picture(links_of(found), path, theme)
 
 
 def save_order(found: Rehearsed, path: str | Path, theme: Theme = LIGHT) -> Path:
-    """Draw what a rank of each stage computes when; as :func:`save_memory`."""
+    """Draw the computations of a rank of each stage over time; as :func:`save_memory`."""
     return save_picture(job_timeline(timelines_of(found)).step(), path, theme)
 
 
 def save_all(found: Rehearsed, folder: str | Path) -> list[Path]:
-    """Draw all three for light and for dark pages, as PNG; what has nothing to draw is left out.
+    """Draw all three pictures for light and for dark pages, as PNG; skip pictures without data.
 
     Raises:
         ConfigError: the folder cannot be written to.

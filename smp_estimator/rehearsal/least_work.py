@@ -1,8 +1,8 @@
-"""What a script needs at least, whatever its degrees: from rehearsals of one GPU with two sizes of the batch.
+"""Lower bounds on a script's work at any degrees, from rehearsals on one GPU with two batch sizes.
 
-Operations, bytes and kernels of a module are a part that is there for each microbatch (its weights) and one that grows with the
-samples. Two sizes tell them apart, so that the time of a microbatch of any size is bounded by the same roofline that a
-rehearsal counts with. A rank of more stages or shards does its part of that, and more.
+The operations, bytes and kernels of a module have a fixed part per microbatch (its weights) and a part that grows with the
+samples. Two batch sizes separate these parts. The time of a microbatch of any size then has the same roofline bound that a
+rehearsal uses. A rank with more stages or shards does at least its part of that work.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _WITH_FORWARD_AGAIN = 2.3
 
 @dataclass(frozen=True)
 class Grows:
-    """What has a fixed part and one for each sample."""
+    """A quantity with a fixed part and a part for each sample."""
 
     fixed: float
     each: float
 
     @classmethod
     def through(cls, sizes: tuple[int, int], counts: tuple[float, float]) -> Grows:
-        """By two measurements; what does not grow so is counted as less."""
+        """Fit two measurements; if they do not grow linearly, the result is a lower bound."""
         each = max(0.0, (counts[1] - counts[0]) / (sizes[1] - sizes[0]))
         fixed = counts[0] - each * sizes[0]
         if fixed >= 0:
@@ -45,7 +45,7 @@ class Grows:
         return cls(0.0, min(count / size for size, count in zip(sizes, counts, strict=True)))
 
     def at(self, samples: float) -> float:
-        """Of so many samples."""
+        """Return the quantity for a number of samples."""
         return self.fixed + self.each * samples
 
 
@@ -61,11 +61,11 @@ class _ModuleWork:
 
 @dataclass(frozen=True)
 class LeastWork:
-    """Seconds of microbatches on one GPU that no rehearsal is below.
+    """Lower bounds on the seconds of microbatches on one GPU.
 
     Args:
         rows: of all modules.
-        launch: seconds of a kernel's start.
+        launch: seconds to start a kernel.
     """
 
     rows: tuple[_ModuleWork, ...] = field(repr=False)
@@ -76,7 +76,7 @@ class LeastWork:
     def of(
         cls, card: RateCard, sizes: tuple[int, int], work: tuple[Iterable[ModuleWork], Iterable[ModuleWork]]
     ) -> LeastWork:
-        """From the same step with batches of two sizes."""
+        """Compute the bounds from the same step with two batch sizes."""
         found = [
             {(row.module, row.phase, row.dtype): row for row in rows if row.phase in _PHASES or row.phase == "update"}
             for rows in work
@@ -94,7 +94,7 @@ class LeastWork:
         return cls(tuple(rows), card.launch_seconds)
 
     def microbatch(self, samples: int) -> tuple[float, float]:
-        """Forward and backward of a microbatch."""
+        """Return the seconds of a microbatch's forward and backward."""
         if samples not in self._known:
             forward, backward = (
                 sum(
@@ -108,12 +108,12 @@ class LeastWork:
         return self._known[samples]
 
     def arithmetic(self, phase: str) -> float:
-        """Of a sample, by operations alone: however large the microbatch is, and however few its kernels."""
+        """Return the seconds of a sample's operations alone, for any microbatch size and without kernel starts."""
         return sum(row.arithmetic.each for row in self.rows if row.phase == phase)
 
     @property
     def update(self) -> float:
-        """Reading and writing what the optimizer changes, of all parameters."""
+        """Return the seconds to read and write the tensors that the optimizer changes, for all parameters."""
         return sum(row.memory.fixed for row in self.rows if row.phase == "update")
 
 
@@ -131,7 +131,7 @@ class Alone:
 
     @property
     def layers(self) -> int:
-        """Modules of the longest list, which stages are made of; 1 where there is none."""
+        """Return the number of modules in the longest list, which stages are made of, or 1 if there is no list."""
         numbers: dict[str, set[str]] = {}
         for row in self.kinds[0].work:
             if (match := _OF_A_LIST.match(row.module)) is not None:
@@ -140,12 +140,12 @@ class Alone:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether backward computes much of forward again: it has twice the operations of forward, and more where it does."""
+        """Return whether backward recomputes much of forward: it then has clearly more than twice the operations of forward."""
         forward, backward = (sum(row.flops for row in self.kinds[0].work if row.phase == phase) for phase in _PHASES)
         return backward > _WITH_FORWARD_AGAIN * forward
 
     def needs(self, card: RateCard) -> Needs:
-        """The terms that no degree takes away."""
+        """Return the terms that no degree reduces."""
         one, other = self.kinds
         least = LeastWork.of(card, self.sizes, (one.work, other.work))
         elements = max(1, one.parameters)

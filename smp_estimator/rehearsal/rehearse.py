@@ -63,7 +63,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     verbose: bool = False,
     timeout: float = 1800.0,
 ) -> Rehearsed:
-    """Run a few steps of a script as one rank of each kind would on a cluster that is not there.
+    """Run a few steps of a script as one rank of each kind on a simulated cluster.
 
     Args:
         script: as a job runs it; nothing in it is changed.
@@ -71,27 +71,28 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
         instance_type: such as ``"ml.p4d.24xlarge"``.
         instance_count: instances.
         processes_per_host: ranks of an instance; default: its GPUs.
-        parameters: ``mp_parameters``; None: what the script hands to ``smp.init()``.
-        rehearsed_steps: after which the script is stopped; the last is reported, and the first makes what stays.
+        parameters: ``mp_parameters``; None: the arguments of the script's ``smp.init()``.
+        rehearsed_steps: after which the script is stopped; the last is reported, and the first creates lasting state.
         steps: of the whole training, for its hours and price; or
-        epochs: passes through ``samples``, of which those that fill no step are dropped in each pass.
+        epochs: passes through ``samples``; samples that do not fill a step are dropped in each pass.
         samples: of the data set; default: as many as the script's loader has.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
         rates: file of a rate card (:class:`~smp_records.rate_card.RateCard`); default: the instance's stated rates.
-        measured: the output of a job with timelines, or one rank's ``timeline-rank0.json``: what modules took there for a
-            microbatch is what they take here. It is of the same model and of microbatches of the same size.
+        measured: the output of a job with timelines, or one rank's ``timeline-rank0.json``. The modules' times for a
+            microbatch there are used here. The job must have the same model and microbatch size.
         environment: of the script.
         channels: folders by name, which the script finds as ``SM_CHANNEL_<NAME>``.
-        input_shapes: by name, tensors of the batches that stand for data which is not here, ``{"input_ids": "-1,1024:int64"}``: -1
-            is the loader's batch size, a type may follow; numbers from 0 as names where a batch is a list.
-        other_ranks: rehearse two steps of the last rank of each stage, too, and compare the calls in which ranks wait for each
-            other with the first one's.
-        verbose: show what the script prints.
-        timeout: seconds after which the rehearsal is given up.
+        input_shapes: by name, tensors of the batches that replace data that is not on this machine,
+            ``{"input_ids": "-1,1024:int64"}``: -1 is the loader's batch size, a type may follow; numbers from 0 as names if a
+            batch is a list.
+        other_ranks: also rehearse two steps of the last rank of each stage. Its calls that wait for other ranks are compared
+            with those of the first rank.
+        verbose: show the script's output.
+        timeout: seconds after which the rehearsal fails.
 
     Raises:
         ConfigError: settings that cannot work, a file that cannot be read, or PyTorch is not installed here.
-        RehearsalFailed: the script failed, or does what cannot be rehearsed.
+        RehearsalFailed: the script failed, or cannot be rehearsed.
     """
     if not Path(script).is_file():
         raise ConfigError(f"the script {os.fspath(script)} is not a file; name the script that the job would run")
@@ -161,7 +162,10 @@ def _card(
     rates: str | os.PathLike[str] | None,
     measured: str | os.PathLike[str] | None,
 ) -> RateCard | None:
-    """What computation and collectives take; None: the runner finds the instance's stated rates itself, if there are any."""
+    """Return the rates of computation and collectives.
+
+    Return None if neither rates nor measurements are given: the runner then uses the instance's stated rates, if there are any.
+    """
     if rates is None and measured is None:
         return None
     if rates is None:
@@ -195,10 +199,10 @@ def _check_epochs(steps: int | None, epochs: float | None, samples: int | None) 
 
 
 def steps_of_epochs(rehearsal: Rehearsal, epochs: float, samples: int | None) -> int:
-    """Optimizer steps of so many passes, by the samples of a step or by the script's own loader.
+    """Return the optimizer steps of a number of epochs, by the samples of a step or by the script's own loader.
 
     Raises:
-        ConfigError: nobody knows how long an epoch is, or it has no whole step.
+        ConfigError: the length of an epoch is not known, or it has no whole step.
     """
     (kind, *_) = rehearsal.kinds
     if samples is not None:
@@ -227,7 +231,10 @@ def steps_of_epochs(rehearsal: Rehearsal, epochs: float, samples: int | None) ->
 def _folders(
     folder: str, channels: Mapping[str, str | os.PathLike[str]] | None, *, may_be_missing: bool
 ) -> dict[str, str]:
-    """Where a script of a job reads and writes; what it writes is of no use to anybody."""
+    """Create the folders that a job's script writes to, and return them with its channels by variable.
+
+    The files that it writes there are not used.
+    """
     found = {"SM_MODEL_DIR": "model", "SM_OUTPUT_DATA_DIR": "output", "SMP_CHECKPOINT_DIR": "checkpoints"}
     for name, place in found.items():
         found[name] = os.path.join(folder, place)
@@ -243,7 +250,7 @@ def _folders(
 
 
 def _environment(parameters: Mapping[str, Any] | None, given: Mapping[str, str] | None) -> dict[str, str]:
-    """Of the processes: this one's, with what they need to find the packages and to be told of GPUs."""
+    """Return the environment of the processes: this one's, with the packages' path and simulated GPUs."""
     container = str(Path(smp_config.__file__).parents[1])
     found = {**os.environ, "OMP_NUM_THREADS": "1", EMULATION_VARIABLE: "1", **(given or {})}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [container, found.get("PYTHONPATH", "")]))
@@ -292,7 +299,7 @@ def _run(
 
 
 def _failure_text(first: Failure, *, is_piped: bool) -> str:
-    """What the first cause says."""
+    """Return the error message for the first cause."""
     at = f" at {first.line}" if first.line else ""
     said = first.error.partition("\n\nTraceback")[0]
     if first.is_of_all:

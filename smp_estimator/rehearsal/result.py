@@ -26,10 +26,10 @@ _SHOWN_MODULES = 4
 
 
 class RehearsalFailed(Coded, RuntimeError):
-    """The script cannot go on where it would run on a cluster, or cannot be rehearsed.
+    """The script fails in its rehearsal, or cannot be rehearsed.
 
     Attributes:
-        failures: of each kind of rank that has told why, the first cause first.
+        failures: of each kind of rank that reported an error, the first cause first.
     """
 
     def __init__(self, message: str, failures: tuple[Failure, ...] = ()) -> None:
@@ -43,9 +43,9 @@ class Rehearsed(Shown):
 
     Attributes:
         rehearsal: all that was counted.
-        gpu_memory_bytes: of one GPU; None where it is not known.
-        training_steps: of the whole training; None where nobody has said.
-        training_epochs: passes through the data that these are; None where nobody has said.
+        gpu_memory_bytes: of one GPU; None if it is not known.
+        training_steps: of the whole training; None if they were not given.
+        training_epochs: the same as passes through the data; None if they were not given.
     """
 
     rehearsal: Rehearsal
@@ -55,21 +55,24 @@ class Rehearsed(Shown):
 
     @cached_property
     def fullest(self) -> KindReport:
-        """The kind of rank that holds most."""
+        """Return the kind of rank that uses the most GPU memory."""
         return max(self.rehearsal.kinds, key=on_gpu)
 
     @property
     def fraction(self) -> float | None:
-        """Part of a GPU's memory that the fullest stage needs; None where its size is not known."""
+        """Return the part of a GPU's memory that the fullest stage needs, or None if its size is not known."""
         return None if self.gpu_memory_bytes is None else on_gpu(self.fullest) / self.gpu_memory_bytes
 
     @property
     def verdict(self) -> Verdict:
-        """Whether every stage fits, by the measure of a plan: the driver, NCCL and fragments need a part of the memory too."""
+        """Return whether every stage fits, by the limits of a plan.
+
+        The driver, NCCL and fragmentation need a part of the memory too.
+        """
         return self.verdict_of(self.fullest)
 
     def verdict_of(self, kind: KindReport) -> Verdict:
-        """Whether one stage fits."""
+        """Return whether one stage fits."""
         if self.gpu_memory_bytes is None:
             return Verdict.UNKNOWN
         part = on_gpu(kind) / self.gpu_memory_bytes
@@ -77,25 +80,28 @@ class Rehearsed(Shown):
 
     @property
     def unused(self) -> list[KindReport]:
-        """Stages that hold no parameter, or none that a step uses: their GPUs have next to nothing to do."""
+        """Return the stages without a parameter that a step uses: their GPUs have almost no work."""
         return [one for one in self.rehearsal.kinds if one.parameters <= one.idle_parameters]
 
     @property
     def training_hours(self) -> float | None:
-        """Of the whole training; None where the number of its steps or the rates are not known."""
+        """Return the hours of the whole training, or None if the number of its steps or the rates are not known."""
         seconds = self.rehearsal.step_seconds
         return None if self.training_steps is None or not seconds else self.training_steps * seconds / 3600
 
     @property
     def training_usd(self) -> float | None:
-        """Price of the whole training, as EC2 bills the instances; None where something of it is not known."""
+        """Return the price of the whole training, as EC2 bills the instances, or None if its hours or the price are not known."""
         known = instance(self.rehearsal.request.instance_type or "")
         if self.training_hours is None or known is None or known.usd_per_hour is None:
             return None
         return self.training_hours * known.usd_per_hour * self.rehearsal.request.hosts
 
     def to_dict(self) -> dict[str, object]:
-        """All figures, for JSON: the fields of :class:`~smp_records.rehearsal.Rehearsal`, and under ``found`` what follows."""
+        """Return all figures for JSON.
+
+        They are the fields of :class:`~smp_records.rehearsal.Rehearsal`, and under ``found`` the results derived from them.
+        """
         found = self.rehearsal
         return {
             **found.model_dump(mode="json"),
@@ -116,7 +122,7 @@ class Rehearsed(Shown):
         }
 
     def _basis(self) -> str:
-        """Where the seconds of a step come from."""
+        """Return, in words, the rates or measurements that a step's seconds are based on."""
         card = self.rehearsal.request.rates
         if card is None:
             return "the instance's stated rates"
@@ -136,7 +142,7 @@ class Rehearsed(Shown):
         return f"; of the pipeline's planned order, stages are idle {shares}"
 
     def _repr_html_(self) -> str:
-        """The tables, the memory of each stage over a step, and which module is on which stage."""
+        """Return the tables, the memory of each stage over a step, and the modules of each stage."""
         shown: str = super()._repr_html_()
         if curves := memory_curves(self.rehearsal.kinds, self.gpu_memory_bytes):
             shown += memory_areas("Memory of a rank over a step", curves)
@@ -145,7 +151,7 @@ class Rehearsed(Shown):
         return shown
 
     def report(self) -> Report:
-        """What is printed."""
+        """Return the parts of the printed report."""
         found = self.rehearsal
         request = found.request
         kind = self.fullest
@@ -184,7 +190,7 @@ class Rehearsed(Shown):
         return parts
 
     def _other_order(self) -> list[tuple[str, Sequence[Cell]]]:
-        """What the fullest stage holds if the job's microbatches meet in another order."""
+        """Return a line about the peak memory if the job's microbatches run in a less favorable order."""
         kind = max(self.rehearsal.kinds, key=self._most_on_gpu)
         most = self._most_on_gpu(kind)
         if most <= on_gpu(self.fullest):
@@ -274,7 +280,7 @@ class Rehearsed(Shown):
 
 
 def _why_unused(kind: KindReport) -> str:
-    """What a stage lacks, and what to do."""
+    """Describe why a stage is unused, and the change that helps."""
     change = "lower pipeline_parallel_degree, or move modules there"
     if kind.parameters:
         return (
@@ -288,7 +294,7 @@ def _why_unused(kind: KindReport) -> str:
 
 
 def _names(paths: Sequence[str]) -> str:
-    """The first of them."""
+    """Return the first paths, and the number of the others."""
     more = len(paths) - _SHOWN_MODULES
     return ", ".join(paths[:_SHOWN_MODULES]) + (f" and {more} more" if more > 0 else "")
 
@@ -298,7 +304,7 @@ def _kinds(number: int) -> str:
 
 
 def _hours(hours: float) -> str:
-    """Hours, or what is easier to read of a short training."""
+    """Format hours, or minutes or seconds for a short training."""
     if hours >= 1:
         return f"{hours:,.1f} h"
     minutes = hours * 60
@@ -308,17 +314,17 @@ def _hours(hours: float) -> str:
 
 
 def _dollars(price: float) -> str:
-    """Whole dollars, of small prices cents."""
+    """Format a price in whole dollars, or with cents if it is small."""
     return f"{price:,.0f}" if price >= 100 else f"{price:,.2f}" if price >= 0.01 else "less than 0.01"
 
 
 def on_gpu(kind: KindReport) -> int:
-    """Bytes at the peak without those that the script keeps in host memory: its data, made outside steps."""
+    """Return the bytes at the peak without the script's data in host memory, which is made outside steps."""
     return kind.peak_bytes - kind.classes.get("other", 0)
 
 
 def gpu_memory_of(instance_type: str | None) -> int | None:
-    """Memory of a GPU of the catalogue's instance; None where it is not there."""
+    """Return the memory of a GPU of an instance type, or None if the catalogue does not have it."""
     known = instance(instance_type) if instance_type else None
     return None if known is None else known.gpu_memory_bytes
 

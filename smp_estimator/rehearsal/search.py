@@ -48,16 +48,16 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class ScriptSuggestion(Shown):
-    """What a search over rehearsals of a script came to; ``print`` and a notebook show it as a table.
+    """The result of a search over rehearsals of a script; ``print`` and a notebook show it as a table.
 
     Attributes:
-        found: what was rehearsed, the best, and whether a better one may have been missed.
+        found: the rehearsed configurations, the best one, and whether a better one may have been missed.
         given: settings that were not searched, such as the precision.
-        space: what was searched.
+        space: the searched configurations.
         cluster: in words.
-        usd_per_hour: of all instances; None where no price is known.
-        changes: single changes of the settings that were given, which help, the best first: what, and what it comes to.
-        before: what was given itself; None where it had no degrees.
+        usd_per_hour: of all instances; None if no price is known.
+        changes: single changes of the given settings that help, best first: the change, and its result.
+        before: the result of the given settings; None if they had no degrees.
     """
 
     found: Found
@@ -70,33 +70,33 @@ class ScriptSuggestion(Shown):
 
     @property
     def best(self) -> Judged | None:
-        """The fastest that fits; None where nothing that was rehearsed does."""
+        """Return the fastest configuration that fits, or None if no rehearsed one fits."""
         return self.found.best
 
     @property
     def verdict(self) -> Verdict:
-        """Of the best."""
+        """Return the verdict of the best configuration."""
         return Verdict.DOES_NOT_FIT if self.best is None else Verdict.FITS
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """``mp_parameters`` of the best, or of what comes nearest; empty where nothing could be rehearsed."""
+        """Return ``mp_parameters`` of the best or the nearest configuration; empty if nothing could be rehearsed."""
         chosen = self.best or self.found.nearest
         return {} if chosen is None else {**self.given, **chosen.configuration.settings()}
 
     @property
     def batch(self) -> int | None:
-        """The script's batch size with these."""
+        """Return the script's batch size with these parameters."""
         chosen = self.best or self.found.nearest
         return None if chosen is None else self.space.batch(chosen.configuration)
 
     def usd_per_step(self, judged: Judged) -> float | None:
-        """What the instances cost for a step; None where its time or the price is not known."""
+        """Return the price of the instances for one step, or None if its time or the price is not known."""
         seconds = judged.evaluated.seconds
         return None if self.usd_per_hour is None or seconds is None else self.usd_per_hour * seconds / 3600
 
     def to_dict(self) -> dict[str, Any]:
-        """The numbers by name: seconds, bytes, US dollars."""
+        """Return the numbers by name: seconds, bytes, US dollars."""
         return {
             "cluster": self.cluster,
             "global_batch": self.space.samples,
@@ -123,7 +123,7 @@ class ScriptSuggestion(Shown):
         }
 
     def report(self) -> Report:
-        """The rehearsals in their order, and what was chosen."""
+        """Return the rehearsals in order, and the choice."""
         rows: list[list[Cell]] = []
         for one in self.found.judged:
             seen, price = one.evaluated, self.usd_per_step(one)
@@ -174,25 +174,26 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
     tell: Callable[[str], None] = lambda _: None,
     run: Callable[..., Rehearsed] | None = None,
 ) -> ScriptSuggestion:
-    """Look for the degrees with which a script trains fastest on a cluster, by rehearsing it.
+    """Search the degrees that train a script fastest on a cluster, by rehearsing it.
 
-    Pipeline, tensor and sharding degrees, sharded optimizer state, microbatches, active microbatches, the schedule of the pipeline
-    and placement are searched, and offloading for a script that checkpoints activations, which is its own choice.
+    The search covers pipeline, tensor and sharding degrees, sharded optimizer state, microbatches, active microbatches, the
+    pipeline's schedule and the placement. It covers offloading only if the script checkpoints activations, which the script
+    itself decides.
 
     Args:
         script: as a job runs it; it takes its degrees from ``mp_parameters``.
-        arguments: its command line; ``{batch}`` stands for the batch size, which follows from the degrees.
+        arguments: its command line; ``{batch}`` is replaced by the batch size, which follows from the degrees.
         instance_type: such as ``"ml.p4d.24xlarge"``.
         instance_count: instances.
-        global_batch: samples of an optimizer step, whatever the degrees.
-        parameters: ``mp_parameters``; what is searched is replaced, the rest stays. Where degrees are given, single
-            changes of them are looked at, too.
+        global_batch: samples of an optimizer step at any degrees.
+        parameters: ``mp_parameters``. The searched ones are replaced, the others are kept. If degrees are given, single
+            changes of them are tried too.
         processes_per_host: ranks of an instance; default: its GPUs.
         gpu_memory_bytes: of one GPU; default: the catalogue's.
         tensor_parallelism: the script has modules that tensor parallelism distributes.
         usd_per_hour: of one instance; default: the catalogue's.
-        budget: seconds after which nothing more is rehearsed.
-        tell: is given a line after each rehearsal.
+        budget: seconds after which no further rehearsal starts.
+        tell: called with a line of text after each rehearsal.
         run: rehearses; default: :func:`~smp_estimator.rehearsal.rehearse.rehearse`.
 
     Raises:
@@ -274,7 +275,7 @@ class _Rehearsals:
     known: dict[Configuration, Evaluated] = field(default_factory=dict, repr=False)
 
     def alone(self, batch: int) -> Alone:
-        """The steps of one GPU, with this batch and with twice as much."""
+        """Rehearse the script on one GPU, with this batch and with twice this batch."""
         sizes = batch, 2 * batch
         one, other = (self._rehearse(1, 1, {}, size).rehearsal.kinds[0] for size in sizes)
         peaks = (
@@ -285,7 +286,7 @@ class _Rehearsals:
         return Alone(sizes, (one, other))
 
     def judge(self, at: Configuration, space: Space) -> Evaluated:
-        """Rehearse a configuration, once; one that fails does not fit, and says why."""
+        """Rehearse a configuration once. If that fails, the configuration does not fit; the result has the reason."""
         if at not in self.known:
             self.known[at] = self._judged(at, space)
         return self.known[at]

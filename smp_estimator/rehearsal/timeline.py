@@ -20,10 +20,10 @@ _AROUND = "update"
 
 
 def timelines_of(found: Rehearsed) -> list[RankTimeline]:
-    """The last step of the first rank of each stage.
+    """Return the last step of the first rank of each stage.
 
-    Under a pipeline it is the order that the pipeline has planned, with what a stage does besides behind it; without one it is
-    what the rank computes between its waits for collectives.
+    With a pipeline, it is the planned order, followed by the stage's other work. Without one, it is the rank's computation
+    between its waits for collectives.
 
     Raises:
         ConfigError: there are no times, since the rates of the instance are not known.
@@ -79,7 +79,7 @@ def _name(block: TimedBlock) -> str:
 
 
 def job_timeline(timelines: Sequence[RankTimeline]) -> JobTimeline:
-    """The same, as what is read of a job."""
+    """Combine the ranks' timelines into a job's timeline."""
     return JobTimeline.of([(one.file_name, one) for one in timelines])
 
 

@@ -42,7 +42,7 @@ def secondary_training_status_message(description: dict[str, Any], before: dict[
 
 
 def config_for_framework(framework: str) -> dict[str, Any]:
-    """Return the SDK's table of images of ``"pytorch"``, ``"huggingface"``, …
+    """Return the SDK's table of images of a framework, such as ``"pytorch"`` or ``"huggingface"``.
 
     Raises:
         FileNotFoundError: the SDK has no table with this name.

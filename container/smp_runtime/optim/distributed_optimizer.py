@@ -472,11 +472,7 @@ class DistributedOptimizer(SavedOptimizer):
     def _gradients_of(
         self, among: Iterable[nn.Parameter] | None
     ) -> tuple[list[tuple[nn.Parameter, torch.Tensor]], list[OptimizerShard]]:
-        """Return the parameters that are updated directly, with their gradients, and the optimizer shards.
-
-        Args:
-            among: the parameters to consider, by default all.
-        """
+        """Return the parameters that are updated directly, with their gradients, and the optimizer shards, of ``among`` or all."""
         wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
         whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
         return whole, [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]

@@ -106,10 +106,7 @@ run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = _private(
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the calling thread's innermost saved-tensor hooks, or None.
-
-    Return None also if PyTorch cannot report them, as in 2.4.
-    """
+    """Return the calling thread's innermost saved-tensor hooks; None also if PyTorch cannot report them, as in 2.4."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None if top is None else top(True)
     return hooks
@@ -145,10 +142,7 @@ def compile_errors() -> tuple[type[BaseException], ...]:
 
 
 def backend_of_compiler(name: str) -> Callable[..., Any]:
-    """Return the function that ``torch.compile`` calls for a backend name, with a graph and its inputs.
-
-    An unknown name raises PyTorch's error.
-    """
+    """Return the function that ``torch.compile`` calls for a backend name; an unknown name raises PyTorch's error."""
     if name == "inductor":  # which would import this in its first call
         importlib.import_module("torch._inductor.compile_fx")
     found: Callable[..., Any] = importlib.import_module("torch._dynamo.backends.registry").lookup_backend(name)
@@ -476,10 +470,7 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 def of_all_threads() -> Any:
-    """Return the profiler's configuration to record all threads; None if this release has none.
-
-    It records no allocations.
-    """
+    """Return the profiler's configuration to record all threads but no allocations; None if this release has none."""
     profiler = getattr(torch._C, "_profiler", None)
     try:
         return profiler._ExperimentalConfig(profile_all_threads=True)  # type: ignore[union-attr]  # a release without it
