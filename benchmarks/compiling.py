@@ -40,7 +40,7 @@ def run_rank(case: str, rounds: int, layers: int, hidden: int, seq: int, batch: 
 
     torch.set_num_threads(1)
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.microbatch_state.compiled_blocks import eagerly
+    from smp_runtime.microbatch_state.compiled_blocks import run_eagerly
 
     _, degrees = CASES[case]
     smp.init({**degrees, "compile": True})
@@ -108,12 +108,12 @@ def run_rank(case: str, rounds: int, layers: int, hidden: int, seq: int, batch: 
     for _ in range(3):
         step()
     graphs = counters["stats"]["unique_graphs"]
-    with eagerly():
+    with run_eagerly():
         step(), step()
     compiled, eager = [], []
     for _ in range(rounds):
         compiled.append(step())
-        with eagerly():
+        with run_eagerly():
             eager.append(step())
     found = [
         sum(compilation_time_metrics.get("_compile.compile_inner", ())),

@@ -82,11 +82,11 @@ def _rank(strategy: str, steps: int, hidden: int, layers: int, hosts: int) -> No
         if counts:
             durations[on].append(ended - began)
             inside += [ended - before] if on else []
-    control, everyone = session.current().ranks.control, list(range(smp.size()))
+    control, everyone = session.current_session().ranks.control, list(range(smp.size()))
     folder = Path(os.environ[FOLDER_VARIABLE])
     mine = [path.stat().st_size for path in folder.glob(f"0.{smp.rank()}.*.data")]
     copied = control.allgather((statistics.median(inside), mine[0] if mine else 0), everyone)
-    copier = Copier.of(session.current())
+    copier = Copier.of(session.current_session())
     if copier is None:
         raise AssertionError("nothing was copied")
     sent = control.allgather(copier.sent(), everyone)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import smdistributed.modelparallel.torch as smp
 from smp_records.numerics import MOST_EVERY, Guards
-from smp_runtime.job.session import Session, current
+from smp_runtime.job.session import Session, current_session
 from smp_tools.numerics.guard import UpdateGuard
 from smp_tools.numerics.recorder import NumericsRecorder
 
@@ -90,7 +90,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         smp.record_numerics(folder, every=_OFF)
-        session = current()
+        session = current_session()
         recorder = session.ranks.kept(NumericsRecorder)
         assert recorder is not None
         kinds: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {

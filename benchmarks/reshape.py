@@ -82,11 +82,11 @@ class _Job:
 
     def held(self) -> dict[tuple[str, str], tuple[torch.Tensor, int]]:
         """Of everything that this rank has, which elements of the whole, and the bytes of one."""
-        from smp_runtime.checkpoint.live_state import updated, weights
+        from smp_runtime.checkpoint.live_state import live_weights, updated_parameters
 
         found = {}
-        kept = [("weight", h.name, h.region, h.tensor.element_size()) for h in weights(self.model)]
-        for entry in updated(self.model, self.optimizer):
+        kept = [("weight", h.name, h.region, h.tensor.element_size()) for h in live_weights(self.model)]
+        for entry in updated_parameters(self.model, self.optimizer):
             values = self.optimizer.state.get(entry.updated, {}) if entry.updated is not None else {}
             kept += [(key, entry.name, entry.region, 4) for key, value in values.items() if value.dim()]
         for key, name, region, size in kept:

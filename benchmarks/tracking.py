@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.job.session import Session, current
+from smp_runtime.job.session import Session, current_session
 from smp_tools.tracking.loggers.making import KINDS
 from smp_tools.tracking.rank_times import RankTimes
 from smp_tools.tracking.run import TrackedRun
@@ -117,7 +117,7 @@ def main() -> None:
         return (time.perf_counter() - begin) / BLOCK
 
     with tempfile.TemporaryDirectory() as folder:
-        ways = {name: _way(name, current(), folder) for name in args.ways.split(",")}
+        ways = {name: _way(name, current_session(), folder) for name in args.ways.split(",")}
         ratios: dict[str, list[float]] = {name: [] for name in ways}
         bare = []
         for number in range(args.steps // BLOCK):

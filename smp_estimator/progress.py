@@ -63,8 +63,8 @@ def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: 
     """Show a job until its events end.
 
     Args:
-        events: log lines (raw records among them are recognised), records, and None for "still waiting".
-        view: default: what suits the standard output.
+        events: log lines (raw records among them are recognized), records, and None for "still waiting".
+        view: default: the view that suits the standard output.
         timeout_seconds: stop showing after this long; events must then come regularly, None if need be.
     """
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds

@@ -106,7 +106,7 @@ class Coded(Exception):
     def _take(self, code: str | None) -> None:
         self.code = code
         # The name is that of ``BaseException.add_note``, which Python 3.10 does not have.
-        self.__notes__ = [hint(code)] if code else []
+        self.__notes__ = [hint_of(code)] if code else []
 
 
 def code_of(error: BaseException) -> str | None:
@@ -117,12 +117,12 @@ def code_of(error: BaseException) -> str | None:
     return code_for(type(error), "") if isinstance(error, Coded) else None
 
 
-def hint(code: str) -> str:
+def hint_of(code: str) -> str:
     """Return the line that points from a code to its remedy."""
     return f"[{code}] {catalogue()[code].title}: smp-estimator explain {code}"
 
 
-def marked(text: str, error: BaseException) -> str:
+def append_code(text: str, error: BaseException) -> str:
     """Append the code of an error to a message, for places that show no traceback."""
     code = code_of(error)
     return f"{text} [{code}]" if code else text

@@ -27,7 +27,7 @@ class PackageMissing(Coded, RuntimeError):
     """A package that only some calls need is not installed."""
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Return a value as messages show it: its ``repr``, cut if it is long.
 
     Python itself refuses to write integers of more than 4,300 digits and values that are nested too deeply.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictBool, ValidationError
 
-from smp_config.errors import ConfigError, kind_of, shown, suggest
+from smp_config.errors import ConfigError, kind_of, show_value, suggest
 from smp_config.formats import strict_json
 from smp_config.formats.numbers_given import Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.parameters import ModelParallelParameters
@@ -179,7 +179,7 @@ class JobSettings(BaseModel):
         instance_type = carried.get(INSTANCE_TYPE)
         if instance_type is not None and not isinstance(instance_type, str):
             raise ConfigError(
-                f"the hyperparameter {INSTANCE_TYPE} is {shown(instance_type)}, {kind_of(instance_type)}; it names the "
+                f"the hyperparameter {INSTANCE_TYPE} is {show_value(instance_type)}, {kind_of(instance_type)}; it names the "
                 "type "
                 'of the hosts: write text such as "ml.p4d.24xlarge", or leave it out'
             )
@@ -207,7 +207,7 @@ def _group_names(value: Any, what: str) -> tuple[str, ...]:
     )
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"{what} is {shown(value)}, {kind_of(value)}; it lists the groups of instances that train: write a list of "
+            f"{what} is {show_value(value)}, {kind_of(value)}; it lists the groups of instances that train: write a list of "
             'their names such as ["workers"]'
         )
     return tuple(map(str, names))
@@ -218,7 +218,7 @@ def _dictionary(value: Any, path: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f'distribution["{path}"] is {shown(value)}, {kind_of(value)}; it must be a dictionary such as '
+            f'distribution["{path}"] is {show_value(value)}, {kind_of(value)}; it must be a dictionary such as '
             '{"enabled": True}'
         )
     return dict(value)
@@ -228,7 +228,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], path: str)
     for key in given:
         if key not in known:
             raise ConfigError(
-                f"unknown key {shown(key)} in distribution[{path!r}]{suggest(str(key), known)}; known are {', '.join(known)}"
+                f"unknown key {show_value(key)} in distribution[{path!r}]{suggest(str(key), known)}; known are {', '.join(known)}"
             )
 
 
@@ -245,7 +245,7 @@ def _part(parent: Mapping[str, Any], name: str, known: tuple[str, ...], path: st
         )
     if not isinstance(part["enabled"], bool):
         raise ConfigError(
-            f'distribution {path} has "enabled": {shown(part["enabled"])}, {kind_of(part["enabled"])}; '
+            f'distribution {path} has "enabled": {show_value(part["enabled"])}, {kind_of(part["enabled"])}; '
             "only a boolean turns the strategy on: write True or False without quotes"
         )
     return part if part["enabled"] else {}
@@ -275,7 +275,7 @@ def _settings(kind: Any, given: Mapping[str, Any], path: str) -> Any:
         return kind.model_validate(dict(given))
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, item['loc']))} is {shown(item['input'])}: "
+            f"{'.'.join(map(str, item['loc']))} is {show_value(item['input'])}: "
             + str(item["msg"]).removeprefix("Value error, ").replace("Input", "it")
             for item in error.errors()
         )

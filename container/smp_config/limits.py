@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 
 #: Seconds that a rank waits for another.
 TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
@@ -45,7 +45,8 @@ def timeout_seconds(environ: Mapping[str, str]) -> float:
         value = 0.0
     if not 0 < value <= MOST_SECONDS:  # nor is anything that is not a number
         raise ConfigError(
-            f"{TIMEOUT_VARIABLE} is {shown(text)}; it counts the seconds that a rank waits for another: set a number above 0, and "
+            f"{TIMEOUT_VARIABLE} is {show_value(text)}; it counts the seconds that a rank waits for another: set a number "
+            "above 0, and "
             f"of at most {MOST_SECONDS:,.0f}"
         )
     return value
@@ -81,7 +82,7 @@ def throttle_limit(environ: Mapping[str, str]) -> int:
         limit = 0
     if limit != -1 and not 1 <= limit < 2**31:
         raise ConfigError(
-            f"{THROTTLE_VARIABLE} is {shown(text)}; it counts collectives that may be in flight at once: set a number from 1, "
+            f"{THROTTLE_VARIABLE} is {show_value(text)}; it counts collectives that may be in flight at once: set a number from 1, "
             "or -1 for no limit"
         )
     return limit

@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 from smp_config.formats import strict_json
-from smp_config.formats.secrets import masked, masked_text
+from smp_config.formats.secrets import mask_secrets, masked_text
 
 #: Characters of all options; one word of a command line may have 131,072 bytes.
 _LONGEST = 32_768
@@ -82,7 +82,7 @@ class MpiOption:
     def __str__(self) -> str:
         """Return the option for messages, with values that look like secrets masked."""
         if self.name == _VARIABLE_OPTION and self.value is not None:
-            return f"-x {self.key}={shlex.quote(masked(self.key, self.value))}"
+            return f"-x {self.key}={shlex.quote(mask_secrets(self.key, self.value))}"
         return masked_text(shlex.join(self.arguments()))
 
 
@@ -141,7 +141,8 @@ def parse_mpi_options(text: str) -> list[MpiOption]:
         words = shlex.split(text or "")
     except ValueError as error:
         raise ConfigError(
-            f"custom_mpi_options cannot be split into words: {error} in {masked_text(shown(text))}; close the quote or write \\' "
+            f"custom_mpi_options cannot be split into words: {error} in {masked_text(show_value(text))}; close the quote or "
+            "write \\' "
         ) from None
     options: list[MpiOption] = []
     at = 0
@@ -196,7 +197,7 @@ def check_mpi_options(text: str) -> list[MpiOption]:
     return options
 
 
-def variables(options: Iterable[MpiOption]) -> dict[str, str]:
+def exported_variables(options: Iterable[MpiOption]) -> dict[str, str]:
     """Return the variables that ``-x NAME=VALUE`` sets for the ranks (not the bare ``-x NAME``)."""
     return {o.key: o.value for o in options if o.name == _VARIABLE_OPTION and o.value is not None}
 

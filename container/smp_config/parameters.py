@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from smp_config.errors import ConfigError, shown, suggest
+from smp_config.errors import ConfigError, show_value, suggest
 from smp_config.formats import strict_json
 from smp_config.formats.numbers_given import Real, Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.formats.values import why_no_path
@@ -191,7 +191,7 @@ class ModelParallelParameters(BaseModel):
             value = given.pop(old)
             if new in given and given[new] != value:
                 raise ValueError(
-                    f"{old} is {shown(value)} but {new} is {shown(given[new])}; they are two names of one setting: "
+                    f"{old} is {show_value(value)} but {new} is {show_value(given[new])}; they are two names of one setting: "
                     f"keep only {new}"
                 )
             given[new] = value
@@ -209,7 +209,7 @@ class ModelParallelParameters(BaseModel):
                         f"version 1; use {VERSION_2[key]} instead"
                     )
                 raise ValueError(
-                    f"unknown parameter {shown(key)}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"
+                    f"unknown parameter {show_value(key)}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"
                 )
         return given
 
@@ -217,7 +217,7 @@ class ModelParallelParameters(BaseModel):
     def _placement(self) -> ModelParallelParameters:
         if sorted(self.placement) != ["D", "P", "T"]:
             raise ValueError(
-                f"placement_strategy is {shown(self.placement_strategy)}; it must be 'cluster', 'spread' or a "
+                f"placement_strategy is {show_value(self.placement_strategy)}; it must be 'cluster', 'spread' or a "
                 "permutation of the letters D, P and T, for example 'DPT'"
             )
         return self
@@ -481,5 +481,5 @@ def _readable(error: ValidationError) -> str:
                 if field in ModelParallelParameters.model_fields
                 else ""
             )
-            sentences.append(f"{field} is {shown(item['input'])}: {detail}. {description}".rstrip())
+            sentences.append(f"{field} is {show_value(item['input'])}: {detail}. {description}".rstrip())
     return "; ".join(sentences)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 
 #: How often the ranks of a job are started again after a failure; nothing or 0 for never.
 RESTARTS_VARIABLE = "SMP_MAX_RESTARTS"
@@ -83,7 +83,8 @@ def wants_memory(environ: Mapping[str, str]) -> bool:
     text = environ.get(MEMORY_VARIABLE, "") or "0"
     if text not in ("0", "1"):
         raise ConfigError(
-            f"{MEMORY_VARIABLE} is {shown(text)}; it says whether the state of the training is kept in shared memory: set 1, or 0 "
+            f"{MEMORY_VARIABLE} is {show_value(text)}; it says whether the state of the training is kept in shared memory: "
+            "set 1, or 0 "
             "for no"
         )
     interval_steps(environ)
@@ -97,5 +98,5 @@ def _count(environ: Mapping[str, str], name: str, what: str, least: int, most: i
     except ValueError:
         value = -1
     if not least <= value <= most:
-        raise ConfigError(f"{name} is {shown(text)}; it says {what}: set a whole number from {least} to {most:,}")
+        raise ConfigError(f"{name} is {show_value(text)}; it says {what}: set a whole number from {least} to {most:,}")
     return value

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharded_data_parallel_degree")
 
 
-def fitted(parameters: ModelParallelParameters, ranks: int) -> ModelParallelParameters | None:
+def shrink_to(parameters: ModelParallelParameters, ranks: int) -> ModelParallelParameters | None:
     """Return the parameters for a job of ``ranks`` ranks, fewer than it was configured for.
 
     No degree becomes larger. Tensor parallel and sharding degrees become divisors of their former values, so they
@@ -65,12 +65,12 @@ def _with_degrees(
     return found if found.ddp or topology.size(Group.DP) == 1 else None
 
 
-def readers(parameters: ModelParallelParameters, ranks: int) -> int:
+def count_readers(parameters: ModelParallelParameters, ranks: int) -> int:
     """Return the number of shares that a batch is divided into, for a job of ``ranks`` ranks."""
     return parameters.topology(ranks).size(Group.RDP if parameters.prescaled_batch else Group.DP)
 
 
-def difference(former: ModelParallelParameters, now: ModelParallelParameters) -> str:
+def describe_difference(former: ModelParallelParameters, now: ModelParallelParameters) -> str:
     """Describe the degrees that differ; empty if none does."""
     changed = [
         f"{name} {getattr(former, name)} → {getattr(now, name)}"

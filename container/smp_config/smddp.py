@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
@@ -193,12 +193,12 @@ def _size(variable: str, default: int, sources: tuple[Mapping[str, str], ...]) -
         size = int(str(given).strip())
     except ValueError:
         raise ConfigError(
-            f"{variable} is {shown(given)}, not a whole number; it is a size in bytes and must be a multiple of "
+            f"{variable} is {show_value(given)}, not a whole number; it is a size in bytes and must be a multiple of "
             f"{BUFFER_GRAIN}; the default is {default}"
         ) from None
     if size > _MOST_BYTES:
         raise ConfigError(
-            f"{variable} is {shown(given)}; it is a size in bytes, and no memory has so many: set it to a multiple of "
+            f"{variable} is {show_value(given)}; it is a size in bytes, and no memory has so many: set it to a multiple of "
             f"{BUFFER_GRAIN} of at most {_MOST_BYTES} (the default is {default})"
         )
     if size >= BUFFER_GRAIN and size % BUFFER_GRAIN == 0:

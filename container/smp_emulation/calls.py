@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from smp_emulation.errors import refusing, refusing_class
+from smp_emulation.errors import make_refusal, refusing_class
 
 #: Code that is never misled: it hears of tensors what is true.
 _INTERNAL = frozenset({"torch", "smdistributed", "smp_emulation", "smp_integrations", "smp_runtime", "smp_tools"})
@@ -33,7 +33,7 @@ class CoveredCall:
     is_refused: bool = False
 
 
-def instead(name: str, does: str, value: Any, is_new: bool = False) -> CoveredCall:
+def answer_with(name: str, does: str, value: Any, is_new: bool = False) -> CoveredCall:
     """Return a covered call that is replaced by ``value``."""
     return CoveredCall(name, does, lambda original: _own(original, value), is_new)
 
@@ -51,13 +51,13 @@ def _own(original: Any, value: Any) -> Any:
     return copy
 
 
-def nothing(*args: object, **kwargs: object) -> None:
+def do_nothing(*args: object, **kwargs: object) -> None:
     """Do nothing, whatever the arguments."""
 
 
-def refused(name: str, why: str, way_out: str = "", is_class: bool = False) -> CoveredCall:
+def refuse_call(name: str, why: str, way_out: str = "", is_class: bool = False) -> CoveredCall:
     """Return a covered call that raises NeedsGpuError; a class raises it when it is instantiated."""
-    value = (refusing_class if is_class else refusing)(name, why, way_out)
+    value = (refusing_class if is_class else make_refusal)(name, why, way_out)
     return CoveredCall(name, f"refused: {why}", lambda original: _own(original, value), is_refused=True)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import CoveredCall, instead, nothing
-from smp_emulation.errors import CudaCallError, refusing
+from smp_emulation.calls import CoveredCall, answer_with, do_nothing
+from smp_emulation.errors import CudaCallError, make_refusal
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def count() -> int:
     return 1
 
 
-def current() -> int:
+def current_index() -> int:
     """Return the index of the calling thread's current device."""
     return _current.index
 
@@ -86,19 +86,19 @@ def index_of(device: Any, optional: bool = True) -> int:
         optional: whether None is allowed.
     """
     if device is None and optional:
-        return current()
+        return current_index()
     if isinstance(device, Entered):
         return require(device.idx)
     if isinstance(device, int) and not isinstance(device, bool):
-        return current() if device < 0 else require(device)
+        return current_index() if device < 0 else require(device)
     if isinstance(device, str):
         device = torch.device(device)
     if not isinstance(device, torch.device) or device.type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {device}")
-    return current() if device.index is None else require(device.index)
+    return current_index() if device.index is None else require(device.index)
 
 
-def here(device: Any) -> Any:
+def real_device(device: Any) -> Any:
     """Return the real device of a tensor that a script requests on ``device``.
 
     CUDA devices and bare numbers mean the CPU; other devices are returned unchanged.
@@ -144,7 +144,7 @@ class Entered:
         self.prev_idx = -1
 
     def __enter__(self) -> None:
-        self.prev_idx = current()
+        self.prev_idx = current_index()
         if self.idx >= 0:
             _current.index = self.idx
 
@@ -169,7 +169,7 @@ def memory_of_the_machine() -> tuple[int, int]:
         return total // 2, total
 
 
-def properties(device: Any = None) -> Any:
+def device_properties(device: Any = None) -> Any:
     """Return the fields of ``torch.cuda.get_device_properties``."""
     index = index_of(device)
     return SimpleNamespace(
@@ -236,7 +236,7 @@ class _Runtime:
             return lambda device=None: memory_of_the_machine()
         if name.startswith("__"):
             raise AttributeError(name)
-        return refusing(f"torch.cuda.cudart().{name}", "it is a call of CUDA's own runtime")
+        return make_refusal(f"torch.cuda.cudart().{name}", "it is a call of CUDA's own runtime")
 
 
 _SENSOR = "0, as no sensor is there"
@@ -256,39 +256,39 @@ def _set_sync_debug_mode(debug_mode: int | str) -> None:
 
 
 CALLS = (
-    instead("torch.cuda.is_available", "True", lambda: True),
-    instead("torch.cuda.device_count", "the ranks of this host", count),
-    instead("torch.cuda.is_initialized", "whether a call has needed a device", lambda: _is_initialized),
-    instead("torch.cuda.init", "nothing to initialise", initialize),
-    instead("torch.cuda._lazy_call", "called at once", lambda callable, **kwargs: callable()),
-    instead("torch.cuda.set_device", "remembered for the thread, checked against device_count()", set_device),
-    instead("torch.cuda.current_device", "what set_device() was given", current),
-    instead("torch.cuda.device", "as set_device(), inside a with", Entered),
-    instead("torch.cuda.device_of", "no change: every tensor lies on the CPU", _EnteredOf),
-    instead("torch.cuda._utils._get_device_index", "a number", _get_device_index),
-    instead("torch.cuda._get_device_index", "a number", _get_device_index),
-    instead("torch.cuda.synchronize", "nothing is under way", synchronize),
-    instead("torch.cuda.get_device_name", NAME, _name),
-    instead("torch.cuda.get_device_properties", "an A100's, with this machine's memory", properties),
-    instead("torch.cuda.get_device_capability", "8.0", _capability),
-    instead("torch.cuda.get_arch_list", "sm_80", lambda: ["sm_80"]),
-    instead("torch.cuda.get_gencode_flags", "those of sm_80", lambda: "-gencode compute=compute_80,code=sm_80"),
-    instead("torch.cuda.is_bf16_supported", "True", lambda including_emulation=True: True),
-    instead("torch.cuda.is_tf32_supported", "True", lambda: True),
-    instead("torch.cuda.can_device_access_peer", "True for two devices", _can_access),
-    instead("torch.cuda.cudart", "profiler calls; others are refused", _Runtime),
-    instead("torch.cuda.check_error", "no error", nothing),
-    instead("torch.cuda.get_sync_debug_mode", "what was set", lambda: _sync_debug_mode),
-    instead("torch.cuda.set_sync_debug_mode", "remembered, without effect", _set_sync_debug_mode),
+    answer_with("torch.cuda.is_available", "True", lambda: True),
+    answer_with("torch.cuda.device_count", "the ranks of this host", count),
+    answer_with("torch.cuda.is_initialized", "whether a call has needed a device", lambda: _is_initialized),
+    answer_with("torch.cuda.init", "nothing to initialise", initialize),
+    answer_with("torch.cuda._lazy_call", "called at once", lambda callable, **kwargs: callable()),
+    answer_with("torch.cuda.set_device", "remembered for the thread, checked against device_count()", set_device),
+    answer_with("torch.cuda.current_device", "what set_device() was given", current_index),
+    answer_with("torch.cuda.device", "as set_device(), inside a with", Entered),
+    answer_with("torch.cuda.device_of", "no change: every tensor lies on the CPU", _EnteredOf),
+    answer_with("torch.cuda._utils._get_device_index", "a number", _get_device_index),
+    answer_with("torch.cuda._get_device_index", "a number", _get_device_index),
+    answer_with("torch.cuda.synchronize", "nothing is under way", synchronize),
+    answer_with("torch.cuda.get_device_name", NAME, _name),
+    answer_with("torch.cuda.get_device_properties", "an A100's, with this machine's memory", device_properties),
+    answer_with("torch.cuda.get_device_capability", "8.0", _capability),
+    answer_with("torch.cuda.get_arch_list", "sm_80", lambda: ["sm_80"]),
+    answer_with("torch.cuda.get_gencode_flags", "those of sm_80", lambda: "-gencode compute=compute_80,code=sm_80"),
+    answer_with("torch.cuda.is_bf16_supported", "True", lambda including_emulation=True: True),
+    answer_with("torch.cuda.is_tf32_supported", "True", lambda: True),
+    answer_with("torch.cuda.can_device_access_peer", "True for two devices", _can_access),
+    answer_with("torch.cuda.cudart", "profiler calls; others are refused", _Runtime),
+    answer_with("torch.cuda.check_error", "no error", do_nothing),
+    answer_with("torch.cuda.get_sync_debug_mode", "what was set", lambda: _sync_debug_mode),
+    answer_with("torch.cuda.set_sync_debug_mode", "remembered, without effect", _set_sync_debug_mode),
     *(
-        instead(f"torch.cuda.{name}", _SENSOR, _sensor)
+        answer_with(f"torch.cuda.{name}", _SENSOR, _sensor)
         for name in ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
     ),
-    instead("torch.cuda.nccl.version", str(NCCL_VERSION), lambda: NCCL_VERSION),
-    instead("torch.cuda.nccl.is_available", "False, for any tensors", lambda tensors: False),
-    instead("torch.cuda.is_current_stream_capturing", "False", lambda: False),
-    instead("torch.backends.cuda.is_built", "True", lambda: True),
-    instead("torch.backends.cudnn.is_available", "True", lambda: True),
-    instead("torch.backends.cudnn.version", str(CUDNN_VERSION), lambda: CUDNN_VERSION),
+    answer_with("torch.cuda.nccl.version", str(NCCL_VERSION), lambda: NCCL_VERSION),
+    answer_with("torch.cuda.nccl.is_available", "False, for any tensors", lambda tensors: False),
+    answer_with("torch.cuda.is_current_stream_capturing", "False", lambda: False),
+    answer_with("torch.backends.cuda.is_built", "True", lambda: True),
+    answer_with("torch.backends.cudnn.is_available", "True", lambda: True),
+    answer_with("torch.backends.cudnn.version", str(CUDNN_VERSION), lambda: CUDNN_VERSION),
     CoveredCall("torch.version.cuda", f"the build's, else {CUDA_VERSION}", lambda original: original or CUDA_VERSION),
 )

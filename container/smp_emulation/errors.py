@@ -34,7 +34,7 @@ def refuse(name: str, why: str, instead: str = "") -> NoReturn:
     )
 
 
-def refusing(name: str, why: str, instead: str = "") -> Any:
+def make_refusal(name: str, why: str, instead: str = "") -> Any:
     """Return a function that refuses every call."""
 
     def refused(*args: object, **kwargs: object) -> NoReturn:

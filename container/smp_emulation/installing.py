@@ -161,7 +161,7 @@ def _read_cuda_storages() -> None:
     def place(storage: Any, location: str) -> Any:
         if not smp_emulation.is_active() or not location.startswith("cuda"):
             return None
-        devices.here(location)
+        devices.real_device(location)
         return storage
 
     if not _has_registered:

@@ -60,7 +60,7 @@ class JobAccelerator(Accelerator):
     _save_model_state_pre_hook: dict[str, Callable[..., None]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._job = sessions.current()
+        self._job = sessions.current_session()
         ranks = self._job.ranks
         _refuse_other_ways(kwargs)
         describe_processes(self._job)
@@ -374,7 +374,7 @@ def give_to_scripts(module: ModuleType) -> None:
         if cls is Accelerator and caller.partition(".")[0] not in _OWN_WAYS:
             if PARAMETERS_VARIABLE in os.environ:  # in a job the script may have left it to its first use
                 sessions.init()
-            if sessions.is_initialized() and sessions.current().ranks.size(Group.WORLD) > 1:
+            if sessions.is_initialized() and sessions.current_session().ranks.size(Group.WORLD) > 1:
                 cls = JobAccelerator
         return object.__new__(cls)
 

@@ -23,7 +23,7 @@ class JobEnvironment(ClusterEnvironment):
     """The ranks of the job as Lightning asks for them; they run already."""
 
     def __init__(self) -> None:
-        self._ranks = sessions.current().ranks
+        self._ranks = sessions.current_session().ranks
 
     @property
     def creates_processes_externally(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from smp_config import Group
 from smp_integrations import trainer_checkpoints as checkpoints
 from smp_integrations.accelerate_state import describe_processes
-from smp_integrations.trainer_steps import prediction_step, takes, training_step, whole_batch
+from smp_integrations.trainer_steps import accepts_argument, prediction_step, training_step, whole_batch
 from smp_runtime.job import session as sessions
 from smp_runtime.module_conversion.scopes import is_marked, set_tensor_parallelism
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
@@ -107,7 +107,7 @@ def _property_of(kind: type, name: str, method: Callable[..., Any], module: Modu
 
 
 def _begin_arguments(former: Callable[..., Any], arguments: Any) -> None:
-    if sessions.current().ranks.device.type == "cpu":
+    if sessions.current_session().ranks.device.type == "cpu":
         arguments.use_cpu = True
     former()
 
@@ -117,9 +117,9 @@ def _device(arguments: Any) -> torch.device:
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    describe_processes(sessions.current())  # what libraries ask that do not know of this one
+    describe_processes(sessions.current_session())  # what libraries ask that do not know of this one
     arguments.distributed_state = PartialState()
-    device = sessions.current().ranks.device
+    device = sessions.current_session().ranks.device
     arguments._n_gpu = int(device.type != "cpu")
     return device
 
@@ -135,7 +135,7 @@ def _begin_trainer(former: functools.partial[None], trainer: Any, *args: Any, **
         former(*args, **kwargs)
         checkpoints.stop_and_resume(trainer)
         return
-    wanted = sessions.current().ranks.cfg.bf16
+    wanted = sessions.current_session().ranks.cfg.bf16
     if given.bf16 != wanted:
         sessions.say_once(
             f"the job trains with bf16={wanted}, as its parameters for the model parallel library say, and not with the "
@@ -167,7 +167,7 @@ def _wrap_model(_: Callable[..., Any], trainer: Any, model: Any, *args: Any, **k
     for known in (trainer.model_wrapped, model):
         if isinstance(known, DistributedModel):
             return known
-    if sessions.current().ranks.size(Group.TP) > 1 and not is_marked(model):
+    if sessions.current_session().ranks.size(Group.TP) > 1 and not is_marked(model):
         set_tensor_parallelism(model)
     # Trainer says by no_sync which passes accumulate: the last update of an epoch may have fewer than the others.
     trainer.model_wrapped = DistributedModel(model)
@@ -180,7 +180,7 @@ def _create_optimizer(former: Callable[..., Any], trainer: Any, model: Any = Non
         return trainer.optimizer
     wrapped = trainer.model_wrapped
     inner = wrapped.module if isinstance(wrapped, DistributedModel) else trainer.model
-    if takes(former, "model"):
+    if accepts_argument(former, "model"):
         made = former(inner if model is None or isinstance(model, DistributedModel) else model)
     else:
         trainer.model_wrapped = inner  # the release takes that, and names of parameters as they are in the model
@@ -194,7 +194,7 @@ def _create_optimizer(former: Callable[..., Any], trainer: Any, model: Any = Non
 
 def _scale_losses(optimizer: DistributedOptimizer) -> None:
     """Set the loss scale of a single process in fp16: Transformers makes the optimizer without one."""
-    if sessions.current().ranks.cfg.fp16:
+    if sessions.current_session().ranks.cfg.fp16:
         optimizer.loss_scale_args = dict(_LOSS_SCALE)
         optimizer.dynamic_loss_scale = True
         optimizer.loss_scaler = make_loss_scaler(None, True, _LOSS_SCALE)

@@ -52,7 +52,7 @@ def save_optimizer_and_scheduler(_: Callable[..., Any], trainer: Any, output_dir
 
     Transformers' own file would have neither these weights nor all shards.
     """
-    session = sessions.current()
+    session = sessions.current_session()
     folder = Path(output_dir)
     with _without_frozen_base(trainer.model_wrapped):
         save_checkpoint(session, str(folder / _FOLDER), _TAG, model=trainer.model_wrapped, optimizer=trainer.optimizer)
@@ -67,7 +67,7 @@ def load_from_checkpoint(former: Callable[..., Any], trainer: Any, checkpoint: A
         return
     model = trainer.model_wrapped
     if isinstance(model, DistributedModel) and find_adapters(model, Path(checkpoint), None):
-        resume_from_checkpoint(sessions.current(), str(checkpoint), partial=False, load_optimizer=False)
+        resume_from_checkpoint(sessions.current_session(), str(checkpoint), partial=False, load_optimizer=False)
     else:
         former(checkpoint, *args, **kwargs)
 
@@ -79,7 +79,7 @@ def load_optimizer_and_scheduler(former: Callable[..., Any], trainer: Any, check
         former(checkpoint)
         return
     with _without_frozen_base(trainer.model_wrapped):
-        resume_from_checkpoint(sessions.current(), str(folder), _TAG)
+        resume_from_checkpoint(sessions.current_session(), str(folder), _TAG)
     scheduler = folder.parent / _SCHEDULER
     if scheduler.is_file():
         trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
@@ -97,7 +97,7 @@ def stop_and_resume(trainer: Any) -> None:
         return
     from transformers import TrainerCallback
 
-    session = sessions.current()
+    session = sessions.current_session()
     if (automatic := session.ranks.kept(Automatic)) is not None:
         automatic.leave_to("Trainer saves and resumes with its own count of steps", is_told=False)
 
@@ -137,7 +137,7 @@ def train(
 ) -> Any:
     """Resume from the newest checkpoint if ``SMP_AUTO_CHECKPOINT=1`` and the script names no checkpoint."""
     if resume_from_checkpoint is None and is_wanted(os.environ):
-        control = sessions.current().ranks.control
+        control = sessions.current_session().ranks.control
         resume_from_checkpoint = control.broadcast(_newest(Path(trainer.args.output_dir)), list(range(control.size)))
         if resume_from_checkpoint is not None and control.rank == 0:
             logger.warning("%s=1: Trainer goes on from %s", VARIABLE, resume_from_checkpoint)
@@ -166,7 +166,7 @@ def save_model(
         former(output_dir, _internal_call=_internal_call)
         return
     folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
-    state = adapter_state(sessions.current(), model)
+    state = adapter_state(sessions.current_session(), model)
     if trainer.args.should_save:
         folder.mkdir(parents=True, exist_ok=True)
         trainer._save(str(folder), state_dict=state)
@@ -214,7 +214,7 @@ def save_rng_state(_: Callable[..., Any], trainer: Any, output_dir: Any) -> None
     """Save the random number generators of this rank, including those of tensor parallel layers."""
     import numpy as np
 
-    session = sessions.current()
+    session = sessions.current_session()
     kind, keys, *rest = np.random.get_state()
     state = {
         **random_state(session),
@@ -231,7 +231,7 @@ def load_rng_state(_: Callable[..., Any], trainer: Any, checkpoint: Any) -> None
     """Restore the random number generators; with another number of ranks, each rank keeps its own new ones."""
     import numpy as np
 
-    session = sessions.current()
+    session = sessions.current_session()
     if checkpoint is None:
         return
     session.progress.set_position(trainer.state.global_step, trainer.state.max_steps)

@@ -76,13 +76,13 @@ def _batch(trainer: Any, inputs: Mapping[str, Any], microbatches: int, by_sample
 
 def _loss(trainer: Any, model: DistributedModel, inputs: Mapping[str, Any], items: Any, **more: Any) -> Any:
     """Return the loss that the trainer or its subclass computes for a microbatch."""
-    if takes(trainer.compute_loss, "num_items_in_batch"):
+    if accepts_argument(trainer.compute_loss, "num_items_in_batch"):
         more["num_items_in_batch"] = items
     with trainer.compute_loss_context_manager():
         return trainer.compute_loss(model, dict(inputs), **more)
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def accepts_argument(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function accepts an argument of that name, or any keyword arguments."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -128,7 +128,11 @@ def _smoothing(trainer: Any, inputs: Mapping[str, Any], microbatches: int) -> It
     """
     smoother: Any = getattr(trainer, "label_smoother", None)
     labels = inputs.get("labels")
-    is_own = smoother is not None and not takes(smoother, "num_items_in_batch") and trainer.compute_loss_func is None
+    is_own = (
+        smoother is not None
+        and not accepts_argument(smoother, "num_items_in_batch")
+        and trainer.compute_loss_func is None
+    )
     if not (is_own and isinstance(labels, torch.Tensor)):
         yield False
         return
@@ -165,7 +169,7 @@ def training_step(trainer: Any, model: DistributedModel, inputs: Mapping[str, An
     if callable(switch := getattr(trainer.optimizer, "train", None)):
         switch()
     inputs = trainer._prepare_inputs(inputs)
-    microbatches = sessions.current().ranks.cfg.microbatches
+    microbatches = sessions.current_session().ranks.cfg.microbatches
     told = getattr(trainer, "loss_is_scaled_for_ga", None)
     of_all = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
     is_scaled = of_all if told is None else told
@@ -246,7 +250,7 @@ def prediction_step(
     labels = _detached(tuple(inputs.get(name) for name in names)) if has_labels or (has_loss and not names) else None
     if labels is not None and len(labels) == 1:
         labels = labels[0]
-    microbatches = sessions.current().ranks.cfg.microbatches
+    microbatches = sessions.current_session().ranks.cfg.microbatches
     items = _items_of(trainer, inputs) if has_loss else None
     is_scaled = items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     with torch.no_grad(), _smoothing(trainer, inputs, microbatches) as smooths:
@@ -279,7 +283,7 @@ def whole_batch(trainer: Any, model: DistributedModel) -> Callable[..., dict[str
         outputs = model(**inputs)
         return {name: outputs[name] for name in wanted if name in outputs}
 
-    return lambda **inputs: call_whole(model, sessions.current().ranks, "prediction", forward, (), inputs)
+    return lambda **inputs: call_whole(model, sessions.current_session().ranks, "prediction", forward, (), inputs)
 
 
 def _items_of(trainer: Any, inputs: Mapping[str, Any]) -> Any:

@@ -69,7 +69,7 @@ def _prediction_step(
 
 def _compute_loss(former: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the loss, but discard metrics that the tracing step records: it is not a training step."""
-    if not sessions.current().ranks.step.is_tracing:
+    if not sessions.current_session().ranks.step.is_tracing:
         return former(*args, **kwargs)
     kept = {name: copy.deepcopy(getattr(trainer, name)) for name in (_METRICS, _TOKENS)}
     try:
@@ -92,7 +92,7 @@ def _shared_metrics(trainer: Any, model: DistributedModel) -> Iterator[None]:
     pipeline = model.pipeline
     if pipeline is None:
         return
-    ranks = sessions.current().ranks
+    ranks = sessions.current_session().ranks
     mine = {name: getattr(trainer, name) for name in (_METRICS, _TOKENS)} if pipeline.is_root else None
     every = ranks.control.allgather(mine, ranks.members(Group.PP))
     vars(trainer).update(next(found for found in every if found is not None))
@@ -124,7 +124,7 @@ def _batch_of_pairs(trainer: Any, inputs: Mapping[str, Any], by_samples: bool) -
 def _wrap_with_reference(former: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Distribute the reference model like the one that is trained: as a part of it that its state leaves out."""
     reference = trainer.ref_model
-    ranks = sessions.current().ranks
+    ranks = sessions.current_session().ranks
     splits = ranks.size(Group.PP) > 1 or ranks.size(Group.TP) > 1 or ranks.cfg.sharded_data_parallel_degree > 1
     wrapped = isinstance(model, DistributedModel) or isinstance(trainer.model_wrapped, DistributedModel)
     if reference is not None and splits and not wrapped and not trainer.precompute_ref_logps:

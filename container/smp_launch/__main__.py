@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from smp_config.error_codes import marked
+from smp_config.error_codes import append_code
 from smp_config.errors import ConfigError
 from smp_config.job import JobSettings
 from smp_config.machine.disk_space import full_disk, no_more_files
@@ -30,7 +30,7 @@ from smp_launch.remote.worker import serve_leader, wait_for_leader
 from smp_launch.sagemaker.environment import TrainingEnvironment, gpu_count
 from smp_launch.sagemaker.toolkit import prepare_code
 from smp_launch.sagemaker.tree import Tree
-from smp_launch.supervision.supervise import LAST_RESORT, grace_seconds, say, stop_code
+from smp_launch.supervision.supervise import LAST_RESORT, grace_seconds, stop_code, write_own_line
 
 
 @click.group()
@@ -59,9 +59,9 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
     try:
         code, cause = _run(tree, stop, environ)
     except (ConfigError, LaunchError) as error:
-        code, cause = CANNOT_START, Cause(marked(f"the job cannot start: {error}", error))
+        code, cause = CANNOT_START, Cause(append_code(f"the job cannot start: {error}", error))
     except Stopped as error:
-        code, cause = stop_code(error.by), Cause(marked(str(error), error))
+        code, cause = stop_code(error.by), Cause(append_code(str(error), error))
     except OSError as error:
         said = full_disk(error, Path(error.filename if isinstance(error.filename, str) else tempfile.gettempdir()))
         if said is not None:
@@ -73,11 +73,11 @@ def run(stop: StopRequests, environ: Mapping[str, str]) -> int:
     except Exception as error:
         code, cause = _itself(error)
     if cause is not None:
-        say(f"failed: {cause.headline}")
+        write_own_line(f"failed: {cause.headline}")
         try:
             write_failure(tree.failure_file, cause)
         except OSError as error:
-            say(f"{tree.failure_file} cannot be written: {error}")
+            write_own_line(f"{tree.failure_file} cannot be written: {error}")
     return code
 
 
@@ -115,7 +115,7 @@ def _lead(training: TrainingEnvironment, stop: StopRequests, environ: Mapping[st
             job = Job.read(training, settings, layout, environ)
             code, cause = run_job(job, stop, environ, Neighbours.of(job, status_dir))
         except (ConfigError, LaunchError) as error:
-            status_dir.publish(LeaderStatus(CANNOT_START, marked(f"the job cannot start: {error}", error)))
+            status_dir.publish(LeaderStatus(CANNOT_START, append_code(f"the job cannot start: {error}", error)))
             raise
         status_dir.publish(LeaderStatus(code, cause.headline if cause else ""))
         return code, cause

@@ -16,7 +16,7 @@ import os
 from importlib import import_module
 
 
-def program(module: str, *words: str) -> list[str]:
+def isolated_command(module: str, *words: str) -> list[str]:
     """Return the command line that calls ``main()`` of a module with ``words``."""
     return [sys.executable, __file__, module, *words]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 from smp_config.formats.values import parse_count
 from smp_config.limits import MOST_EVERY, MOST_RANKS
 
@@ -140,7 +140,9 @@ def _from_variable(made: type[_Made], environ: Mapping[str, str], name: str, com
     try:
         return made(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name} is {shown(text)} ({error}); {command} sets it for its own runs: unset it") from None
+        raise ConfigError(
+            f"{name} is {show_value(text)} ({error}); {command} sets it for its own runs: unset it"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ class Start:
         is_right = isinstance(made.words, list) and isinstance(made.parameters, dict)
         if not is_right or not all(isinstance(text, str) for text in (*texts, *made.words)):
             raise ConfigError(
-                f"the first line of rank {head.rank} says {shown(head.start)} of how its script was started, which is no command: "
+                f"the first line of rank {head.rank} says {show_value(head.start)} of how its script was started, which is no "
+                "command: "
                 "record the run again"
             )
         return made
@@ -303,7 +306,8 @@ class Guards:
                 replicas = count
             else:
                 raise ConfigError(
-                    f"{GUARDS_VARIABLE} is {shown(text)}, of which {shown(word)} is unknown; it says what is checked before each "
+                    f"{GUARDS_VARIABLE} is {show_value(text)}, of which {show_value(word)} is unknown; it says what is "
+                    "checked before each "
                     "update: write finite, spike=10 (times the median, more than 1) and replicas=100 (updates between two "
                     f"comparisons, 1 to {MOST_EVERY:,}), joined by commas"
                 )
@@ -328,7 +332,8 @@ def every_steps(environ: Mapping[str, str]) -> int:
     count = parse_count(text, MOST_EVERY)
     if count is None:
         raise ConfigError(
-            f"{EVERY_VARIABLE} is {shown(text)}; it says how many updates lie between two recorded steps: set a whole number from "
+            f"{EVERY_VARIABLE} is {show_value(text)}; it says how many updates lie between two recorded steps: set a whole "
+            "number from "
             f"1 to {MOST_EVERY:,}"
         )
     return count
@@ -391,7 +396,7 @@ def parse(lines: Iterable[str], name: str) -> tuple[Head, list[RecordedMoment]]:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{name} is no record of numerics: line {number} holds {shown(line[:60])} ({type(error).__name__}: "
+                f"{name} is no record of numerics: line {number} holds {show_value(line[:60])} ({type(error).__name__}: "
                 f"{str(error)[:200]}); name a folder that a job with {VARIABLE} has written"
             ) from None
     if head is None:
@@ -403,7 +408,7 @@ def parse(lines: Iterable[str], name: str) -> tuple[Head, list[RecordedMoment]]:
 
 def _number_of(given: Any) -> int:
     if not _is_count(given, _MOST_ELEMENTS):
-        raise ValueError(f"number {shown(given)}")
+        raise ValueError(f"number {show_value(given)}")
     return int(given)
 
 
@@ -411,7 +416,8 @@ def _head(content: Mapping[str, Any], name: str) -> Head:
     head = Head(**{field.name: content[field.name] for field in fields(Head) if field.name in content})
     if head.numerics != FORMAT_VERSION:
         raise ConfigError(
-            f"{name} has version {shown(head.numerics)} of the format, and this release reads {FORMAT_VERSION}; read it with the "
+            f"{name} has version {show_value(head.numerics)} of the format, and this release reads {FORMAT_VERSION}; read it "
+            "with the "
             "release that has written it"
         )
     numbers = (head.rank, head.world, head.microbatches, head.owners, *head.degrees.values(), *head.place.values())
@@ -428,11 +434,11 @@ def _value(item: list[Any]) -> RecordedValue:
     counts = (value.nth, value.columns, value.elements, *value.small)
     optional = (number for number in (value.microbatch, value.owner) if number is not None)
     if value.phase not in PHASES or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"phase {shown(value.phase)}")
+        raise ValueError(f"phase {show_value(value.phase)}")
     if not all(_is_count(number, _MOST_ELEMENTS) for number in (*counts, *optional)):
-        raise ValueError(f"counts of {shown(value.name)}")
+        raise ValueError(f"counts of {show_value(value.name)}")
     if len(value.projections) != PROJECTIONS or not isinstance(value.bits, int):
-        raise ValueError(f"{len(value.projections)} projections of {shown(value.name)}")
+        raise ValueError(f"{len(value.projections)} projections of {show_value(value.name)}")
     return value._replace(
         square=float(value.square),
         greatest=float(value.greatest),

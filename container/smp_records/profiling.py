@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 from smp_config.limits import MOST_RANKS
 
 #: ``steps=10-12``, and any of ``memory``, ``shapes``, ``stacks`` and ``ranks=0/3``, joined by commas; nothing or 0 for no profile.
@@ -73,7 +73,7 @@ class Profile:
             elif name == "ranks" and re.fullmatch(r"\d{1,6}(/\d{1,6})*", value):
                 ranks = tuple(sorted({int(rank) for rank in value.split("/")}))
             else:
-                raise _refusal(text, f"{shown(word)} is unknown")
+                raise _refusal(text, f"{show_value(word)} is unknown")
         if steps is None:
             raise _refusal(text, "the steps are missing")
         first, last = steps
@@ -86,7 +86,8 @@ class Profile:
 
 def _refusal(text: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{VARIABLE} is {shown(text)}, and {what}; it says which steps PyTorch's profiler records: write steps=10-12, and behind "
+        f"{VARIABLE} is {show_value(text)}, and {what}; it says which steps PyTorch's profiler records: write steps=10-12, "
+        "and behind "
         "a comma each memory, shapes, stacks or ranks=0/3"
     )
 

@@ -294,7 +294,7 @@ class Notes:
 _notes = Notes()
 
 
-def here() -> Notes:
+def current_record() -> Notes:
     """Return the record of this process."""
     return _notes
 
@@ -405,7 +405,7 @@ def read(path: Path) -> RankRecord | None:
     )
 
 
-def glance(path: Path) -> Glance | None:
+def read_glance(path: Path) -> Glance | None:
     """Read only the glance of a record; return None if there is no record."""
     try:
         with path.open("rb") as file:
@@ -415,7 +415,7 @@ def glance(path: Path) -> Glance | None:
     if len(raw) != _CELLS_AT or not raw.startswith(_MAGIC):
         return None
     state, now = _STATE.unpack_from(raw, _STATE_AT), time.monotonic()
-    counted = time_breakdown.reading(raw, _PACE_AT, now)
+    counted = time_breakdown.read_counters(raw, _PACE_AT, now)
     return Glance(_HEAD.unpack_from(raw)[1], _last_change(raw), state[1], bool(state[4]), counted)
 
 

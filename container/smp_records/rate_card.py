@@ -17,7 +17,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from smp_config.errors import ConfigError, shown, suggest
+from smp_config.errors import ConfigError, show_value, suggest
 from smp_config.machine.instances import instance, refuse_neuron
 from smp_records.timeline import FILE_PREFIX, FILE_SUFFIX, TIMELINE_VARIABLE, Kind, RankTimeline, parse_timeline
 
@@ -158,7 +158,8 @@ class RateCard(BaseModel):
         known = instance(instance_type)
         if known is None:
             raise ConfigError(
-                f"instance_type {shown(instance_type)} is not in the catalogue of GPU instances, so its rates are unknown; use one "
+                f"instance_type {show_value(instance_type)} is not in the catalogue of GPU instances, so its rates are "
+                "unknown; use one "
                 "of smp_estimator.planning.instances(), or write a rate card of your own"
             )
         facts, memory = known.gpu_facts, known.memory_gb_per_s
@@ -257,7 +258,8 @@ class RateCard(BaseModel):
         """
         if kind not in COLLECTIVE_KINDS:
             raise ConfigError(
-                f"the collective is {shown(kind)}{suggest(str(kind), COLLECTIVE_KINDS)}; its time is computed by its kind: use one "
+                f"the collective is {show_value(kind)}{suggest(str(kind), COLLECTIVE_KINDS)}; its time is computed by its "
+                "kind: use one "
                 f"of {', '.join(COLLECTIVE_KINDS)}"
             )
         if ranks < 2:

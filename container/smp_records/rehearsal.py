@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 from smp_records.rate_card import RateCard  # noqa: TC001 - pydantic needs it
 from smp_records.timeline import Kind  # noqa: TC001 - pydantic reads it when the class is made
 
@@ -57,12 +57,13 @@ def input_shapes(given: Mapping[str, str]) -> list[InputShape]:
         axes = [int(word) for word in words if word.removeprefix("-").isdecimal() and len(word) <= _MOST_DIGITS]
         if len(axes) != len(words) or any(axis < 1 and axis != -1 for axis in axes):
             raise ConfigError(
-                f"the input shape {name!r} is {shown(text)}; sizes are whole numbers from 1, or -1 for the loader's batch size, "
+                f"the input shape {name!r} is {show_value(text)}; sizes are whole numbers from 1, or -1 for the loader's "
+                "batch size, "
                 f"and a type may follow: {name}=-1,1024:int64"
             )
         if (dtype or "float32") not in _DTYPES:
             raise ConfigError(
-                f"the input shape {name!r} has the type {shown(dtype)}; it is one of {', '.join(_DTYPES)}: write "
+                f"the input shape {name!r} has the type {show_value(dtype)}; it is one of {', '.join(_DTYPES)}: write "
                 f"{name}={sizes}:int64"
             )
         found.append(InputShape(name=name, shape=tuple(axes), dtype=dtype or "float32"))

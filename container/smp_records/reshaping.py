@@ -19,7 +19,7 @@ _REQUEST, _ANSWER = "reshape.json", "reshape-answer.json"
 _LONGEST = 100_000
 
 
-def listens(environ: Mapping[str, str]) -> bool:
+def takes_requests(environ: Mapping[str, str]) -> bool:
     """Return whether a job takes requests.
 
     Raises:
@@ -52,7 +52,7 @@ def ask(folder: Path, parameters: Mapping[str, Any]) -> None:
         draft.unlink()
 
 
-def asked(folder: Path) -> str | None:
+def read_request(folder: Path) -> str | None:
     """Return the text of a request that waits, or None if none does."""
     try:
         with open(folder / _REQUEST, encoding="utf-8", errors="replace") as file:
@@ -69,7 +69,7 @@ def answer(folder: Path, said: Mapping[str, Any]) -> None:
     (folder / _REQUEST).unlink(missing_ok=True)
 
 
-def answered(folder: Path) -> dict[str, Any] | None:
+def read_answer(folder: Path) -> dict[str, Any] | None:
     """Return the job's answer to a request, or None while there is none."""
     try:
         found = json.loads((folder / _ANSWER).read_text())

@@ -123,7 +123,7 @@ class TimeBreakdown:
             _FIELDS.pack_into(self._map, self._at, *self._fields())
 
 
-def reading(record: bytes, at: int, now: float) -> TimeReading | None:
+def read_counters(record: bytes, at: int, now: float) -> TimeReading | None:
     """Read the counters of a rank from its record; return None if the record has no such numbers.
 
     Args:

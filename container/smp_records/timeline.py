@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 
 #: Switches recording on: the number of steps that every rank keeps.
 TIMELINE_VARIABLE = "SMP_TIMELINE"
@@ -124,7 +124,8 @@ def steps_to_keep(environ: Mapping[str, str]) -> int:
         return 0
     if not (text.isascii() and text.isdigit()) or len(text) > _MOST_DIGITS:
         raise ConfigError(
-            f"{TIMELINE_VARIABLE} is {shown(text)}; it counts the steps of which every rank keeps its timeline: set it to a whole "
+            f"{TIMELINE_VARIABLE} is {show_value(text)}; it counts the steps of which every rank keeps its timeline: set it "
+            "to a whole "
             "number such as 10, or to 0 to record nothing"
         )
     return int(text)

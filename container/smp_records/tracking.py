@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 
-from smp_config.errors import ConfigError, shown, suggest
+from smp_config.errors import ConfigError, show_value, suggest
 from smp_config.formats.values import parse_count
 from smp_config.limits import MOST_EVERY
 
@@ -39,7 +39,8 @@ def loggers_of(environ: Mapping[str, str]) -> tuple[str, ...]:
     for name in names:
         if name not in PACKAGES:
             raise ConfigError(
-                f"{LOGGERS_VARIABLE} is {shown(text)}, of which {shown(name)} is no tracker{suggest(name, PACKAGES)}; write some "
+                f"{LOGGERS_VARIABLE} is {show_value(text)}, of which {show_value(name)} is no "
+                f"tracker{suggest(name, PACKAGES)}; write some "
                 f"of {', '.join(PACKAGES)}, joined by commas"
             )
     return names
@@ -77,7 +78,8 @@ def log_every(environ: Mapping[str, str]) -> int:
     count = parse_count(text, MOST_EVERY)
     if count is None:
         raise ConfigError(
-            f"{EVERY_VARIABLE} is {shown(text)}; it is the number of updates from one point of a tracker to the next: set a whole "
+            f"{EVERY_VARIABLE} is {show_value(text)}; it is the number of updates from one point of a tracker to the next: "
+            "set a whole "
             f"number from 1 to {MOST_EVERY:,}"
         )
     return count
@@ -112,7 +114,9 @@ def _positive(environ: Mapping[str, str], name: str, what: str, most: float) -> 
     except ValueError:
         value = 0.0
     if not 0 < value <= most:
-        raise ConfigError(f"{name} is {shown(text)}; it is {what}: set a number above 0, and of at most {most:,.0f}")
+        raise ConfigError(
+            f"{name} is {show_value(text)}; it is {what}: set a number above 0, and of at most {most:,.0f}"
+        )
     return value
 
 

@@ -1,4 +1,4 @@
-"""Help where the hands are: what the code at the end of a message means, and what lets a shell complete commands."""
+"""Help on the command line: explanations of the codes in messages, and completion scripts for shells."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _found(code: str) -> Code:
 @click.argument("shell", type=click.Choice(list(LINES)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what lets SHELL complete commands and options."""
+    """Print the script that lets SHELL complete commands and options."""
     kind = get_completion_class(shell)
     if kind is None:
         raise AssertionError(f"click completes {', '.join(LINES)}")

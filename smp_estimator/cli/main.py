@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from smp_config import ConfigError, JobSettings, Topology
-from smp_config.error_codes import marked
+from smp_config.error_codes import append_code
 from smp_config.errors import kind_of
-from smp_config.formats.values import literal as _literal
+from smp_config.formats.values import parse_literal as _literal
 from smp_config.machine.instances import instance
 from smp_config.parameters import KEYS
 from smp_estimator.cli.commands.checkpoint import checkpoint
@@ -50,7 +50,7 @@ GROUPS = {
 
 
 class _ErrorReportingGroup(click.Group):
-    """Turns the package's errors into one readable line and exit code 1."""
+    """Command group that turns the package's errors into one readable line and exit code 1."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -58,7 +58,7 @@ class _ErrorReportingGroup(click.Group):
         except (click.exceptions.Exit, click.Abort):  # RuntimeErrors too, but not ours
             raise
         except (ConfigError, RuntimeError, SDKMissing) as error:
-            raise click.ClickException(printable(marked(str(error), error))) from None
+            raise click.ClickException(printable(append_code(str(error), error))) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by topic, in the order in which users need them."""
@@ -214,7 +214,7 @@ def topology(world: int, pp: int, tp: int, sdp: int, placement: str, per_node: i
 def timeline(job_output: str, number: int | None, trace: str | None, picture: str | None, dark: bool) -> None:
     """Show how busy the ranks of a pipeline were.
 
-    JOB_OUTPUT is what a job left: its output path or folder, or output.tar.gz. Ranks record with
+    JOB_OUTPUT is the job's output: its path or folder, or output.tar.gz. Ranks record with
     environment={"SMP_TIMELINE": "10"}, the number of newest steps to keep.
     """
     from smp_estimator.figures.matplotlib_figure import DARK, LIGHT

@@ -1,4 +1,4 @@
-"""The colours of what ranks computed, in every picture of a step."""
+"""The colors of the ranks' computations, in every picture of a step."""
 
 from __future__ import annotations
 

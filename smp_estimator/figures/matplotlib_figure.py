@@ -1,4 +1,4 @@
-"""What all pictures share: a figure of matplotlib in light or in dark, and the file that it goes to."""
+"""Shared parts of all pictures: a light or dark matplotlib figure, and its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank lies on which host, and what part of the model it has: squares in SVG, a row for each host."""
+"""Ranks on their hosts, with their part of the model: squares in SVG, one row per host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Placement:
 
     @property
     def title(self) -> str:
-        """``"32 ranks on 4 nodes: tensor parallel over 4, sharded over 4, 2 replicas of each shard"``."""
+        """Return ``"32 ranks on 4 nodes: tensor parallel over 4, sharded over 4, 2 replicas of each shard"``."""
         return picture_title(self.topology, self.per_host)
 
     def _repr_html_(self) -> str:
@@ -95,7 +95,7 @@ class Placement:
 
 
 def picture_title(topology: Topology, per_node: int) -> str:
-    """``"32 ranks on 4 nodes: tensor parallel over 4, sharded over 4, 2 replicas of each shard"``."""
+    """Return ``"32 ranks on 4 nodes: tensor parallel over 4, sharded over 4, 2 replicas of each shard"``."""
     nodes, ranks = -(-topology.world_size // per_node), topology.world_size
     over = []
     if topology.pipeline > 1:

@@ -21,7 +21,7 @@ def colour(number: int) -> str:
 
 
 def ink_on(fill: str) -> str:
-    """Black or white, whichever is easier to read on a colour (relative luminance of WCAG 2)."""
+    """Return black or white, whichever is easier to read on a color (relative luminance of WCAG 2)."""
     red, green, blue = (int(fill[at : at + 2], 16) / 255 for at in (1, 3, 5))
     light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
     return "#000" if light > 0.179 else "#fff"
@@ -52,7 +52,7 @@ def box(x: float, y: float, width: float, height: float, fill: str, tip: str = "
 
 
 def legend(y: float, entries: Iterable[tuple[str, str]], x: float = 4) -> list[str]:
-    """Colours and what they stand for, in a line that begins at ``x``."""
+    """Return a legend, colors with their meaning, in a line that begins at ``x``."""
     parts = []
     for fill, words in entries:
         parts += [box(x, y - 9, 10, 10, fill), text(x + 15, y, words, size=11)]

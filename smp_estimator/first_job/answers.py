@@ -1,4 +1,4 @@
-"""What a first job is to be: the answers to five questions, and the distribution that follows from them."""
+"""The answers to five questions about a first job, and the resulting distribution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Answers:
     Attributes:
         processes: ranks of one host.
         instance_type: ``local``, or a type of the service.
-        checkpoints: whether it saves as it goes, and resumes by itself.
+        checkpoints: whether it saves during training, and resumes automatically.
     """
 
     model: str = "own"
@@ -40,7 +40,7 @@ class Answers:
     checkpoints: bool = True
 
     def check(self) -> None:
-        """Refuse what no job can be.
+        """Raise ConfigError for answers that no job can have.
 
         Raises:
             ConfigError: more processes than the instance has GPUs, or a strategy that needs several and has one.
@@ -59,7 +59,7 @@ class Answers:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """``parameters`` of the model parallel library: all ranks share one model, or one batch."""
+        """Return ``parameters`` of the model parallel library: all ranks share one model, or one batch."""
         more: dict[str, dict[str, Any]] = {
             "data": {},
             "sharded": {"sharded_data_parallel_degree": self.processes, "sdp_param_persistence_threshold": 1000},

@@ -1,4 +1,4 @@
-"""``train.ipynb`` of a first job: the estimator's call, and what comes before and after it."""
+"""``train.ipynb`` of a first job: the estimator's call, and the cells before and after it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from smp_launch.machine.processes import Process, all_processes, below
+from smp_launch.machine.processes import Process, all_processes, find_descendants_of
 
 #: Name of the environment variable that marks every process of a job.
 TOKEN_VARIABLE = "SMP_JOB_TOKEN"
@@ -30,7 +30,7 @@ def job_processes(token: str, sessions: Iterable[int]) -> set[int]:
     sessions = set(sessions)
     everything = [p for p in all_processes() or _ps_table() if not p.ended]
     found = {p.pid for p in everything if p.session in sessions or p.pid in sessions or _marked(p.pid, token)}
-    return (found | below(found, everything)) - {os.getpid()}
+    return (found | find_descendants_of(found, everything)) - {os.getpid()}
 
 
 def kill_job(token: str, sessions: Iterable[int], deadline_seconds: float = 2.0) -> set[int]:

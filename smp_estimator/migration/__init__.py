@@ -1,4 +1,4 @@
-"""From calls of SDK v2 to calls of SDK v3, in scripts and notebooks: what changes, and what a person has to look at."""
+"""Migration of SDK v2 calls to SDK v3, in scripts and notebooks: the changes, and notes for a person to review."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class EstimatorCall:
         return True
 
     def rewrite(self) -> None:
-        """Put the new call in the place of the old one."""
+        """Replace the old call by the new one."""
         kept: list[ast.AST] = [value for name, value in self._given.items() if name != "distribution"]
         kept += parameters_of(self._given.get("distribution"))
         arguments = [

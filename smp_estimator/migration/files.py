@@ -30,9 +30,9 @@ class Migrated:
     """A file, or several pieces of code, changed.
 
     Attributes:
-        before: each piece of code as it was; of a notebook, its cells with code.
+        before: each original piece of code; of a notebook, its cells with code.
         after: the same pieces, changed.
-        notes: by piece, what a person has to look at.
+        notes: by piece, notes for a person to review.
         content: the whole file, changed.
     """
 
@@ -51,10 +51,10 @@ def migrate_sources(texts: list[str], folder: Path) -> tuple[list[str], list[lis
     """Change pieces of code that share their names, such as the cells of a notebook.
 
     Args:
-        folder: from which relative paths in the code are seen.
+        folder: the folder that relative paths in the code start from.
 
     Returns:
-        The pieces, changed, and what a person has to look at in each.
+        The changed pieces, and for each the notes for a person to review.
 
     Raises:
         ConfigError: a piece that is not Python.

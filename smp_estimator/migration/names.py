@@ -1,4 +1,4 @@
-"""Which names of a script are the SDK's, what its modules are called in SDK v3, and the imports that a change needs."""
+"""The names of the SDK in a script, their modules in SDK v3, and the imports that a change needs."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ _RENAMED = {
 
 @dataclass
 class ScriptNames:
-    """What the names of a script, or of all cells of a notebook, stand for.
+    """The meaning of the names in a script, or in all cells of a notebook.
 
     Attributes:
-        bound: name → what it was imported as, in full.
+        bound: name → its full imported name.
         estimators: variables that hold an estimator.
     """
 

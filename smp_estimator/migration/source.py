@@ -1,4 +1,4 @@
-"""A piece of Python as text and as a tree: what stands where, and changes to it that leave all else as it was written."""
+"""A piece of Python as text and as a tree, with changes that leave all other text as it was written."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ScriptSource:
 
     Attributes:
         text: as it is written.
-        notes: what was found to look at.
-        renamed: names that are called otherwise wherever they stand, by the places where they begin and end.
+        notes: notes for a person to review.
+        renamed: new names, by the start and end positions of the old ones.
     """
 
     text: str

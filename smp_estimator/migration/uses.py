@@ -1,4 +1,4 @@
-"""What a script does with its estimator: ``fit()`` and the attributes, and the older names of errors and helpers."""
+"""The uses of an estimator in a script: ``fit()`` and the attributes, and the older names of errors and helpers."""
 
 from __future__ import annotations
 

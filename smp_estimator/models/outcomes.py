@@ -21,12 +21,12 @@ MOST_TRAFFIC = 1.02
 
 @dataclass(frozen=True)
 class FamilyOutcome:
-    """What became of a family under a mode.
+    """The result of a family in a mode.
 
     Attributes:
         is_equal: whether losses and gradients were those of one process.
-        reason: why not.
-        split: of the elements of matrices, the part that a tensor parallel rank has not.
+        reason: the reason if they were not.
+        split: the part of the matrices' elements that a tensor parallel rank does not hold.
         traffic: bytes that a rank sends for a layer, divided by those of Megatron's.
     """
 

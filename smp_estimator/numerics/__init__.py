@@ -1,1 +1,1 @@
-"""What two trainings differ in, from the numbers that their ranks have recorded."""
+"""Differences between two trainings, from the numbers that their ranks have recorded."""

@@ -1,7 +1,7 @@
-"""The first place where two trainings differ by more than rounding, in the order in which one number makes the next.
+"""The first place where two trainings differ by more than rounding, in causal order.
 
-What is allowed follows from the types, from the lengths of the sums, and from what both runs differ in already: an error that
-was there before may be handed on and grow, and only one that is new is a finding.
+The allowed error follows from the types, the lengths of the sums, and the differences that both runs have already. An
+earlier error may be passed on and grow; only a new one is a finding.
 """
 
 from __future__ import annotations

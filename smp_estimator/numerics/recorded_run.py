@@ -156,7 +156,7 @@ class RecordedRun:
         moments: by update and call, the tensors.
         random: by update, call and rank, the digest of the generators.
         drifts: copies that differ.
-        warnings: what is missing.
+        warnings: sentences about missing records.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A script that is run on this machine to record numbers: its command, its log, and what went wrong."""
+"""A script that runs on this machine to record numbers: its command, its log, and its errors."""
 
 from __future__ import annotations
 

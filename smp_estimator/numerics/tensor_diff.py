@@ -176,7 +176,7 @@ def order_of_samples(one: CloseupFiles, other: CloseupFiles) -> npt.NDArray[np.i
 
 @dataclass(frozen=True)
 class RunNames:
-    """What a sentence calls the two runs."""
+    """The names of the two runs in sentences."""
 
     one: str
     other: str

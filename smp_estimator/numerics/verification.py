@@ -41,11 +41,11 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class Verification:
-    """What is compared: two runs of a script.
+    """Two runs of a script that are compared.
 
     Attributes:
         script: and ``words``, its own command line.
-        notes: what the runs do otherwise than a job.
+        notes: differences between the runs and a job.
     """
 
     script: str

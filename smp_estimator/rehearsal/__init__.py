@@ -1,4 +1,4 @@
-"""Rehearsals: the script of a large job on this machine, without its GPUs; what every rank would hold, send and compute.
+"""Rehearsals: the script of a large job on this machine without its GPUs, with every rank's memory, traffic and computation.
 
 The script runs in processes of ``smp_runtime``, which are started here; nothing here imports torch.
 """

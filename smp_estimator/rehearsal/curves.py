@@ -1,4 +1,4 @@
-"""What a rehearsal has counted, in the form that pictures take: memory over a step, and the partition of the model."""
+"""The results of a rehearsal in the form that pictures use: memory over a step, and the partition of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of a rehearsal: the memory of each stage over a step, who computes what when, and who sends how much to whom."""
+"""Pictures of a rehearsal: the memory of each stage over a step, its computations over time, and its traffic."""
 
 from __future__ import annotations
 

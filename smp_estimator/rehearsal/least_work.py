@@ -123,7 +123,7 @@ class Alone:
 
     Attributes:
         sizes: samples of the batches, the smaller one first.
-        kinds: what was counted.
+        kinds: the reports of the two rehearsals.
     """
 
     sizes: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Starts the processes of a rehearsal, and collects what they have counted."""
+"""The start of a rehearsal's processes, and the collection of their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import smp_config
 from smp_config import ConfigError, ModelParallelParameters
-from smp_config.formats.values import dictionary
+from smp_config.formats.values import parse_dictionary
 from smp_config.job import MPI_ENABLED
 from smp_config.machine.emulation import VARIABLE as EMULATION_VARIABLE
 from smp_config.machine.instances import require_usable
@@ -111,7 +111,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
             f"instance_type {instance_type!r} is not in the catalogue, so the number of its GPUs is not known; give "
             "processes_per_host"
         )
-    given = dictionary(parameters, "parameters") if isinstance(parameters, str) else parameters
+    given = parse_dictionary(parameters, "parameters") if isinstance(parameters, str) else parameters
     kinds = 1
     if given is not None:
         kinds = ModelParallelParameters.from_mp_parameters(dict(given)).topology(ranks * instance_count).pipeline

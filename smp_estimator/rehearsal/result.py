@@ -1,4 +1,4 @@
-"""What a rehearsal has found: whether every stage fits, who holds the memory, and what goes between ranks."""
+"""The result of a rehearsal: whether every stage fits, the owners of its memory, and the traffic between ranks."""
 
 from __future__ import annotations
 

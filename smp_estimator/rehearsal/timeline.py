@@ -1,4 +1,4 @@
-"""The timeline of a rehearsed step: what one rank of each stage computes when, in the form in which ranks of a job record it."""
+"""The timeline of a rehearsed step: the computations of one rank of each stage, in the format that a job's ranks record."""
 
 from __future__ import annotations
 

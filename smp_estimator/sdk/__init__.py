@@ -1,1 +1,1 @@
-"""The SageMaker SDK: which version is installed, and what this package uses of it."""
+"""The SageMaker SDK: which version is installed, and the parts of it that this package uses."""

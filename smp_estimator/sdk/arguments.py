@@ -1,6 +1,6 @@
-"""Arguments that the estimators hand on to the SDK's classes, for editors and type checkers.
+"""Arguments that the estimators pass to the SDK's classes, for editors and type checkers.
 
-What is accepted follows from the installed SDK (``arguments_of`` in ``sdk.py``); a test compares the two.
+The accepted arguments follow from the installed SDK (``arguments_of`` in ``sdk/version_2.py``); a test compares the two.
 """
 
 from __future__ import annotations

@@ -19,35 +19,36 @@ if TYPE_CHECKING:
 
 
 class SMPEstimator(TrainsWithSMP, PyTorch):
-    """Trains a PyTorch script with the model parallel library.
+    """Estimator that trains a PyTorch script with the model parallel library.
 
-    Takes everything that ``sagemaker.pytorch.PyTorch`` takes, with the same meaning in the cloud; any other argument is
+    Takes all arguments of ``sagemaker.pytorch.PyTorch``, with the same meaning in the cloud; any other argument is
     an error. With ``instance_type="local"`` and no ``image_uri`` the job runs as processes of this machine
     (:class:`~smp_estimator.local.ProcessSession`): ``role``, ``framework_version`` and ``py_version`` are then not
-    needed, ``instance_count`` is 1 unless given and makes that many simulated hosts.
+    needed, ``instance_count`` is 1 unless given and sets the number of simulated hosts.
 
-    In the cloud a model parallel job without ``image_uri`` runs in a stock PyTorch image, the newest that is patched unless
-    ``framework_version`` names one (2.4 or newer), and the runtime travels with the code. The same holds for a job of
+    In the cloud a model parallel job without ``image_uri`` runs in a stock PyTorch image. It is the newest that is patched,
+    unless ``framework_version`` names one (2.4 or newer), and the runtime travels with the code. The same holds for a job of
     the data parallel library (2.6 or newer).
 
     Args:
-        entry_point: the script that every rank runs, in ``source_dir`` where that is given.
+        entry_point: the script that every rank runs, in ``source_dir`` if that is given.
         framework_version: PyTorch's, for a stock image of the cloud.
         py_version: likewise Python's, such as ``"py312"``.
-        source_dir: folder, archive or repository whose files travel with the script.
+        source_dir: folder, archive or repository with the files that travel with the script.
         hyperparameters: the script's command line: ``{"steps": 300}`` is ``--steps 300``.
         image_uri: an image in place of a stock one.
         distribution: ``ModelParallel(…) | MPI(…)``, or the SDK's dictionary.
         compiler_config: as in the SDK.
         training_recipe: likewise.
         recipe_overrides: likewise.
-        ship_runtime: whether the runtime travels with the code. Default: with stock images only; images of one's
-            own are taken to have it.
-        memory_checkpoint: whether ranks that are lost go on from the state in their host's shared memory: True copies it as
+        ship_runtime: whether the runtime travels with the code. Default: with stock images only; custom images are
+            expected to have it.
+        memory_checkpoint: whether lost ranks continue from the state in their host's shared memory: True copies it as
             often as that costs at most 3 % of the time, ``{"steps": n}`` each ``n`` steps (``SMP_MEMORY_CHECKPOINT``).
         max_restarts: how often the ranks are started again after a failure, 0 to 10,000 (``SMP_MAX_RESTARTS``).
-        record_numerics: whether ranks record what ``smp-estimator diff`` compares (``SMP_RECORD_NUMERICS``): True each ten
-            updates, ``{"every": n}`` each ``n``; ``"guards": "finite"`` in it also stops the job before a bad update.
+        record_numerics: whether ranks record the numbers that ``smp-estimator diff`` compares (``SMP_RECORD_NUMERICS``):
+            True each ten updates, ``{"every": n}`` each ``n``; ``"guards": "finite"`` in it also stops the job before a bad
+            update.
         loggers: trackers that get loss, throughput and the like: some of ``"tensorboard"``, ``"mlflow"`` and ``"wandb"``
             (``SMP_LOGGERS``).
         profile: which steps PyTorch's profiler records on each rank, as ``{"steps": (10, 12), "memory": True}``
@@ -128,7 +129,7 @@ class SMPEstimator(TrainsWithSMP, PyTorch):
         return image_table.rows_of(self.framework_version or "").get("gpu")
 
     def _pytorch_distribution_configuration(self, distribution: dict[str, Any]) -> dict[str, Any]:
-        """The hyperparameters of the distribution; the SDK's own for strategies that are not ours."""
+        """Return the hyperparameters of the distribution; for strategies of the SDK, those of the SDK."""
         own = self._own_hyperparameters(distribution)
         return dict(super()._pytorch_distribution_configuration(distribution)) if own is None else own
 
@@ -203,7 +204,7 @@ class SMPHuggingFace(TrainsWithSMP, HuggingFace):
         return image_choice.row_of_huggingface(self.framework_version, self.pytorch_version)
 
     def _huggingface_distribution_configuration(self, distribution: dict[str, Any]) -> dict[str, Any]:
-        """The hyperparameters of the distribution; the SDK's own for strategies that are not ours."""
+        """Return the hyperparameters of the distribution; for strategies of the SDK, those of the SDK."""
         own = self._own_hyperparameters(distribution)
         return dict(super()._huggingface_distribution_configuration(distribution)) if own is None else own
 

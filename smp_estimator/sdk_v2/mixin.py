@@ -1,11 +1,11 @@
-"""What makes an estimator of the SDK train with the model parallel library; one mixin for all its frameworks."""
+"""The mixin that lets an estimator of the SDK train with the model parallel library, for all its frameworks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_config.errors import shown
+from smp_config.errors import show_value
 from smp_config.job import INSTANCE_TYPE
 from smp_estimator.cloud import restore, service, source
 from smp_estimator.cloud.job import CloudTrainingJob
@@ -51,10 +51,10 @@ else:
 
 
 class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
-    """Stands before an estimator class of the SDK and adds the model parallel library to it.
+    """Mixin before an estimator class of the SDK that adds the model parallel library to it.
 
-    A class that uses it says how its image is chosen (:class:`InStockImage`), which part of the SDK reads the job
-    description (:meth:`_sdk_class`), and hands the hook that makes the distribution's hyperparameters to
+    A class that uses it defines how its image is chosen (:class:`InStockImage`), and which part of the SDK reads the job
+    description (:meth:`_sdk_class`). Its hook for the distribution's hyperparameters must call
     :meth:`_own_hyperparameters`.
     """
 
@@ -140,7 +140,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         self._warn_of_code()
 
     def _read_arguments(self, image_uri: Any, sdk: dict[str, Any]) -> Any:
-        """Check names and types among ``sdk``, the arguments for the SDK's class, and settle older names; gives the image."""
+        """Check names and types among ``sdk``, the arguments for the SDK's class, and rename older names; return the image."""
         known = {*arguments_of(self._sdk_class()), *arguments_of(type(self))}
         sdk["image_uri"] = image_uri
         for sentence in checks.check_arguments(sdk, known, FORMER_ARGUMENTS, type(self).__name__):
@@ -161,7 +161,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         return sdk.pop("image_uri")
 
     def _check_before_session(self, distribution: dict[str, Any], sdk: dict[str, Any]) -> None:
-        """Mistakes come before what the SDK wants of an account, and before an image is chosen, which depends on what is meant."""
+        """Report mistakes before the SDK needs an account, and before an image is chosen for these settings."""
         instance_type, hosts = (
             None if is_pipeline_variable(sdk.get(name)) else sdk.get(name)
             for name in ("instance_type", "instance_count")
@@ -170,7 +170,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         self._reader.read(distribution, stock_image=False, environment=sdk.get("environment"), **where)
 
     def _warn_of_code(self) -> None:
-        """Say what is wrong with the script and what is shipped with it, which may be written before ``fit()``."""
+        """Log problems of the script and of the files shipped with it; they may still be written before ``fit()``."""
         if self._ship_runtime:
             service.warn_of_isolation(self.enable_network_isolation(), self._reader.say)
         if not restore.is_attaching():
@@ -183,11 +183,11 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
 
     @classmethod
     def _sdk_class(cls) -> Any:
-        """The SDK's class behind this one."""
+        """Return the SDK's class behind this one."""
         raise NotImplementedError
 
     def _sdk_checks(self, distribution: Any, image_uri: Any, sdk: dict[str, Any]) -> bool:
-        """Whether a job needs what only some stock images and instances have, which the SDK knows."""
+        """Return whether the SDK must check the job: it knows which images and instances support the data parallel library."""
         if self._ship_runtime:
             return False
         stock = not self._process_mode and not image_uri and sdk.get("instance_type") not in LOCAL_TYPES
@@ -224,7 +224,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         )
 
     def _check_code(self) -> None:
-        """The script and what is shipped with it exist, and the runtime can be put beside it."""
+        """Check that the script and its shipped files exist, and that the runtime can be put beside them."""
         if self.git_config or self._recipe:
             return
         ours = self._process_mode or self._ships() or strategies.is_model_parallel(self.distribution)
@@ -244,7 +244,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
             )
 
     def _ships(self) -> bool:
-        """Whether the runtime travels with the code of the next job."""
+        """Return whether the runtime travels with the code of the next job."""
         libraries = strategies.is_model_parallel, strategies.is_data_parallel
         if not self._ship_runtime or not any(turned_on(self.distribution) for turned_on in libraries):
             return False
@@ -253,7 +253,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         return not mounted
 
     def _has_runtime(self, source_dir: Any) -> bool:
-        """Whether the code lies in S3 with the runtime beside it already."""
+        """Return whether the code is in S3 already, with the runtime beside it."""
         return self._shipped_source is not None and source_dir == self._shipped_source
 
     def _advise(self, distribution: strategies.Distribution | None, inputs: Any) -> None:
@@ -276,7 +276,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
     # -- what is sent --------------------------------------------------------------------------------------
 
     def _own_hyperparameters(self, distribution: dict[str, Any]) -> dict[str, Any] | None:
-        """The hyperparameters of a distribution of ours; None leaves them to the SDK."""
+        """Return the hyperparameters of a distribution that this package handles, or None to leave them to the SDK."""
         read = self._check_settings() if distribution is self.distribution else None
         if read is None:
             return None
@@ -328,13 +328,13 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
             record_numerics: of this job, in place of the constructor's.
 
         Returns:
-            None; in a pipeline session, what a step of a pipeline takes.
+            None; in a pipeline session, the arguments of a pipeline step.
 
         Raises:
             ConfigError: a setting that cannot work; nothing has been started.
-            sagemaker.exceptions.UnexpectedStatusException: the job failed; the message holds the first failing rank,
-                its exception, and where the log is.
-            KeyboardInterrupt: in process mode after every process of the job has ended; in the cloud the job goes on.
+            sagemaker.exceptions.UnexpectedStatusException: the job failed; the message has the first failing rank,
+                its exception, and the place of the log.
+            KeyboardInterrupt: in process mode after every process of the job has ended; in the cloud the job continues.
 
         Example:
             >>> estimator.fit({"train": "file:///data/train"})
@@ -344,7 +344,8 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         if record_numerics is not None:
             if isinstance(self.sagemaker_session, PipelineSession):
                 raise ConfigError(
-                    f"fit() got record_numerics={shown(record_numerics)}, and a step of a pipeline is made of the estimator later: "
+                    f"fit() got record_numerics={show_value(record_numerics)}, and a step of a pipeline is made of the "
+                    "estimator later: "
                     f"give it to {type(self).__name__}(record_numerics=…)"
                 )
             given = self._own_environment()
@@ -389,7 +390,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
             raise
 
     def _watches(self) -> bool:
-        """Whether a job's log comes from the cloud: not with a pipeline, and not with the SDK's local mode."""
+        """Return whether a job's log comes from the cloud: not for a pipeline, and not in the SDK's local mode."""
         return not isinstance(self.sagemaker_session, PipelineSession) and not self.sagemaker_session.local_mode
 
     def _watched(self) -> None:
@@ -411,7 +412,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
             super().logs()
 
     def _prepare_for_training(self, job_name: str | None = None) -> None:
-        """In process mode: name the job and say what it runs, leaving the estimator's attributes as the user set them."""
+        """Prepare the request; in process mode, name the job and set its code, and keep the user's attributes."""
         if not self._process_mode:
             distribution = self._check_settings()
             self._check_code()
@@ -441,7 +442,10 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         self.collection_configs = set()
 
     def _own_environment(self) -> Any:
-        """``environment`` as the user gave it, who may have changed custom_mpi_options since the last request."""
+        """Return ``environment`` as the user set it, without the variables that the last request added.
+
+        The user may have changed custom_mpi_options since that request.
+        """
         sent, added = self._mirrored
         if self.environment is not sent or not added:
             return self.environment
@@ -451,7 +455,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
 
     @classmethod
     def attach(cls, training_job_name: str, sagemaker_session: Any = None, model_channel_name: str = "model") -> Any:
-        """Make an estimator for a job that exists; one that runs on this machine is found by its name alone.
+        """Create an estimator for an existing job; a job on this machine needs only its name.
 
         Args:
             training_job_name: of the job.
@@ -459,7 +463,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
             model_channel_name: as in the SDK.
 
         Returns:
-            An estimator with the job's settings, whose ``logs()`` follow it.
+            An estimator with the job's settings; its ``logs()`` follow the job.
 
         Example:
             >>> estimator = SMPEstimator.attach("gpt-2024-05-01-12-00-00-000-8f3a")  # doctest: +SKIP
@@ -481,7 +485,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
     def _prepare_init_params_from_job_description(
         cls, job_details: dict[str, Any], model_channel_name: str | None = None
     ) -> dict[str, Any]:
-        """As in the SDK, and the distribution is restored instead of staying among the user's hyperparameters."""
+        """Return the SDK's arguments with the distribution restored, instead of leaving it among the hyperparameters."""
         on_this_machine = job_details["AlgorithmSpecification"].get("TrainingImage") == PROCESS_IMAGE
         completed = restore.completed(job_details)
         if on_this_machine:  # past the SDK's class, which would parse the image's name

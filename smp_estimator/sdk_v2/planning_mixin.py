@@ -1,4 +1,4 @@
-"""An estimator's cluster, and ``plan()``, ``suggest()`` and ``rehearse()``: what is found out before anything is started."""
+"""An estimator's cluster, and its checks before anything starts: ``plan()``, ``suggest()`` and ``rehearse()``."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class PlanningMixin:
         raise NotImplementedError
 
     def plan(self, model: Any, batch: int | None = None, **workload: Any) -> Plan:
-        """Say whether ``model`` trains with this estimator's distribution on its instances, and where memory goes.
+        """Predict whether ``model`` trains with this estimator's distribution on its instances, and its memory use.
 
         Args:
             model: an ``nn.Module`` (the meta device is enough), a :class:`~smp_estimator.planning.ModelShape`, the name of a
                 published shape, a number of parameters, or a configuration of Transformers (the object, its dictionary, or
                 the path of ``config.json`` or of its folder).
             batch: samples that a rank reads at a time; default: the hyperparameter ``batch_size``, ``train_batch_size`` or
-                ``per_device_train_batch_size``, else one for each microbatch. The plan says which.
+                ``per_device_train_batch_size``, else one for each microbatch. The plan reports which.
             workload: ``sequence``, ``activation_checkpointing``, ``gpu_memory_bytes`` and the other arguments of
                 :func:`smp_estimator.planning.plan`.
 
@@ -84,7 +84,7 @@ class PlanningMixin:
             raise reworded.of_the_kind_of(error) from None
 
     def _batch_of_script(self) -> tuple[str, int] | None:
-        """The batch size among the hyperparameters, with its name."""
+        """Return the name and value of the batch size among the hyperparameters, or None."""
         given = self._hyperparameters or {}
         for name in _BATCH_NAMES:
             value = given.get(name, "")
@@ -96,7 +96,7 @@ class PlanningMixin:
     def suggest(self, model: Any, batch: int = 1, **workload: Any) -> Suggestion:
         """Pick degrees for ``model`` on this estimator's instances, in the order of the public best practices.
 
-        Where nothing fits there, the suggestion names clusters on which the model does.
+        If nothing fits there, the suggestion names clusters on which the model does.
 
         Args:
             model: as for :meth:`plan`.
@@ -127,17 +127,17 @@ class PlanningMixin:
         """Run a few steps of the script on this machine as it would run on these instances; nothing is started there.
 
         Args:
-            arguments: words for the script behind its hyperparameters.
+            arguments: words for the script after its hyperparameters.
             channels: folders of this machine by the names of the channels that the script reads.
             options: ``steps``, ``gpu_memory_bytes``, ``verbose`` and the other arguments of
                 :func:`smp_estimator.rehearsal.rehearse`.
 
         Returns:
-            What was counted; print it for tables, ask it for ``verdict`` and ``rehearsal``.
+            The result; print it for tables, ask it for ``verdict`` and ``rehearsal``.
 
         Raises:
             ConfigError: settings that cannot work, or a script that is not on this machine.
-            RehearsalFailed: the script failed, or does what cannot be rehearsed.
+            RehearsalFailed: the script failed, or cannot be rehearsed.
 
         Example:
             >>> found = estimator.rehearse(gpu_memory_bytes=40e9)  # doctest: +SKIP
@@ -164,7 +164,7 @@ class PlanningMixin:
         )
 
     def _script_here(self) -> Path:
-        """The script, where it lies on this machine."""
+        """Return the path of the script on this machine."""
         folder = "" if self.source_dir is None else str(self.source_dir)
         path = Path(folder.removeprefix("file://"), str(self.entry_point))
         if "://" in folder.removeprefix("file://") or not path.is_file():
@@ -184,7 +184,7 @@ class PlanningMixin:
         return count if isinstance(count, int) else None
 
     def _training_group_value(self, name: str) -> Any:
-        """An attribute of the instance group that trains, in a heterogeneous cluster."""
+        """Return an attribute of the instance group that trains, in a heterogeneous cluster."""
         chosen = self.distribution.get("instance_groups") or []
         for group in self.instance_groups or ():
             if group.instance_group_name in chosen:

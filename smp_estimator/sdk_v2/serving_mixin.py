@@ -1,4 +1,4 @@
-"""``create_model()`` and ``deploy()`` of an estimator: serving what a job has trained, by the SDK's own ways."""
+"""``create_model()`` and ``deploy()`` of an estimator: serving a job's model, through the SDK."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ServingMixin(_SDK):
     _process_mode: bool
 
     def create_model(self, *args: Any, **kwargs: Any) -> Any:
-        """A model that can be deployed, as in the SDK; also of a job in a custom image of no known version.
+        """Create a model that can be deployed, as in the SDK, also for a job in a custom image of unknown version.
 
         Args:
             args, kwargs: as in the SDK.

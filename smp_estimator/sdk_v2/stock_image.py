@@ -21,9 +21,9 @@ else:
 
 
 class InStockImage(_SDK):
-    """Stands before an estimator class of the SDK and settles the image in which its jobs of this package's libraries run.
+    """Mixin before an estimator class of the SDK that chooses the image for jobs with this package's libraries.
 
-    A class that uses it says how the image is chosen (:meth:`_choose_image`), and which row of the table it is
+    A class that uses it defines how the image is chosen (:meth:`_choose_image`), and its row in the table of images
     (:meth:`_table_row`).
     """
 
@@ -55,7 +55,7 @@ class InStockImage(_SDK):
         raise NotImplementedError
 
     def _table_row(self) -> TrainingImage | None:
-        """What the table of images says of the stock image that the versions name."""
+        """Return the row of the table of images for the stock image that the versions name."""
         raise NotImplementedError
 
     def _carried_instance_type(self) -> str | None:
@@ -64,7 +64,7 @@ class InStockImage(_SDK):
     # -- at construction -----------------------------------------------------------------------------------
 
     def _require_versions(self, sdk: dict[str, Any]) -> None:
-        """Raise ConfigError where a job that the SDK's own rules hold for names neither an image nor all its versions."""
+        """Raise ConfigError if a job under the SDK's own rules names neither an image nor all of its versions."""
         wanted = dict.fromkeys(self._VERSIONS)
         missing = [name for name in wanted if sdk.get(name) is None]
         if not missing or sdk.get("tensorflow_version") is not None or self._recipe or restore.is_attaching():
@@ -82,7 +82,7 @@ class InStockImage(_SDK):
         service.fill_in_cloud(sdk, self._reader.say)
 
     def _prepare_data_parallel(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
-        """The same for the data parallel library, which old stock images have of their own."""
+        """Choose the image for the data parallel library, unless it is an old stock image with its own copy of the library."""
         if not images.has_own_data_parallel(image_uri, sdk.get("pytorch_version") or sdk.get("framework_version")):
             self._settle_image(image_uri, ship_runtime, sdk, images.DATA_PARALLEL_FLOOR)
 
@@ -104,11 +104,11 @@ class InStockImage(_SDK):
     # -- of a job ------------------------------------------------------------------------------------------
 
     def _image_row(self) -> TrainingImage | None:
-        """The table's row of the job's image; None where it has none."""
+        """Return the row of the job's image in the table of images, or None if the image is not in the table."""
         return image_table.row_of(self.image_uri) if self.image_uri else self._table_row()
 
     def _warn_of_image(self) -> None:
-        """Say what the job's image cannot do on its instances, and that it is no longer patched."""
+        """Log a warning if the job's image does not support its instances, or is no longer patched."""
         row = self._image_row()
         known = instance(self._carried_instance_type() or "")
         gpu = known.gpu if known is not None else None
@@ -122,7 +122,7 @@ class InStockImage(_SDK):
             self._reader.say(why)
 
     def training_image_uri(self, region: str | None = None) -> Any:
-        """The image of the job; in process mode a name that stands for it.
+        """Return the image of the job; in process mode, a placeholder name.
 
         Args:
             region: of the registry; default: the session's.
@@ -148,6 +148,6 @@ class InStockImage(_SDK):
 
 
 def _gpus(sdk: dict[str, Any]) -> frozenset[str]:
-    """The kinds of GPUs of the instances that an estimator's arguments name, as far as they are known."""
+    """Return the known GPU models of the instances that an estimator's arguments name."""
     kinds = [sdk.get("instance_type"), *(group.instance_type for group in sdk.get("instance_groups") or ())]
     return frozenset(known.gpu for kind in kinds if isinstance(kind, str) and (known := instance(kind)) is not None)

@@ -44,5 +44,5 @@ class DriverFolder:
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """Return the path of the folder."""
         return Path(self._folder.name)

@@ -42,11 +42,11 @@ _SHAPES = {
 
 
 class ModelParallel(DistributedConfig):
-    """Trains the script of a ``ModelTrainer`` with the model parallel library.
+    """Settings for training the script of a ``ModelTrainer`` with the model parallel library.
 
     With :class:`smp_estimator.model_trainer.ModelTrainer` the settings are checked against the cluster before
     anything starts, jobs can run as processes of this machine, and hosts, progress and failing ranks are shown. With the
-    SDK's own ``ModelTrainer`` it works too: what does not depend on the cluster is checked here, the rest by
+    SDK's own ``ModelTrainer`` it works too. Settings that do not depend on the cluster are checked here, the others by
     the driver before it starts the ranks.
 
     Args:
@@ -92,13 +92,13 @@ class ModelParallel(DistributedConfig):
 
     @classmethod
     def from_distribution(cls, distribution: Mapping[str, Any], **given: Any) -> ModelParallel:
-        """The same settings from the ``distribution`` dictionary of SDK v2.
+        """Create the same settings from the ``distribution`` dictionary of SDK v2.
 
         Args:
             given: other fields, such as ``ship_runtime``.
 
         Raises:
-            ConfigError: it does not enable ``smdistributed.modelparallel``, or is wrong in itself.
+            ConfigError: the dictionary does not enable ``smdistributed.modelparallel``, or is invalid.
         """
         settings = JobSettings.from_distribution(distribution)
         if settings.model_parallel is None:
@@ -129,7 +129,7 @@ class ModelParallel(DistributedConfig):
 
     @model_validator(mode="after")
     def _check(self) -> ModelParallel:
-        """All that does not depend on the cluster."""
+        """Check all settings that do not depend on the cluster."""
         reader = self._reader if self.__pydantic_private__ is not None else DistributionReader()
         # A number is filled in where there is none: which one, the cluster decides.
         config = {**self.model_dump(), "processes_per_host": self._checked_processes() or 1}
@@ -148,15 +148,15 @@ class ModelParallel(DistributedConfig):
 
     @property
     def typed_parameters(self) -> ModelParallelParameters:
-        """The parameters, typed."""
+        """Return the parameters as a typed object."""
         return ModelParallelParameters.from_mp_parameters(self.parameters)
 
     @property
     def driver_dir(self) -> str:
-        """The folder that is copied into the job; made when it is first asked for.
+        """Return the folder that is copied into the job; it is created at the first access.
 
         Raises:
-            ConfigError: a ``HyperparameterTuner`` asks for it.
+            ConfigError: a ``HyperparameterTuner`` reads it.
         """
         _refuse_tuner()
         if self._folder is None:
@@ -165,22 +165,22 @@ class ModelParallel(DistributedConfig):
 
     @property
     def driver_script(self) -> str:
-        """What ``sm_train.sh`` runs of that folder: the driver, and the lines that pass signals on to it."""
+        """Return the command that ``sm_train.sh`` runs in that folder: the driver, and lines that forward signals to it."""
         return driver_folder.COMMAND
 
 
 class DistributionReader(SettingsReader):
-    """Says and refuses in the words of SDK v3."""
+    """Reader that logs and raises with the names of SDK v3."""
 
     def say(self, sentence: str) -> None:
-        """Warn, but of one thing only once."""
+        """Warn, but only once about each finding."""
         super().say(in_words_of_v3(sentence))
 
 
 def refuse_quotes(value: Any, name: str) -> None:
-    """Raise ConfigError where a value would break the file by which ``ModelTrainer`` hands it to the container.
+    """Raise ConfigError if a value would break the file by which ``ModelTrainer`` hands it to the container.
 
-    SDK 3.27 writes ``export NAME='…'`` without escaping what stands between the quotation marks.
+    SDK 3.27 writes ``export NAME='…'`` without escaping the text between the quotation marks.
     """
     text = json.dumps(value, default=lambda other: "" if is_variable(other) else str(other))
     if "'" in text:
@@ -192,7 +192,7 @@ def refuse_quotes(value: Any, name: str) -> None:
 
 
 def _refuse_tuner() -> None:
-    """Raise ConfigError where the SDK's tuner prepares a job: it would run without the driver, and so without the library."""
+    """Raise ConfigError if the SDK's tuner prepares a job: it would run without the driver, and so without the library."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == _TUNER:
@@ -221,7 +221,7 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """What pydantic says of a value becomes an error as all others here."""
+    """Run the block, and turn pydantic's errors into this package's errors."""
     try:
         yield
     except ValidationError as error:

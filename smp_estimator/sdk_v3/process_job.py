@@ -49,16 +49,16 @@ _SOURCE_FIELDS = (
 
 
 class Machine(S3Access):
-    """What a job on this machine needs besides its request; AWS is asked only for ``s3://`` addresses."""
+    """Requirements of a job on this machine besides its request; AWS is used only for ``s3://`` addresses."""
 
     def __init__(self, root: Path | None, *, keep: bool, launcher: Sequence[str], session: Any = None) -> None:
-        """Nothing is contacted.
+        """Store the settings without any network request.
 
         Args:
             root: folder in which each job gets its own; None for a temporary one.
             keep: keep the hosts' folders of jobs that succeed.
             launcher: command of a host's bootstrap.
-            session: the SDK's, whose credentials are used for S3.
+            session: the SDK's; its credentials are used for S3.
         """
         self.root = root
         self.keep = keep
@@ -72,7 +72,7 @@ class Machine(S3Access):
 
     @staticmethod
     def _get_account_id_if_default_bucket(bucket: str) -> None:
-        """The SDK's functions ask a session whose bucket this is; no account is involved here."""
+        """Return None: the SDK's functions ask a session for the owner of a bucket, but no account is used here."""
 
 
 class TrainerProcessJob(TrainingJob):
@@ -80,7 +80,7 @@ class TrainerProcessJob(TrainingJob):
 
     @classmethod
     def of(cls, job: ProcessJob) -> TrainerProcessJob:
-        """What describes the job now."""
+        """Create the SDK's record from the job's current description."""
         return cls(**transform(job.describe(), "DescribeTrainingJobResponse"))
 
     @property
@@ -98,14 +98,14 @@ class TrainerProcessJob(TrainingJob):
         self._job.stop()
 
     def wait(self, poll: int = 5, timeout: float | None = None, logs: bool = False) -> None:
-        """Wait for the job's end; ``poll`` has no meaning, since the end is told.
+        """Wait for the job's end; ``poll`` has no effect, since the end is signaled.
 
         Args:
-            timeout: most seconds to wait; None waits for ever.
+            timeout: most seconds to wait; None waits without a limit.
             logs: show the log from its first line.
 
         Raises:
-            FailedStatusError: the job failed; the message says why.
+            FailedStatusError: the job failed; the message has the reason.
         """
         if logs:
             show(self._job.log.follow(), timeout_seconds=timeout)
@@ -164,7 +164,7 @@ class ProcessTrainer:
             print(f"Training seconds: {job.describe()['TrainingTimeInSeconds']}\nModel: {job.model_address}")
 
     def _request(self, read: Distribution | None, where: JobLocation, channels: list[Any]) -> dict[str, Any]:
-        """``CreateTrainingJob``'s request."""
+        """Return the request of ``CreateTrainingJob``."""
         trainer = self._trainer
         own = (
             translation.hyperparameters(read.settings, trainer.environment, read.later)
@@ -211,7 +211,7 @@ class ProcessTrainer:
 
 
 def require_success(job: ProcessJob) -> None:
-    """Raise FailedStatusError, with the first cause, for a job that failed; say it of one that was stopped."""
+    """Raise FailedStatusError with the first cause if a job failed; log a warning if it was stopped."""
     if job.status is Status.FAILED:
         raise FailedStatusError("TrainingJob", "Failed", failure_message(job))
     if job.status is Status.STOPPED:
@@ -219,14 +219,18 @@ def require_success(job: ProcessJob) -> None:
 
 
 def _job_name(base: str | None) -> str:
-    """A name that no other job has, however soon it follows."""
+    """Return a unique name, also for jobs in quick succession."""
     end = f"-{datetime.now():%Y%m%d%H%M%S}-{uuid.uuid4().hex[:6]}"
     start = (base or "smp-process").replace("_", "-").removesuffix("-job")
     return start[: _LONGEST_NAME - len(end)].rstrip("-") + end
 
 
 def _channel(channel: Any) -> dict[str, Any]:
-    """A channel as ``CreateTrainingJob`` has it; raises ConfigError for a source that a job on this machine cannot read."""
+    """Return a channel in the form of ``CreateTrainingJob``.
+
+    Raises:
+        ConfigError: a job on this machine cannot read the source.
+    """
     name, record = channel.channel_name, channel.data_source
     if not isinstance(channel, InputData):
         record = given(record, "s3_data_source")
@@ -248,7 +252,7 @@ def _channel(channel: Any) -> dict[str, Any]:
 
 
 def _fields(record: Any, names: Sequence[str]) -> dict[str, Any]:
-    """What a record of the SDK has been given, under the names of the service."""
+    """Return the fields that are set in a record of the SDK, under the names of the service."""
     found = {name: given(record, name) for name in names}
     return {"".join(word.title() for word in name.split("_")): value for name, value in found.items() if value}
 
@@ -259,5 +263,5 @@ def _output(config: Any) -> str:
 
 
 def _address(place: str) -> str:
-    """An address of S3 as it is; a path as a ``file://`` address."""
+    """Return an S3 address unchanged, and a path as a ``file://`` address."""
     return place if is_s3_uri(place) or is_file_uri(place) else address_of(place)

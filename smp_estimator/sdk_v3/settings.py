@@ -29,7 +29,7 @@ LOCAL_TYPES = {"local": "local", "local_cpu": "local", "local_gpu": "local_gpu"}
 
 
 class Trainer(Protocol):
-    """What a ``ModelTrainer`` has been given, as the SDK's records, and what is remembered of it."""
+    """The settings of a ``ModelTrainer``, as the SDK's records, and its remembered state."""
 
     distributed: Any
     source_code: Any
@@ -55,14 +55,14 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class JobLocation:
-    """Where a job runs.
+    """The place that a job runs in.
 
     Attributes:
-        instance_type: None where it is not known yet (a pipeline variable, or a list of preferences).
-        hosts: None where it is not known yet.
+        instance_type: None if it is not known yet (a pipeline variable, or a list of preferences).
+        hosts: None if it is not known yet.
         process_mode: as processes of this machine.
         containers: in Docker on this machine.
-        candidates: of a list of preferences, of which the service takes one.
+        candidates: of a list of preferences; the service takes one of them.
     """
 
     instance_type: str | None
@@ -73,7 +73,7 @@ class JobLocation:
 
     @property
     def in_cloud(self) -> bool:
-        """Whether the service runs the job."""
+        """Return whether the service runs the job."""
         return not (self.process_mode or self.containers)
 
     @classmethod
@@ -118,18 +118,18 @@ class JobLocation:
 
     @property
     def first(self) -> JobLocation:
-        """What the service tries first."""
+        """Return the location that the service tries first."""
         return self.candidates[0] if self.candidates else self
 
     @property
     def all(self) -> tuple[JobLocation, ...]:
-        """What the service may take."""
+        """Return the locations that the service may choose."""
         return self.candidates or (self,)
 
 
 @contextmanager
 def _naming(number: int, kind: Any) -> Iterator[None]:
-    """Errors that are raised meanwhile name the preference that they are about."""
+    """Run the block, and add the number and type of the instance preference to its errors."""
     try:
         yield
     except ConfigError as error:
@@ -137,7 +137,10 @@ def _naming(number: int, kind: Any) -> Iterator[None]:
 
 
 def distribution_of(config: ModelParallel, where: JobLocation) -> dict[str, Any]:
-    """What the estimators of SDK v2 call the distribution; the number of processes is that of the GPUs, if it is not given."""
+    """Return the ``distribution`` dictionary of SDK v2.
+
+    The default number of processes is the number of GPUs.
+    """
     given = config.model_dump()
     known = instance(where.instance_type or "")
     if given["processes_per_host"] is None and known is not None:
@@ -146,10 +149,10 @@ def distribution_of(config: ModelParallel, where: JobLocation) -> dict[str, Any]
 
 
 def read_settings(trainer: Trainer, where: JobLocation) -> Distribution | None:
-    """Check what the trainer has been given, as it is now; None for a job that ModelParallel has no part in.
+    """Check the trainer's current settings; return None for a job without ModelParallel.
 
     Raises:
-        ConfigError: what would fail, or be dropped silently, after the job has started.
+        ConfigError: settings that would fail, or be dropped silently, after the job has started.
     """
     config = trainer.distributed
     if not isinstance(config, ModelParallel) and not where.process_mode:
@@ -212,7 +215,7 @@ def _read_everywhere(trainer: Trainer, config: ModelParallel, where: JobLocation
 
 
 def _check_image(trainer: Trainer, config: ModelParallel, where: JobLocation) -> None:
-    """Say what the image lacks, or refuse it."""
+    """Log a warning about features that the image lacks, or raise ConfigError if the job cannot run in it."""
     reader: SettingsReader = config._reader  # noqa: SLF001 - as above
     for each in where.all:
         _warn_of_image(trainer.training_image, each, reader)
@@ -237,7 +240,7 @@ def _check_requirements(trainer: Trainer) -> None:
 
 
 def _warn_of_image(image: Any, where: JobLocation, reader: SettingsReader) -> None:
-    """Say what the image cannot do on the job's instances, and that it is no longer patched."""
+    """Log a warning if the image does not support the job's instances, or is no longer patched."""
     known = instance(where.instance_type or "")
     gpu = known.gpu if known is not None else None
     if gpu is not None and (why := images.lacks_code_for(image, gpu)):
@@ -248,7 +251,7 @@ def _warn_of_image(image: Any, where: JobLocation, reader: SettingsReader) -> No
 
 
 def advise(trainer: Trainer, where: JobLocation, read: Distribution | None, channels: Iterable[Any] | None) -> None:
-    """Say what experience advises for a job that is about to start.
+    """Log advice from experience for a job that is about to start.
 
     Args:
         channels: given to ``train()``, as the SDK's records.
@@ -276,12 +279,12 @@ def advise(trainer: Trainer, where: JobLocation, read: Distribution | None, chan
 
 
 def _s3_uri(source: Any) -> Any:
-    """Where a channel lies: its address, or that of the SDK's records around it."""
+    """Return a channel's address, also from the SDK's records around it."""
     return source if isinstance(source, str) else given(given(source, "s3_data_source") or source, "s3_uri")
 
 
 def planner_of(trainer: Trainer, where: JobLocation, read: Distribution | None) -> PlanningMixin:
-    """The planning arithmetic with the trainer's settings."""
+    """Return a planner with the trainer's settings."""
     return _PlannedTrainer(trainer, where, read)
 
 
@@ -349,7 +352,7 @@ def _check_code(trainer: Trainer, where: JobLocation) -> None:
 
 
 def _as_estimator(trainer: Trainer, where: JobLocation) -> Any:
-    """The trainer's settings under the names by which the checks of a request ask for them."""
+    """Return the trainer's settings under the names that the checks of a request use."""
     compute, limits = trainer.compute, trainer.stopping_condition
     output, checkpoints = trainer.output_data_config, trainer.checkpoint_config
     client = getattr(trainer.sagemaker_session, "sagemaker_client", None)
@@ -368,6 +371,6 @@ def _as_estimator(trainer: Trainer, where: JobLocation) -> Any:
 
 
 def given(record: Any, name: str) -> Any:
-    """A field of one of the SDK's records; None where it, or the record, was left out."""
+    """Return a field of one of the SDK's records, or None if the field or the record was left out."""
     value = getattr(record, name, None)
     return None if type(value).__name__ == "Unassigned" else value

@@ -120,7 +120,7 @@ class ModelTrainer(StockModelTrainer):
         self._has_limit = arguments.get("stopping_condition") is not None
 
     def model_post_init(self, context: Any) -> None:
-        """The verdict comes before the SDK asks the account for anything."""
+        """Check the settings before the SDK sends any request to the account."""
         self._process_mode = self.training_image == PROCESS_IMAGE
         self._read()
         super().model_post_init(context)
@@ -165,7 +165,7 @@ class ModelTrainer(StockModelTrainer):
     # -- planning ------------------------------------------------------------------------------------------
 
     def plan(self, model: Any, batch: int | None = None, **workload: Any) -> Plan:
-        """Say whether ``model`` trains with these settings on these instances, and where memory goes.
+        """Predict whether ``model`` trains with these settings on these instances, and its memory use.
 
         Args:
             model, batch, workload: as for ``SMPEstimator.plan``.
@@ -193,7 +193,7 @@ class ModelTrainer(StockModelTrainer):
 
         Raises:
             ConfigError: settings that cannot work, or a script that is not on this machine.
-            RehearsalFailed: the script failed, or does what cannot be rehearsed.
+            RehearsalFailed: the script failed, or cannot be rehearsed.
         """
         with said_in_v3():
             return planner_of(self, self._where(), self._read()).rehearse(arguments, **options)
@@ -257,12 +257,12 @@ class ModelTrainer(StockModelTrainer):
 
     @property
     def latest_training_job(self) -> Any:
-        """The newest job, as the SDK's ``TrainingJob``; None before the first."""
+        """Return the newest job, as the SDK's ``TrainingJob``, or None before the first."""
         return self._latest_training_job
 
     @property
     def model_data(self) -> str | None:
-        """The address of the newest job's ``model.tar.gz``; None before the first job has ended."""
+        """Return the address of the newest job's ``model.tar.gz``, or None before the first job has ended."""
         if self._archive is not None:
             return self._archive
         artifacts = given(self._latest_training_job, "model_artifacts")
@@ -271,7 +271,7 @@ class ModelTrainer(StockModelTrainer):
     # -- what is sent --------------------------------------------------------------------------------------
 
     def _create_training_job_args(self, input_data_config: Any = None, boto3: bool = False) -> dict[str, Any]:
-        """The SDK's request with what its own scripts need to know of a job with ModelParallel."""
+        """Return the SDK's request, with the settings that its scripts need for a job with ModelParallel."""
         self._populate_intelligent_defaults()  # before something is given, where they are no longer taken
         read = self._read()
         if read is None:
@@ -306,14 +306,17 @@ class ModelTrainer(StockModelTrainer):
 
 
 def _replacing_the_shell(arguments: list[str]) -> list[str]:
-    """The container's command, with which ``sm_train.sh`` is its first process, the one that a stop is sent to."""
+    """Return the container's command, changed so that ``sm_train.sh`` replaces the shell.
+
+    It is then the container's first process, which receives the signal of a stop.
+    """
     if arguments != DEFAULT_CONTAINER_ARGUMENTS:
         return arguments
     return [word.replace("&& ", "&& exec ") for word in arguments]
 
 
 def _wants_processes(arguments: Mapping[str, Any]) -> bool:
-    """Whether a trainer with these arguments trains as processes of this machine."""
+    """Return whether a trainer with these arguments trains as processes of this machine."""
     if arguments.get("training_image") or arguments.get("algorithm_name"):
         return False
     kind = given(arguments.get("compute"), "instance_type")
@@ -322,7 +325,7 @@ def _wants_processes(arguments: Mapping[str, Any]) -> bool:
 
 
 def _channels(inputs: Any) -> list[Any] | None:
-    """``input_data_config`` as the SDK takes it."""
+    """Return ``input_data_config`` in the form that the SDK accepts."""
     if inputs is None:
         return None
     if isinstance(inputs, Mapping):
@@ -335,14 +338,17 @@ def _channels(inputs: Any) -> list[Any] | None:
 
 
 def _named(name: str, source: Any) -> Any:
-    """A channel of a dictionary of them; a TrainingInput or FileSystemInput holds it as ``CreateTrainingJob`` has it."""
+    """Return a channel from an entry of a dictionary.
+
+    A TrainingInput or FileSystemInput holds it in the form of ``CreateTrainingJob``.
+    """
     if isinstance(config := getattr(source, "config", None), Mapping):
         return Channel(**transform({"ChannelName": name, **config}, "Channel"))
     return InputData(channel_name=name, data_source=str(source) if isinstance(source, Path) else source)
 
 
 def _with_path(channel: Any) -> Any:
-    """The SDK knows paths, where the estimators of SDK v2 have ``file://`` addresses."""
+    """Replace a channel's ``file://`` address, as in SDK v2, by the path that SDK v3 expects."""
     source = getattr(channel, "data_source", None)
     if isinstance(channel, InputData) and is_file_uri(source):
         return channel.model_copy(update={"data_source": str(path_of(str(source)))})

@@ -1,4 +1,4 @@
-"""What the settings of SDK v2 are called in SDK v3, for the sentences of checks that both share."""
+"""The names of SDK v2's settings in SDK v3, for the sentences of checks that both share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NAMES = {
 
 
 def in_words_of_v3(sentence: str) -> str:
-    """A sentence about settings of SDK v2, with the names that the same settings have in SDK v3."""
+    """Replace the names of SDK v2's settings in a sentence by those of SDK v3."""
     for older, name in _NAMES.items():
         sentence = re.sub(older, name, sentence)
     return sentence
@@ -48,7 +48,7 @@ def in_words_of_v3(sentence: str) -> str:
 
 @contextmanager
 def said_in_v3() -> Iterator[None]:
-    """Errors that are raised meanwhile name settings as SDK v3 does."""
+    """Run the block, and replace the names of SDK v2's settings in its errors by those of SDK v3."""
     try:
         yield
     except ConfigError as error:
@@ -56,5 +56,5 @@ def said_in_v3() -> Iterator[None]:
 
 
 def saying_in_v3(say: Callable[[str], None]) -> Callable[[str], None]:
-    """``say``, for sentences that name settings as SDK v2 does."""
+    """Wrap a callback for sentences so that they use the names of SDK v3's settings instead of SDK v2's."""
     return lambda sentence: say(in_words_of_v3(sentence))

@@ -1,1 +1,1 @@
-"""What an estimator is told: checked on the notebook, typed, and translated into what a job carries."""
+"""Settings of an estimator: checked on the notebook, typed, and translated into the job's hyperparameters."""

@@ -1,4 +1,7 @@
-"""What a model parallel job asks of the accelerators of its hosts: refused where they lack it, said where it is unwise."""
+"""Requirements of a model parallel job on its hosts' accelerators.
+
+A missing requirement raises an error; an unwise setting logs a warning.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ _ONE_RANK_PER_GPU = ("nccl", smddp.BACKEND)
 
 
 def catalogued(instance_type: Any, say: Callable[[str], None]) -> Instance | None:
-    """The instance's row of the catalogue; None for CPU instances, and for unknown ones, which are warned about.
+    """Return the instance's row of the catalogue, or None for CPU instances and for unknown ones.
+
+    Unknown instances are logged as a warning.
 
     Raises:
         ConfigError: an accelerator that the library does not run on.
@@ -93,7 +98,7 @@ def check_accelerators(
 def _gpus(
     instance_type: str | None, known: Instance | None, *, process_mode: bool, environment: Mapping[str, Any]
 ) -> tuple[int | None, str]:
-    """GPUs that the ranks of one machine see, None where that is not known, and what the machine is called."""
+    """Return the number of GPUs that the ranks of one machine see, or None if it is not known, and the machine's name."""
     if known is not None:
         return known.gpus, known.name
     if process_mode:

@@ -1,6 +1,6 @@
-"""What experience with distributed training advises, said as warnings where a configuration shows that it applies.
+"""Advice from experience with distributed training, logged as warnings if it applies to a configuration.
 
-Nothing here refuses anything: each sentence says what was seen, why it matters, and what to consider.
+Nothing here raises an error. Each sentence names the finding, the reason why it matters, and an alternative to consider.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _OVER_RANKS = re.compile(r"SyncBatchNorm|convert_sync_batchnorm")
 def advise(
     settings: JobSettings, *, hosts: int | None, hyperparameters: Mapping[str, Any], entry_point: Any, source_dir: Any
 ) -> Iterator[str]:
-    """Sentences that apply to a model parallel job, most of them to none.
+    """Yield sentences of advice on a model parallel job; most jobs get none.
 
     Args:
         hosts: None when only a pipeline knows.
-        hyperparameters: the user's; what cannot be known from them is not advised on.
-        entry_point, source_dir: the script; it and what it imports are searched for batch normalisation.
+        hyperparameters: the user's; there is no advice on facts that they do not contain.
+        entry_point, source_dir: the script; it and its imports are searched for batch normalization.
     """
     known = instance(settings.instance_type) if settings.instance_type else None
     yield from _data_parallel_first(settings, known, hyperparameters)
@@ -63,11 +63,11 @@ def advise(
 
 
 def other_regions(places: Mapping[str, str], session: Any) -> Iterator[str]:
-    """Sentences about buckets in another region than the job's.
+    """Yield sentences about buckets in another region than the job's.
 
     Args:
-        places: what is there → its ``s3://`` address.
-        session: the SDK's session; a bucket that does not answer within seconds is passed over.
+        places: name of the data → its ``s3://`` address.
+        session: the SDK's session; a bucket that does not answer within seconds is skipped.
     """
     here = session.boto_region_name
     found: dict[str, str | None] = {}
@@ -158,7 +158,7 @@ def _first(hyperparameters: Mapping[str, Any], names: tuple[str, ...]) -> int | 
 
 
 def _whole(value: Any) -> int | None:
-    """A positive whole number, also as text, which is how hyperparameters of a tuning job come."""
+    """Return a positive integer, also from text, or None; hyperparameters of a tuning job are text."""
     try:
         number = int(str(value))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a notebook can get wrong besides the distribution: found before anything is started or paid for."""
+"""Checks of a notebook's settings besides the distribution, before anything is started or paid for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_config.errors import kind_of, shown, suggest
+from smp_config.errors import kind_of, show_value, suggest
 from smp_config.formats import strict_json
 from smp_config.formats.secrets import shown_value
 from smp_config.job import SCRIPT_SUFFIXES
@@ -33,7 +33,7 @@ REQUIREMENTS = "requirements.txt"
 
 
 def check_arguments(given: dict[str, Any], known: Collection[str], former: Mapping[str, str], kind: str) -> list[str]:
-    """Put arguments under their present names, in place.
+    """Rename arguments with older names to their present names, in place.
 
     Args:
         given: of the constructor, by name.
@@ -45,7 +45,7 @@ def check_arguments(given: dict[str, Any], known: Collection[str], former: Mappi
         Sentences about older names.
 
     Raises:
-        ConfigError: arguments that nobody would read, with the nearest name of each; or two names of one.
+        ConfigError: unknown arguments, with the nearest name of each; or two names of one.
     """
     unknown = [name for name in given if name not in known and name not in former]
     if unknown:
@@ -88,7 +88,7 @@ def require_instance_type(value: Any, has_groups: bool) -> None:
 
 
 def require_text(value: Any, name: str, example: str) -> Any:
-    """An argument that names something, as text; values that are only known when a pipeline runs pass unchanged.
+    """Return a name or path argument as text; values that are known only when a pipeline runs are returned unchanged.
 
     Raises:
         ConfigError: neither text nor a path.
@@ -102,15 +102,16 @@ def require_text(value: Any, name: str, example: str) -> Any:
     if value is None or isinstance(value, str) or is_variable(value):
         return value
     raise ConfigError(
-        f"{name} is {shown(value)}, {kind_of(value)}; it must be text or a path: write for example {name}={example!r}"
+        f"{name} is {show_value(value)}, {kind_of(value)}; it must be text or a path: write for example {name}={example!r}"
     )
 
 
 def refuse_remote_script(entry_point: Any) -> None:
-    """Raise ConfigError for a script that lies in S3 by itself."""
+    """Raise ConfigError if ``entry_point`` is an S3 address."""
     if isinstance(entry_point, str) and entry_point.lower().startswith("s3://"):
         raise ConfigError(
-            f"entry_point is {shown(entry_point)}; the script is one of the files that are shipped to the job, which S3 has as an "
+            f"entry_point is {show_value(entry_point)}; the script is one of the files that are shipped to the job, which S3 "
+            "has as an "
             "archive: give that as source_dir, and entry_point relative to it, or a local script"
         )
 
@@ -122,7 +123,7 @@ def require_paths(value: Any, name: str) -> None:
         isinstance(p, str | os.PathLike) and str(p) for p in listed
     ):
         raise ConfigError(
-            f"{name} is {shown(value)}, {kind_of(value)}; it lists paths of what is shipped beside the script: write "
+            f"{name} is {show_value(value)}, {kind_of(value)}; it lists paths of what is shipped beside the script: write "
             f'{name}=["lib"]'
         )
 
@@ -133,11 +134,11 @@ def require_count(value: Any, name: str) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"{name} is {shown(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
+            f"{name} is {show_value(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
         )
     if value > MOST_RANKS:
         raise ConfigError(
-            f"{name} is {shown(value)}; it is a number of hosts, and no job has more than {MOST_RANKS:,}: lower it"
+            f"{name} is {show_value(value)}; it is a number of hosts, and no job has more than {MOST_RANKS:,}: lower it"
         )
 
 
@@ -166,23 +167,23 @@ def check_environment(environment: Mapping[str, Any] | None) -> None:
 
 
 def check_trackers(environment: Mapping[str, Any] | None) -> None:
-    """Raise ConfigError for a tracker whose package the processes of this machine would not find."""
+    """Raise ConfigError for a tracker if its package is not installed for the processes of this machine."""
     tracking.require_packages(tracking.loggers_of(_settled(environment or {})))
 
 
 def _settled(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Without variables of a pipeline, which nobody knows yet."""
+    """Return the environment without pipeline variables: their values are not known yet."""
     return {name: str(value) for name, value in environment.items() if not is_variable(value)}
 
 
 def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *, own_launcher: bool = False) -> None:
-    """Check that the script and what is shipped with it exist.
+    """Check that the script and its shipped files exist.
 
     Args:
         own_launcher: this package starts the script, which it does for Python and shell scripts only.
 
     Raises:
-        ConfigError: with the path that was tried and similar file names.
+        ConfigError: a file is missing; the message has the path that was tried and similar file names.
     """
     require_paths(dependencies, "dependencies")
     if not (is_variable(entry_point) or is_variable(source_dir) or is_s3_uri(source_dir)):
@@ -352,7 +353,10 @@ def check_partition_file(
 
 
 def _require_writable(path: Path) -> None:
-    """A relative path is meant in the job's own folders, where it can be written."""
+    """Raise ConfigError if an absolute path cannot be written.
+
+    A relative path is in the job's own folders, which are writable.
+    """
     there = next(folder for folder in path.parents if folder.exists()) if path.is_absolute() else None
     if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
         raise ConfigError(

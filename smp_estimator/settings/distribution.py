@@ -1,7 +1,7 @@
-"""The ``distribution`` dictionary: checked on the notebook, turned into the hyperparameters that a job carries.
+"""The ``distribution`` dictionary: checked on the notebook, turned into a job's hyperparameters.
 
-Only what the two ``smdistributed`` libraries use is read here; every other strategy of the SDK (and a plain
-``mpi`` in the cloud) stays with the SDK's own code.
+Only the settings of the two ``smdistributed`` libraries are read here. The SDK's own code reads every other strategy (and
+a plain ``mpi`` in the cloud).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology, limits, recovery
-from smp_config.errors import kind_of, shown, suggest
+from smp_config.errors import kind_of, show_value, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.machine import emulation
-from smp_config.mpi_options import MpiOption, check_mpi_options, merge, variables
+from smp_config.mpi_options import MpiOption, check_mpi_options, exported_variables, merge
 from smp_config.parameters import VERSION_2
 from smp_config.smddp import BufferSizes
 from smp_estimator.settings.accelerators import catalogued, check_accelerators
@@ -58,7 +58,7 @@ class Distribution:
     """A distribution that was read and checked.
 
     Attributes:
-        later: what only a pipeline knows, by the hyperparameter that carries it.
+        later: values that only a pipeline knows, by the hyperparameter that carries them.
     """
 
     settings: JobSettings
@@ -66,10 +66,9 @@ class Distribution:
 
 
 def is_ours(distribution: Mapping[str, Any] | None, *, process_mode: bool = False) -> bool:
-    """Whether this module, not the SDK, reads ``distribution``.
+    """Return whether this module, not the SDK, reads ``distribution``.
 
-    True when it names ``smdistributed``; in process mode also for ``mpi`` alone, since the bootstrap that will
-    read it is ours.
+    True if it names ``smdistributed``. In process mode also for ``mpi`` alone, since this package's bootstrap reads it.
     """
     if not isinstance(distribution, Mapping):
         return distribution is not None
@@ -82,12 +81,12 @@ def is_ours(distribution: Mapping[str, Any] | None, *, process_mode: bool = Fals
 
 
 def is_model_parallel(distribution: Any) -> bool:
-    """Whether ``distribution`` turns the model parallel library on, whatever else is right or wrong with it."""
+    """Return whether ``distribution`` turns on the model parallel library, even if other parts of it are invalid."""
     return _turns_on(distribution, "modelparallel")
 
 
 def is_data_parallel(distribution: Any) -> bool:
-    """The same of the data parallel library."""
+    """Return whether ``distribution`` turns on the data parallel library, even if other parts of it are invalid."""
     return _turns_on(distribution, "dataparallel")
 
 
@@ -98,20 +97,21 @@ def _turns_on(distribution: Any, library: str) -> bool:
 
 
 def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) -> None:
-    """Raise ConfigError for what the SDK would drop silently: a misspelt strategy, or a value that is no dictionary."""
+    """Raise ConfigError for entries that the SDK would drop silently: a misspelled strategy, or a value that is no dictionary."""
     if distribution is None:
         return
     if not isinstance(distribution, Mapping):
         raise ConfigError(
-            f"distribution is {shown(distribution)}, {kind_of(distribution)}; strategies are read from its keys: "
+            f"distribution is {show_value(distribution)}, {kind_of(distribution)}; strategies are read from its keys: "
             'give a dictionary such as {"smdistributed": {"modelparallel": {"enabled": True}}, '
             '"mpi": {"enabled": True, "processes_per_host": 2}}'
         )
     for key in distribution:
         if key not in KNOWN_STRATEGIES:
             raise ConfigError(
-                f"unknown strategy {shown(key)} in distribution{suggest(shown(key), KNOWN_STRATEGIES)}; the keys given are "
-                f"{shown(sorted(map(shown, distribution)))} and an unknown one would be dropped silently: use one of "
+                f"unknown strategy {show_value(key)} in distribution{suggest(show_value(key), KNOWN_STRATEGIES)}; the keys "
+                "given are "
+                f"{show_value(sorted(map(show_value, distribution)))} and an unknown one would be dropped silently: use one of "
                 f"{', '.join(KNOWN_STRATEGIES)}"
             )
     if process_mode:
@@ -139,17 +139,17 @@ def read(
 
     Args:
         distribution: the dictionary of the estimator.
-        instance_type: what ``sagemaker_instance_type`` will say; None with instance groups.
-        hosts: number of hosts, or None when it is only known at run time (a pipeline variable).
+        instance_type: the value of ``sagemaker_instance_type``; None with instance groups.
+        hosts: number of hosts, or None if it is only known at run time (a pipeline variable).
         process_mode: the job runs as processes of this machine; then ``processes_per_host`` may be absent.
         environment: the estimator's; its buffer sizes are checked.
-        say: told about settings that are allowed but ignored or filled in, one sentence each.
+        say: called with one sentence for each setting that is allowed but ignored or filled in.
 
     Returns:
         The distribution, typed; in process mode with ``processes_per_host`` filled in.
 
     Raises:
-        ConfigError: everything that would fail, or be dropped silently, after the job has started.
+        ConfigError: any setting that would fail, or be dropped silently, after the job has started.
     """
     refuse_unknown_strategies(distribution, process_mode=process_mode)
     require_plain(distribution, "distribution")
@@ -159,7 +159,7 @@ def read(
     settings = JobSettings.from_distribution(distribution, instance_type=instance_type)
     settings = _with_mpi(settings, distribution, say, known, process_mode=process_mode, later=later)
     _check_ranks(settings, hosts, process_mode=process_mode)
-    spares = _check_variables(variables(_check_mpi_options(settings)), environment or {}, hosts)
+    spares = _check_variables(exported_variables(_check_mpi_options(settings)), environment or {}, hosts)
     hosts = None if hosts is None else hosts - spares
     mirrored_environment(settings, environment)
     if settings.model_parallel is not None:
@@ -174,10 +174,10 @@ def read(
 
 
 class SettingsReader:
-    """Reads the distribution of one estimator, on the way to a job several times, and keeps what it read.
+    """Reader of one estimator's distribution that caches the result.
 
-    An estimator's attributes may be changed at any time, and its dictionaries from inside. So every step to a job asks
-    again, and what is read here is remembered with what it was read from.
+    An estimator's attributes may be changed at any time, and its dictionaries from inside. So every step before a job starts
+    reads again, and the result is cached with its source.
     """
 
     def __init__(self) -> None:
@@ -186,20 +186,20 @@ class SettingsReader:
         self._kept: Distribution | None = None
 
     def say(self, sentence: str) -> None:
-        """Warn, but of one thing only once."""
+        """Warn, but only once about each finding."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.warning("%s", sentence)
 
     def read(self, distribution: dict[str, Any], *, stock_image: bool, **where: Any) -> Distribution:
-        """The typed distribution.
+        """Return the typed distribution.
 
         Args:
             stock_image: the launcher of a stock image starts the job.
             where: the other arguments of :func:`read`.
 
         Raises:
-            ConfigError: as there; nothing is kept then.
+            ConfigError: as for :func:`read`; no result is cached then.
         """
         require_plain(distribution, "distribution")
         require_plain(where.get("environment"), "environment")
@@ -216,7 +216,7 @@ class SettingsReader:
 
 
 def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] | None) -> dict[str, Any]:
-    """A copy of ``distribution`` that names the instance groups of a heterogeneous cluster that train.
+    """Return a copy of ``distribution`` with the names of the instance groups that train in a heterogeneous cluster.
 
     Raises:
         ConfigError: a group that the estimator does not have, or several groups without a choice.
@@ -248,7 +248,10 @@ def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] 
 
 
 def _refuse_version_2(distribution: Mapping[str, Any]) -> None:
-    """Say first that parameters are those of version 2 of the library, whose jobs torchrun starts: that is the greater mistake."""
+    """Raise ConfigError for parameters of version 2 of the library, which torchrun starts.
+
+    This is checked first, since it is the greater mistake.
+    """
     part = distribution.get("smdistributed")
     library = part.get("modelparallel") if isinstance(part, Mapping) else None
     parameters = library.get("parameters") if isinstance(library, Mapping) else None
@@ -317,7 +320,7 @@ def _with_mpi(
     process_mode: bool,
     later: Mapping[str, Any],
 ) -> JobSettings:
-    """Model parallel jobs need mpi with a number of processes; process mode fills in 1."""
+    """Check that a model parallel job has mpi with a number of processes; in process mode, fill in 1."""
     fitting = known.gpus if known is not None else 8
     if settings.model_parallel is not None and settings.mpi is None:
         state = "is disabled" if "mpi" in distribution else "is missing"
@@ -349,7 +352,7 @@ def _with_mpi(
 
 
 def _check_ranks(settings: JobSettings, hosts: int | None, *, process_mode: bool) -> None:
-    """Raise ConfigError for more ranks than there can be; before anything is worked out for each of them."""
+    """Raise ConfigError for too many ranks, before any work that is done for each of them."""
     processes = settings.mpi.processes_per_host if settings.mpi is not None else None
     ranks, most = (processes or 1) * (hosts or 1), limits.MOST_LOCAL_RANKS if process_mode else limits.MOST_RANKS
     if ranks > most:
@@ -361,7 +364,7 @@ def _check_ranks(settings: JobSettings, hosts: int | None, *, process_mode: bool
 
 
 def _check_mpi_options(settings: JobSettings) -> list[MpiOption]:
-    """Options listed twice with different values are found here rather than by mpirun."""
+    """Return the options of mpirun; raise ConfigError here, before mpirun, for one option with different values."""
     options = []
     for part in (settings.data_parallel, settings.mpi):
         if part is not None and part.custom_mpi_options:
@@ -371,10 +374,10 @@ def _check_mpi_options(settings: JobSettings) -> list[MpiOption]:
 
 
 def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any], hosts: int | None) -> int:
-    """Raise ConfigError for variables that the ranks would refuse; what ``-x`` exports wins over the environment.
+    """Raise ConfigError for variables that the ranks would reject; ``-x`` overrides the environment.
 
     Returns:
-        How many of the hosts are spare, which only the environment can say: the launcher reads it.
+        The number of spare hosts. Only the environment can set it: the launcher reads it.
     """
     BufferSizes.from_environment(exported, environment)
     given = {**{name: value for name, value in environment.items() if isinstance(value, str)}, **exported}

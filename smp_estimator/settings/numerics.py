@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp_config import ConfigError
-from smp_config.errors import shown
+from smp_config.errors import show_value
 from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
 from smp_records.numerics import EVERY_VARIABLE, GUARDS_VARIABLE, MOST_EVERY, VARIABLE, Guards
@@ -16,14 +16,14 @@ _VARIABLES = (VARIABLE, EVERY_VARIABLE, GUARDS_VARIABLE)
 
 
 def with_numerics(environment: Any, record_numerics: Any) -> Any:
-    """The environment of a job with what ``record_numerics`` says; the same object where it was not given.
+    """Return a job's environment with the variables of ``record_numerics``, or the same object if it was not given.
 
     Args:
         record_numerics: True, False, or a dictionary of ``"every"`` (updates from one recorded step to the next) and ``"guards"``
-            (what is checked before each update); None where it was not given. Ranks record into ``numerics`` in the job's output.
+            (the check before each update); None if it was not given. Ranks record into ``numerics`` in the job's output.
 
     Raises:
-        ConfigError: an argument that says something else, or something else than the environment.
+        ConfigError: an invalid argument, or one that contradicts the environment.
     """
     if record_numerics is None:
         return environment
@@ -31,7 +31,8 @@ def with_numerics(environment: Any, record_numerics: Any) -> Any:
         return with_variables(environment, {VARIABLE: ("record_numerics", "1" if record_numerics else "0")})
     if not isinstance(record_numerics, Mapping) or not set(record_numerics) <= {_EVERY, _GUARDS}:
         raise ConfigError(
-            f"record_numerics is {shown(record_numerics)}; it says whether ranks record what tells trainings apart: write True, "
+            f"record_numerics is {show_value(record_numerics)}; it says whether ranks record what tells trainings apart: "
+            "write True, "
             'False, or {"every": 100, "guards": "finite"}'
         )
     wanted: dict[str, tuple[str, Any]] = {VARIABLE: ("record_numerics", "1")}
@@ -41,18 +42,18 @@ def with_numerics(environment: Any, record_numerics: Any) -> Any:
             isinstance(every, bool) or not isinstance(every, int) or not 1 <= every <= MOST_EVERY
         ):
             raise ConfigError(
-                f'record_numerics={{"every": …}} is {shown(every)}; it is the number of updates between recorded steps: give '
+                f'record_numerics={{"every": …}} is {show_value(every)}; it is the number of updates between recorded steps: give '
                 f"a whole number from 1 to {MOST_EVERY:,}"
             )
         wanted[EVERY_VARIABLE] = 'record_numerics={"every": …}', every if is_variable(every) else str(every)
     if guards is not None:
         if not is_variable(guards):
-            Guards.of(guards if isinstance(guards, str) else shown(guards))
+            Guards.of(guards if isinstance(guards, str) else show_value(guards))
         wanted[GUARDS_VARIABLE] = 'record_numerics={"guards": …}', guards
     return with_variables(environment, wanted)
 
 
 def with_other_numerics(environment: Any, record_numerics: Any) -> Any:
-    """Likewise, in place of what the environment says about recorded numbers."""
+    """Return a job's environment with ``record_numerics`` in place of its own variables for recorded numbers."""
     others = {name: value for name, value in (environment or {}).items() if name not in _VARIABLES}
     return with_numerics(others, record_numerics)

@@ -11,13 +11,13 @@ from smp_estimator.settings.variables import is_variable
 
 
 def with_variables(environment: Any, wanted: Mapping[str, tuple[str, Any]]) -> Any:
-    """The environment of a job with variables that stand for arguments; the same object where there are none.
+    """Return a job's environment with variables that represent arguments, or the same object if there are none.
 
     Args:
-        wanted: by variable, the argument that says it, for messages, and its value.
+        wanted: by variable, the argument that it represents, for messages, and its value.
 
     Raises:
-        ConfigError: the environment says something else.
+        ConfigError: the environment has a different value.
     """
     if not wanted:
         return environment

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp_config import ConfigError
-from smp_config.errors import kind_of, shown
+from smp_config.errors import kind_of, show_value
 from smp_config.formats import strict_json
 from smp_config.formats.secrets import masked_text, shown_value
 from smp_config.job import CARRIED
@@ -49,7 +49,7 @@ def require_plain(value: Any, name: str) -> None:
         elif isinstance(part, Mapping):
             for key, inner in part.items():
                 waiting.append((f"a name in {place}", level + 1, key))
-                waiting.append((f"{place}[{shown(key)}]", level + 1, inner))
+                waiting.append((f"{place}[{show_value(key)}]", level + 1, inner))
         elif isinstance(part, list | tuple):
             waiting.extend((f"{place}[{number}]", level + 1, inner) for number, inner in enumerate(part))
 
@@ -59,7 +59,8 @@ def check_hyperparameters(hyperparameters: Mapping[str, Any]) -> None:
     for name, value in hyperparameters.items():
         if not isinstance(name, str) or not name or "=" in name:
             raise ConfigError(
-                f"a hyperparameter is called {shown(name)}; its name becomes a word of the command line and part of a variable's "
+                f"a hyperparameter is called {show_value(name)}; its name becomes a word of the command line and part of a "
+                "variable's "
                 "name: give it text that is not empty and has no '='"
             )
         if is_variable(value):
@@ -89,12 +90,13 @@ def check_variables(environment: Mapping[str, Any] | None) -> None:
     for name, value in (environment or {}).items():
         if not isinstance(name, str) or not name or "=" in name:
             raise ConfigError(
-                f"an environment variable is called {shown(name)}; the sign = ends a name: give it a name that is text, not empty, "
+                f"an environment variable is called {show_value(name)}; the sign = ends a name: give it a name that is text, "
+                "not empty, "
                 "and has no '='"
             )
         if not isinstance(value, str) and not is_variable(value):
             raise ConfigError(
-                f"environment variable {shown(name)} is {shown_value(name, value)}, {kind_of(value)}; variables hold "
-                f"text: write {shown(shown_value(name, value))}"
+                f"environment variable {show_value(name)} is {shown_value(name, value)}, {kind_of(value)}; variables hold "
+                f"text: write {show_value(shown_value(name, value))}"
             )
         require_plain({name: value}, "environment")

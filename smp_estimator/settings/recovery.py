@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp_config import ConfigError
-from smp_config.errors import shown
+from smp_config.errors import show_value
 from smp_config.recovery import INTERVAL_VARIABLE, MEMORY_VARIABLE, MOST_RESTARTS, MOST_STEPS, RESTARTS_VARIABLE
 from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
@@ -15,14 +15,14 @@ _STEPS = "steps"
 
 
 def with_recovery(environment: Any, memory_checkpoint: Any, max_restarts: Any) -> Any:
-    """The environment of a job with what its arguments say; the same object where they say nothing.
+    """Return a job's environment with the variables of these arguments, or the same object if none was given.
 
     Args:
-        memory_checkpoint: True, False, or ``{"steps": n}``; None where it was not given.
-        max_restarts: how often the ranks are started again; None where it was not given.
+        memory_checkpoint: True, False, or ``{"steps": n}``; None if it was not given.
+        max_restarts: how often the ranks are started again; None if it was not given.
 
     Raises:
-        ConfigError: an argument that says something else, or something else than the environment.
+        ConfigError: an invalid argument, or one that contradicts the environment.
     """
     wanted: dict[str, tuple[str, Any]] = {}
     if max_restarts is not None:
@@ -36,22 +36,23 @@ def with_recovery(environment: Any, memory_checkpoint: Any, max_restarts: Any) -
 
 
 def _memory(given: Any) -> tuple[bool, Any]:
-    """Whether copies are kept, and the steps between two of them; None for as often as it costs little."""
+    """Return whether copies are kept, and the steps between two copies, or None for as often as it costs little."""
     if isinstance(given, bool):
         return given, None
     if isinstance(given, Mapping) and set(given) <= {_STEPS}:
         steps = given.get(_STEPS)
         return True, None if steps is None else _whole(steps, 'memory_checkpoint={"steps": …}', 1, MOST_STEPS)
     raise ConfigError(
-        f"memory_checkpoint is {shown(given)}; it says whether the state of the training is kept in shared memory: write True, "
+        f"memory_checkpoint is {show_value(given)}; it says whether the state of the training is kept in shared memory: write "
+        "True, "
         'False, or {"steps": 10} for a copy each ten steps'
     )
 
 
 def _whole(given: Any, name: str, least: int, most: int) -> Any:
-    """A whole number as text; what is only known when a pipeline runs passes unchanged."""
+    """Return an integer as text; a value that is known only when a pipeline runs is returned unchanged."""
     if is_variable(given):
         return given
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= most:
-        raise ConfigError(f"{name} is {shown(given)}; give a whole number from {least} to {most:,}")
+        raise ConfigError(f"{name} is {show_value(given)}; give a whole number from {least} to {most:,}")
     return str(given)

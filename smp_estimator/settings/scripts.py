@@ -1,4 +1,4 @@
-"""What the user's scripts say, without running them: the entry point, and the files beside it that it imports."""
+"""Static inspection of the user's scripts: the entry point, and the files beside it that it imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST_SCRIPT_BYTES = 1_000_000
 
 
 def first_use(pattern: re.Pattern[str], entry_point: Any, source_dir: Any) -> str | None:
-    """``file.py (name)`` of the first name that matches as a whole, in the code that a job runs.
+    """Return ``file.py (name)`` of the first name in the job's code that matches as a whole.
 
     Comments and strings do not count, nor files that the entry point does not import, directly or through others.
     """
@@ -26,7 +26,7 @@ def first_use(pattern: re.Pattern[str], entry_point: Any, source_dir: Any) -> st
 
 
 def _scripts(entry_point: Any, source_dir: Any) -> Iterator[tuple[Path, ast.Module]]:
-    """The entry point and what it imports from its own folder and ``source_dir``, each once."""
+    """Yield the entry point and the files that it imports from its own folder and ``source_dir``, each once."""
     if not isinstance(entry_point, str) or (isinstance(source_dir, str) and source_dir.startswith("s3://")):
         return
     folder = Path(source_dir).expanduser() if isinstance(source_dir, str) else Path(entry_point).expanduser().parent
@@ -54,7 +54,7 @@ def _parsed(path: Path) -> ast.Module | None:
 
 
 def _imported(tree: ast.Module, here: Path, roots: tuple[Path, ...]) -> Iterator[Path]:
-    """Files that the code names in imports."""
+    """Yield the files that the code imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -66,7 +66,10 @@ def _imported(tree: ast.Module, here: Path, roots: tuple[Path, ...]) -> Iterator
 
 
 def _files(name: str, roots: tuple[Path, ...]) -> Iterator[Path]:
-    """The module of a dotted name, and the packages around it; the last part may be a name inside a module."""
+    """Yield the files of a dotted name: its module, and the packages around it.
+
+    The last part may be a name inside a module.
+    """
     parts = name.split(".")
     for root in dict.fromkeys(roots):
         for count in range(1, len(parts) + 1):

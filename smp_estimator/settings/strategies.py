@@ -1,6 +1,6 @@
 """``distribution`` with completion: :class:`ModelParallel` and :class:`MPI` are parts of it, joined by ``|``.
 
-Editors and type checkers read ``strategies.pyi`` beside this file, whose arguments and words are those of
+Editors and type checkers read ``strategies.pyi`` beside this file. Its arguments and words are those of
 ``smp_config.parameters``; ``python tests/support/documents/stubs.py`` writes it.
 """
 
@@ -37,7 +37,7 @@ class ModelParallel(dict[str, Any]):
 
 
 class MPI(dict[str, Any]):
-    """The part of ``distribution`` that says how many processes ``mpirun`` starts.
+    """The part of ``distribution`` that sets how many processes ``mpirun`` starts.
 
     Args:
         processes_per_host: of each host; on GPU instances at most one per GPU. None means one on this machine, and is

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp_config import ConfigError
-from smp_config.errors import shown
+from smp_config.errors import show_value
 from smp_estimator.settings.own_variables import with_variables
 from smp_estimator.settings.variables import is_variable
 from smp_records.profiling import VARIABLE as PROFILE_VARIABLE
@@ -17,7 +17,7 @@ _FLAGS = ("memory", "shapes", "stacks")
 
 
 def with_tracking(environment: Any, loggers: Any, profile: Any) -> Any:
-    """The environment of a job with what ``loggers`` and ``profile`` say; the same object where neither was given.
+    """Return a job's environment with the variables of ``loggers`` and ``profile``, or the same object if neither was given.
 
     Args:
         loggers: names of trackers, as a list or as text with commas.
@@ -25,7 +25,7 @@ def with_tracking(environment: Any, loggers: Any, profile: Any) -> Any:
             ``{"steps": (10, 12), "memory": True}``.
 
     Raises:
-        ConfigError: an argument that says something else, or something else than the environment.
+        ConfigError: an invalid argument, or one that contradicts the environment.
     """
     wanted: dict[str, tuple[str, Any]] = {}
     if loggers is not None:
@@ -44,7 +44,7 @@ def _loggers(given: Any) -> Any:
         text = ",".join(given)
     else:
         raise ConfigError(
-            f'loggers is {shown(given)}; it names the trackers that get the numbers of the training: write ["tensorboard"] or '
+            f'loggers is {show_value(given)}; it names the trackers that get the numbers of the training: write ["tensorboard"] or '
             '"tensorboard,mlflow"'
         )
     loggers_of({LOGGERS_VARIABLE: text})
@@ -63,7 +63,7 @@ def _words(given: Any) -> str:
     known = {"steps", "ranks", *_FLAGS}
     if not isinstance(given, Mapping) or not set(given) <= known or "steps" not in given:
         raise ConfigError(
-            f"profile is {shown(given)}; it says which steps PyTorch's profiler records: write "
+            f"profile is {show_value(given)}; it says which steps PyTorch's profiler records: write "
             '{"steps": (10, 12), "memory": True} with any of memory, shapes, stacks and ranks'
         )
     steps, ranks = given["steps"], given.get("ranks", ())

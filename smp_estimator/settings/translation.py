@@ -10,7 +10,7 @@ from typing import Any
 from smp_config import ConfigError, JobSettings
 from smp_config.job import DATA_PARALLEL_ENABLED, DEFAULT_MPI_OPTIONS, MPI_OPTIONS, MpiSettings
 from smp_config.machine.instances import instance
-from smp_config.mpi_options import MpiOption, parse_mpi_options, variables
+from smp_config.mpi_options import MpiOption, exported_variables, parse_mpi_options
 
 #: Makes NCCL use the Elastic Fabric Adapter.
 EFA_VARIABLES = {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple"}
@@ -32,14 +32,14 @@ _MIRRORED_NAMES = ("SMP_NCCL_THROTTLE_LIMIT",)
 def hyperparameters(
     settings: JobSettings, environment: Mapping[str, Any] | None = None, later: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What the job carries, as Python values (the SDK encodes each as JSON).
+    """Return the job's hyperparameters as Python values (the SDK encodes each as JSON).
 
     Both ``partitions`` and ``pipeline_parallel_degree`` are in ``mp_parameters``, since client libraries look for
     the old name, and the switch of the data parallel library is always present, as the SDK sends it.
 
     Args:
-        environment: the estimator's; its variables of the collectives become ``-x`` options too, and what it sets
-            is not set to a default.
+        environment: the estimator's; its variables of the collectives become ``-x`` options too. Variables that it sets
+            get no default.
         later: pipeline variables by the hyperparameter that carries them.
     """
     sent = settings.to_hyperparameters()
@@ -51,9 +51,9 @@ def hyperparameters(
 
 
 def for_stock_launcher(settings: JobSettings, environment: Mapping[str, Any] | None = None) -> JobSettings:
-    """A data parallel job as the launcher of a stock image must get it: by mpirun, with what the platform needs.
+    """Return the settings of a data parallel job for a stock image's launcher: mpirun, with the platform's options.
 
-    Told of the data parallel library alone, that launcher starts the ranks with a program of the library that few
+    With the data parallel library alone, that launcher would start the ranks with a program of the library that few
     images have. Without a number of processes it starts one on each GPU.
     """
     if settings.data_parallel is None:
@@ -65,9 +65,9 @@ def for_stock_launcher(settings: JobSettings, environment: Mapping[str, Any] | N
 
 
 def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The ``distribution`` dictionary of a job that already runs, or None when it carries no strategy of ours.
+    """Return the ``distribution`` dictionary of a running job, or None if it uses no strategy of this package.
 
-    The inverse of :func:`hyperparameters`, for ``attach()``; options that were added for the platform are taken out
+    This is the inverse of :func:`hyperparameters`, for ``attach()``; options that were added for the platform are removed
     again.
     """
     settings = JobSettings.from_hyperparameters(carried)
@@ -89,7 +89,7 @@ def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _mpi_as_given(settings: JobSettings) -> dict[str, Any]:
-    """``distribution["mpi"]`` without what was added for the platform; empty when mpi is off."""
+    """Return ``distribution["mpi"]`` without the options that were added for the platform; empty if mpi is off."""
     if settings.mpi is None or not settings.mpi.enabled:
         return {}
     mpi: dict[str, Any] = {"enabled": True}
@@ -106,7 +106,7 @@ def _mpi_as_given(settings: JobSettings) -> dict[str, Any]:
 
 
 def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``environment`` with the variables of the collectives that ``custom_mpi_options`` sets with ``-x``.
+    """Return ``environment`` with the variables of the collectives that ``custom_mpi_options`` sets with ``-x``.
 
     Raises:
         ConfigError: both set one variable, to different values.
@@ -114,7 +114,7 @@ def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] |
     merged = dict(environment or {})
     if settings.model_parallel is None or settings.mpi is None:
         return merged
-    for name, value in variables(parse_mpi_options(settings.mpi.custom_mpi_options)).items():
+    for name, value in exported_variables(parse_mpi_options(settings.mpi.custom_mpi_options)).items():
         if not _is_mirrored(name):
             continue
         if name in merged and merged[name] != value:
@@ -129,10 +129,10 @@ def mirrored_environment(settings: JobSettings, environment: Mapping[str, Any] |
 def with_options_of_all(
     settings: JobSettings, instance_types: Sequence[str | None], environment: Mapping[str, Any] | None
 ) -> tuple[JobSettings, list[str]]:
-    """Settings with the MPI options that each of several instance types needs.
+    """Return settings with the MPI options that each of several instance types needs.
 
     Returns:
-        The settings, and the names of what only some of the types need, which is not set.
+        The settings, and the names of options that only some of the types need; these are not set.
     """
     if settings.mpi is None:
         return settings, []
@@ -145,10 +145,10 @@ def with_options_of_all(
 
 
 def stock_image_conflicts(settings: JobSettings) -> list[str]:
-    """Sentences about options that the launcher of a stock image sets too; mpirun would not start.
+    """Return sentences about options that the launcher of a stock image sets too; mpirun would not start.
 
     Raises:
-        ConfigError: an option that this launcher, which splits at blanks and knows no quotes, would tear apart.
+        ConfigError: an option that this launcher would break apart: it splits at spaces and does not support quotes.
     """
     if settings.mpi is None:
         return []
@@ -170,7 +170,7 @@ def stock_image_conflicts(settings: JobSettings) -> list[str]:
 
 
 def _default_options(instance_type: str | None) -> list[MpiOption]:
-    """What the platform needs on this instance, besides what it sets itself."""
+    """Return the options that the platform needs on this instance, besides those that it sets itself."""
     options: list[MpiOption] = []
     known = instance(instance_type) if instance_type else None
     if known is not None and known.efa:
@@ -180,7 +180,7 @@ def _default_options(instance_type: str | None) -> list[MpiOption]:
 
 
 def _added_options(instance_type: str | None, custom: str, environment: Mapping[str, Any]) -> list[MpiOption]:
-    """The platform's options and the mirrored variables, without those that the user sets in either place."""
+    """Return the platform's options and the mirrored variables, without those that the user sets in either place."""
     given = {option.subject for option in parse_mpi_options(custom)}
     added = [
         option
@@ -197,10 +197,10 @@ def _added_options(instance_type: str | None, custom: str, environment: Mapping[
 
 
 def _joined(options: Sequence[MpiOption], custom: str) -> str:
-    """The stock images' launcher splits at blanks, so nothing is quoted that need not be.
+    """Join options to one line with as few quotes as possible: the stock images' launcher splits at spaces.
 
-    The option that every launcher sets itself is taken out, since mpirun 4.1 refuses to start when a parameter of
-    ``--mca`` is listed twice, even with one value.
+    The option that every launcher sets itself is removed. mpirun 4.1 refuses to start if a parameter of ``--mca`` is listed
+    twice, even with the same value.
     """
     return " ".join([*(word for option in options for word in option.arguments()), _without_repetition(custom)]).strip()
 
@@ -226,7 +226,7 @@ def _without(text: str, defaults: Sequence[MpiOption]) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a command line, in quotes only where they need them."""
+    """Return the words of a command line, quoted only if necessary."""
     return [shlex.quote(word) if _needs_quotes(word) else word for word in shlex.split(text)]
 
 

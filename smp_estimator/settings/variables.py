@@ -18,7 +18,7 @@ _CARRIERS = {
 
 
 def is_variable(value: Any) -> bool:
-    """Whether ``value`` is a pipeline variable; none exists where the SDK was never imported."""
+    """Return whether ``value`` is a pipeline variable; always False if the SDK was never imported."""
     if "sagemaker.workflow" in sys.modules:
         from smp_estimator.sdk.version_2 import is_pipeline_variable
 
@@ -28,7 +28,7 @@ def is_variable(value: Any) -> bool:
 
 
 def separated(distribution: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part a distribution into what can be checked now and what a pipeline fills in.
+    """Split a distribution into the part that can be checked now and the part that a pipeline fills in.
 
     Returns:
         The distribution without variables, and the variables by the hyperparameter that carries each.

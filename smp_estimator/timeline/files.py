@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING
 
 from smp_config import ConfigError
-from smp_config.errors import shown
+from smp_config.errors import show_value
 from smp_estimator.local.files.archives import read_archive
 from smp_estimator.local.files.uris import is_file_uri, is_s3_uri, path_of
 from smp_estimator.timeline.steps import JobTimeline
@@ -115,7 +115,8 @@ def _in_archive(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
             found += member.size
             if member.size > _LARGEST or found > _LARGEST_ARCHIVE:
                 raise ConfigError(
-                    f"{path} holds {shown(member.name)} of {member.size:,} bytes, and {found:,} with those before it; a rank's "
+                    f"{path} holds {show_value(member.name)} of {member.size:,} bytes, and {found:,} with those before it; a "
+                    "rank's "
                     f"file has at most {_LARGEST:,}, and those of a job {_LARGEST_ARCHIVE:,}: record fewer steps"
                 )
             if (content := archive.extractfile(member)) is not None:

@@ -1,1 +1,1 @@
-"""All ranks of a job at a glance: what each spends its time on, and who holds the others up."""
+"""An overview of all ranks of a job: how each spends its time, and which ranks slow down the others."""

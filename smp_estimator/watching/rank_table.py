@@ -1,4 +1,4 @@
-"""A table of all ranks: what each spends its steps on, its memory, and how busy its processor and its GPU are."""
+"""A table of all ranks: how each spends its steps, its memory, and how busy its processor and its GPU are."""
 
 from __future__ import annotations
 

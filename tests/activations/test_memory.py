@@ -1,4 +1,4 @@
-"""Activations that are alive, counted, against the formula of docs/activation-checkpointing.md."""
+"""Activations that are alive, counted, against the formula of docs/how-it-works/activation-checkpointing.md."""
 
 from __future__ import annotations
 

@@ -215,14 +215,14 @@ def test_tuples_go_from_child_to_child():
 
 
 def test_modules_that_replace_checkpointed_ones_are_checkpointed(caplog, monkeypatch):
-    from smp_runtime.activations.marking import carry_over, is_marked, marks
+    from smp_runtime.activations.marking import carry_over, find_marks, is_marked
 
     monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
     net = nn.ModuleDict({"first": Layer(), "second": nn.Sequential(Layer()), "third": nn.Sequential(Layer(), Layer())})
     smp.set_activation_checkpointing(net["first"])
     smp.set_activation_checkpointing(net["second"])
     smp.set_activation_checkpointing(net["third"], strategy="group_2")
-    before = marks(net)
+    before = find_marks(net)
     net["first"], net["second"], net["third"] = Layer(), Layer(), nn.Sequential(Layer(), Layer())
     with caplog.at_level("WARNING", "smp"):
         carry_over(before, net)

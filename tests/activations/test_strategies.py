@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.activations.functional import Strategy, grouped
+from smp_runtime.activations.functional import Strategy, group_neighbours
 from smp_runtime.activations.marking import recomputed_parts
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.module_tree import note_recomputed
@@ -24,7 +24,7 @@ from smp_runtime.pipeline.partition.tracing import trace
     ],
 )
 def test_groups_end_where_the_stage_changes(name, expected):
-    groups = grouped("abcdefgh", [0, 0, 0, 1, 1, None, None, 0], Strategy.parse(name))
+    groups = group_neighbours("abcdefgh", [0, 0, 0, 1, 1, None, None, 0], Strategy.parse(name))
     assert [(stage, "".join(members)) for stage, members in groups] == expected
 
 

@@ -51,13 +51,13 @@ def _load(path):
     from torch.profiler import ProfilerActivity, profile
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.checkpoint.live_state import masters, updated, weights
+    from smp_runtime.checkpoint.live_state import live_masters, live_weights, updated_parameters
 
     model, optimizer, step = _model(smp.tp_size() > 1)
     if smp.pp_size() > 1:
         step(torch.ones(4, 96))
         optimizer.zero_grad()
-    held = sum(h.tensor.numel() * h.tensor.element_size() for h in (*weights(model), *masters(model)))
+    held = sum(h.tensor.numel() * h.tensor.element_size() for h in (*live_weights(model), *live_masters(model)))
     gc.collect()  # what other tests have left must not go away meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         smp.resume_from_checkpoint(path)
@@ -71,7 +71,7 @@ def _load(path):
         peak = max(peak, now)
     states = [
         value
-        for entry in updated(model, optimizer)
+        for entry in updated_parameters(model, optimizer)
         if entry.updated is not None
         for value in optimizer.state.get(entry.updated, {}).values()
     ]

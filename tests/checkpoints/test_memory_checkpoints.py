@@ -20,13 +20,13 @@ from smp_runtime.checkpoint.memory.host_folder import (
     CopyProgress,
     Data,
     Generation,
+    deserialize,
     generations_of,
     head_path,
-    packed,
     remove_older,
+    serialize,
     slots_of,
     stand_in,
-    unpacked,
     with_tensors,
 )
 
@@ -185,7 +185,7 @@ def test_what_is_copied_is_worked_out_again_only_where_more_than_values_has_chan
     solo({"fp16": True})
     run = Training()
     run.train(0, 1)
-    here, net = session.current(), run.model.module
+    here, net = session.current_session(), run.model.module
     share = WriteShare(here, None)
     known = KnownContents.of(here, run.model, run.optimizer, share)
     optimizer = None if change == "no optimizer" else run.optimizer
@@ -295,7 +295,7 @@ def test_slots_and_stand_ins():
     slots = slots_of(tensors)
     assert [slot.offset for slot in slots] == [0, 64, 128, 128]
     content = {"a": [stand_in(1), "word"], "b": {"c": stand_in(3), "d": 7}}
-    found = with_tensors(unpacked(packed(content)), tensors)
+    found = with_tensors(deserialize(serialize(content)), tensors)
     assert found == {"a": [tensors[1], "word"], "b": {"c": found["b"]["c"], "d": 7}}
     assert found["b"]["c"] is tensors[3]
 

@@ -47,7 +47,7 @@ def keep(path, kept, last):
         losses += run.train(step, step + 1)
         content = {"step": step + 1, "scheduler": run.scheduler.state_dict()}
         assert run.smp.memory_checkpoint(run.model, run.optimizer, content)
-    sent = Copier.of(session.current()).sent()
+    sent = Copier.of(session.current_session()).sent()
     run.save(path, str(kept), kept)
     return losses + run.train(kept, last), held(run), torch.rand(3), sent
 

@@ -279,7 +279,7 @@ def test_what_was_on_another_rank_s_gpu_comes_to_this_one_s_device(trained, tmp_
     assert found.tolist() == [0, 1, 2]
     assert found.device.type == "cpu"
     # The device of this rank could be any: here one whose tensors a test can have.
-    locate, storage = objects.here(torch.device("meta")), torch.ones(2).untyped_storage()
+    locate, storage = objects.map_to_own_device(torch.device("meta")), torch.ones(2).untyped_storage()
     assert locate(storage, "cuda:3").device.type == locate(storage, "cuda").device.type == "meta"
     assert locate(storage, "cpu") is None
 

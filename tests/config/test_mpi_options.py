@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smp_config.errors import ConfigError
-from smp_config.mpi_options import MpiOption, check_mpi_options, merge, parse_mpi_options, variables
+from smp_config.mpi_options import MpiOption, check_mpi_options, exported_variables, merge, parse_mpi_options
 
 SINGLE_COPY = MpiOption("mca", "btl_vader_single_copy_mechanism", "none")
 
@@ -94,4 +94,4 @@ def test_different_values_for_one_thing_are_refused(text, named):
 
 
 def test_variables():
-    assert variables(parse_mpi_options("-x A=1 -x B -x C=x=y --mca btl self")) == {"A": "1", "C": "x=y"}
+    assert exported_variables(parse_mpi_options("-x A=1 -x B -x C=x=y --mca btl self")) == {"A": "1", "C": "x=y"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smp_config.formats.secrets import MASK, is_secret_name, masked, masked_text, masked_words, shown_value
+from smp_config.formats.secrets import MASK, is_secret_name, mask_secrets, masked_text, masked_words, shown_value
 from smp_config.mpi_options import parse_mpi_options
 
 AWS_ID = "AKIA" + "ABCDEFGH12345678"
@@ -31,16 +31,16 @@ def test_names_that_say_so(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["monkey", "keyboard", "epochs", "tokenizer", "model_dir", "secretary"])
 def test_names_that_only_contain_the_letters(name: str) -> None:
-    assert masked(name, "value-1") == "value-1"
+    assert mask_secrets(name, "value-1") == "value-1"
 
 
 @pytest.mark.parametrize("value", ["512", "1e6", "true", "None", "<pad>", "[PAD]", "<|endoftext|>", ""])
 def test_a_token_of_a_vocabulary_is_no_secret(value: str) -> None:
-    assert masked("max_token", value) == value
+    assert mask_secrets("max_token", value) == value
 
 
 def test_a_password_is_one_whatever_it_is() -> None:
-    assert masked("password", "1234") == MASK
+    assert mask_secrets("password", "1234") == MASK
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_password_is_one_whatever_it_is() -> None:
 )
 def test_values_by_their_form(secret: str) -> None:
     assert masked_text(f"before {secret}") == f"before {MASK}"
-    assert masked("anything", secret) == MASK
+    assert mask_secrets("anything", secret) == MASK
     assert masked_words(["train.py", f"--x={secret}"]) == ["train.py", f"--x={MASK}"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from smp_config.errors import ConfigError
 from smp_config.parameters import ModelParallelParameters
 from smp_config.recovery import readers_at_start, spare_hosts
-from smp_config.shrink_degrees import difference, fitted, readers
+from smp_config.shrink_degrees import count_readers, describe_difference, shrink_to
 from smp_config.topology import Group
 
 
@@ -47,14 +47,14 @@ def degrees(parameters):
     ],
 )
 def test_the_nearest_degrees(before, ranks, after):
-    found = fitted(given(*before), ranks)
+    found = shrink_to(given(*before), ranks)
     assert degrees(found) == after
     found.topology(ranks)
 
 
 def test_of_all_degrees_that_fit_those_with_the_least_state_on_a_rank():
     for pp, tp, sharded, ranks in itertools.product((1, 2, 3, 4), (1, 2, 4), (1, 2, 4), range(1, 13)):
-        found = degrees(fitted(given(pp, tp, sharded), ranks))
+        found = degrees(shrink_to(given(pp, tp, sharded), ranks))
         assert all(now <= before for now, before in zip(found, (pp, tp, sharded), strict=True))
         if ranks % (pp * tp) == 0 and ranks // (pp * tp) % sharded == 0:
             assert found == (pp, tp, sharded)
@@ -70,24 +70,24 @@ def test_of_all_degrees_that_fit_those_with_the_least_state_on_a_rank():
 
 def test_other_settings_stay_and_follow_the_degrees():
     before = given(1, 4, microbatches=4, bf16=True, expert_parallel_degree=4)
-    found = fitted(before, 2)
+    found = shrink_to(before, 2)
     assert found.to_mp_parameters() == {
         **before.to_mp_parameters(), "tensor_parallel_degree": 2, "expert_parallel_degree": 2,
     }  # fmt: skip
-    assert difference(before, found) == "tensor_parallel_degree 4 → 2"
-    assert difference(before, before) == ""
+    assert describe_difference(before, found) == "tensor_parallel_degree 4 → 2"
+    assert describe_difference(before, before) == ""
 
 
 def test_without_ddp_the_ranks_that_are_left_make_one_replica():
     alone = ModelParallelParameters.from_mp_parameters({"partitions": 4})
-    assert degrees(fitted(alone, 3)) == (3, 1, 1)
-    assert fitted(alone, 6) is None
-    assert fitted(ModelParallelParameters.from_mp_parameters({"partitions": 2}), 3) is None
+    assert degrees(shrink_to(alone, 3)) == (3, 1, 1)
+    assert shrink_to(alone, 6) is None
+    assert shrink_to(ModelParallelParameters.from_mp_parameters({"partitions": 2}), 3) is None
 
 
 def test_readers():
-    assert readers(given(2, 2), 8) == 8 // 2 == given(2, 2).topology(8).size(Group.DP)
-    assert readers(given(2, 2, prescaled_batch=True), 8) == 2
+    assert count_readers(given(2, 2), 8) == 8 // 2 == given(2, 2).topology(8).size(Group.DP)
+    assert count_readers(given(2, 2, prescaled_batch=True), 8) == 2
     assert readers_at_start({}) is None
     assert readers_at_start({"SMP_READERS_AT_START": "4"}) == 4
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from smp_emulation.checked import emulated
-from smp_runtime.microbatch_state.snapshot import restored
+from smp_runtime.microbatch_state.snapshot import restore_afterwards
 from smp_runtime.tensors.random_state import generator_of
 
 
@@ -16,7 +16,7 @@ def test_a_run_without_a_mark_puts_back_the_generators_of_the_model_and_of_the_c
         model = nn.Dropout()
         model.register_buffer("place", torch.zeros(1, device="cuda:0"))
         states = [torch.cuda.get_rng_state(number) for number in range(2)]
-        with restored(model):
+        with restore_afterwards(model):
             for number in range(2):
                 torch.rand(3, device=f"cuda:{number}")
         for number, state in enumerate(states):

@@ -151,11 +151,11 @@ def test_a_running_job_is_looked_at_from_outside(tmp_path: Path) -> None:
             assert rank.stdout.readline() == b"ready\n"
         said = call("top", f"top-{tmp_path.name}", "--once", "--json", "--seconds", "0.5")
         rows = json.loads(said.output)["ranks"]
-        before, seen = pace.look(tmp_path), Stragglers()
+        before, seen = pace.read_records(tmp_path), Stragglers()
         for _ in range(4):
             subprocess.run(["sleep", "0.15"], check=True)
-            after = pace.look(tmp_path)
-            seen.add(pace.between(before, after))
+            after = pace.read_records(tmp_path)
+            seen.add(pace.compare_records(before, after))
             before = after
     finally:
         for rank in ranks:

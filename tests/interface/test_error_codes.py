@@ -16,7 +16,7 @@ from support.documents import error_code_page
 from support.platform.command_line import call, flat
 
 from smp_config import ConfigError, Topology
-from smp_config.error_codes import FAMILIES, Coded, catalogue, code_for, code_of, marked
+from smp_config.error_codes import FAMILIES, Coded, append_code, catalogue, code_for, code_of
 from smp_estimator.cloud import entry
 from smp_launch.failures.failure import FailureCollector
 from smp_records.records import FailureRecord
@@ -168,7 +168,7 @@ def test_the_code_is_that_of_the_part_that_made_the_error() -> None:
         Topology(8, pipeline=3)
     assert code_of(raised.value) == "SMP102"
     assert str(raised.value).endswith("whose product divides 8"), "the message stays as it was written"
-    assert marked(str(raised.value), raised.value).endswith("divides 8 [SMP102]")
+    assert append_code(str(raised.value), raised.value).endswith("divides 8 [SMP102]")
     assert code_of(pickle.loads(pickle.dumps(raised.value))) == "SMP102"
     reworded = ConfigError("in other words").of_the_kind_of(raised.value)
     assert code_of(reworded) == "SMP102"

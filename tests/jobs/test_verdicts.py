@@ -113,9 +113,13 @@ def ranks_refuse(carried: dict[str, str], case: Drawn, patch: pytest.MonkeyPatch
             Tree(folder), {**decoded, "sagemaker_program": "train.py"}, {"hosts": hosts}, {}, hosts[0]
         )
         job = Job.read(training, settings, layout, case.environment)
-        from smp_config.mpi_options import variables
+        from smp_config.mpi_options import exported_variables
 
-        environ = {**case.environment, **variables(job.custom), "SM_CURRENT_INSTANCE_TYPE": str(case.instance_type)}
+        environ = {
+            **case.environment,
+            **exported_variables(job.custom),
+            "SM_CURRENT_INSTANCE_TYPE": str(case.instance_type),
+        }
         with patch.context() as here:
             for name, value in environ.items():
                 here.setenv(name, value)

@@ -15,7 +15,7 @@ from smp_config.machine.disk_space import full_disk, has_room, no_more_files, no
 from smp_launch.failures import early_ends
 from smp_launch.failures.failure import FailureCollector
 from smp_launch.failures.fatal_errors import explain
-from smp_launch.isolated import program
+from smp_launch.isolated import isolated_command
 from smp_launch.machine import output
 from smp_launch.machine.output import LineAssembler, OutputLine, WholeLines
 from smp_launch.machine.rank_pipes import REPORT_VARIABLE
@@ -164,7 +164,7 @@ def drain(folder):
     with StopRequests() as stop:
         collector = FailureCollector(lambda rank: "here", mpirun=False)
         supervisor = supervise.Supervisor(stop, collector, ranks=2, pipes=Path(folder))
-        command = program("smp_launch.anywhere.local_ranks", "2", "--", sys.executable, "-S", "-c", rank)
+        command = isolated_command("smp_launch.anywhere.local_ranks", "2", "--", sys.executable, "-S", "-c", rank)
         outcome = supervisor.run(command, os.environ, ".")
     print(outcome.returncode, outcome.overdue)
 

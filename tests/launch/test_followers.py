@@ -17,7 +17,7 @@ from smp_launch.machine.locked_folders import LeaderStatus, StatusDir
 from smp_launch.machine.signals import StopRequests
 from smp_launch.remote.login import FOLLOW, environment_of
 from smp_launch.remote.remote_hosts import PATIENCE_VARIABLE, RemoteHosts
-from smp_launch.remote.ssh import PORT_VARIABLE, TRUSTED_VARIABLE, Client, port, trusted_addresses
+from smp_launch.remote.ssh import PORT_VARIABLE, TRUSTED_VARIABLE, Client, read_port, trusted_addresses
 
 PACKAGES = Path(__file__).resolve().parents[2] / "container"
 
@@ -115,9 +115,9 @@ def test_the_leader_s_address(stop):
 
 @pytest.mark.parametrize("given", ["0", "ssh", "65536", "-1"])
 def test_a_port_that_is_none(given):
-    assert port({}) == "22"
+    assert read_port({}) == "22"
     with pytest.raises(LaunchError, match="use a number from 1 to 65535"):
-        port({PORT_VARIABLE: given})
+        read_port({PORT_VARIABLE: given})
 
 
 @pytest.mark.parametrize("banner", ["echo 'Welcome to the host'", "printf 'Last login\\r\\n\\n'; sleep 0.3; echo"])

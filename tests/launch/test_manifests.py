@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from smp_config import ModelParallelParameters
-from smp_config.formats.values import dictionary
+from smp_config.formats.values import parse_dictionary
 from smp_launch.anywhere.detect_launcher import LauncherSettings, recognise
 from smp_launch.anywhere.run_command import run_script
 
@@ -96,7 +96,7 @@ def test_the_pods_of_a_pytorchjob_become_the_ranks_that_the_degrees_need():
         pod |= {"WORLD_SIZE": str(pods * processes), "PET_NNODES": str(pods), "PET_NPROC_PER_NODE": str(processes)}
         found.append(recognise({**pod, "CUDA_VISIBLE_DEVICES": ""}, LauncherSettings(options["processes"])))
     assert [(pod.first_rank, pod.ranks, pod.size) for pod in found] == [(0, 2, 4), (2, 2, 4)]
-    parameters = ModelParallelParameters.from_mp_parameters(dictionary(options["parameters"], "--parameters"))
+    parameters = ModelParallelParameters.from_mp_parameters(parse_dictionary(options["parameters"], "--parameters"))
     topology = parameters.topology(found[0].size)
     assert (parameters.pipeline_parallel_degree, topology.world_size) == (2, 4)
 
@@ -112,7 +112,9 @@ def test_the_workers_of_an_mpijob_have_a_slot_for_every_process():
     assert processes == roles["Worker"]["replicas"] * job["spec"]["slotsPerWorker"]
     options = options_of(words)
     assert options["processes"] is None  # each process is one rank
-    ModelParallelParameters.from_mp_parameters(dictionary(options["parameters"], "--parameters")).topology(processes)
+    ModelParallelParameters.from_mp_parameters(parse_dictionary(options["parameters"], "--parameters")).topology(
+        processes
+    )
 
 
 def test_the_batch_script_of_slurm(tmp_path):
@@ -133,7 +135,7 @@ def test_the_batch_script_of_slurm(tmp_path):
     ).stdout.splitlines()
     options = options_of(["smp-launch", *said])
     ranks = int(asked["nodes"]) * int(asked["ntasks-per-node"]) * options["processes"]
-    ModelParallelParameters.from_mp_parameters(dictionary(options["parameters"], "--parameters")).topology(ranks)
+    ModelParallelParameters.from_mp_parameters(parse_dictionary(options["parameters"], "--parameters")).topology(ranks)
     assert ranks == 4
     assert (ROOT / options["script"]).is_file()
     assert options["words"][:2] == ("--train", "/shared/text")

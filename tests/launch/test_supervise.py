@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from smp_launch.failures.failure import FailureCollector
-from smp_launch.machine.processes import descendants, kill_descendants
+from smp_launch.machine.processes import find_descendants, kill_descendants
 from smp_launch.machine.signals import StopRequests
 from smp_launch.supervision import supervise
 
@@ -71,7 +71,7 @@ def supervise_beside_another():
         assert (outcome.returncode, outcome.overdue) == (0, None)
         assert select.select([read], [], [], 10.0)[0]
         assert os.read(read, 20) == b"ended"
-        assert kept in descendants()
+        assert kept in find_descendants()
     finally:
         kill_descendants()
         os.waitpid(kept, 0)

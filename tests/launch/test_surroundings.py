@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from smp_config import ConfigError
-from smp_config.machine.interfaces import LOOPBACK, addresses, interface_towards
+from smp_config.machine.interfaces import LOOPBACK, interface_towards, list_addresses
 from smp_launch.anywhere.detect_launcher import LauncherKind, LauncherSettings, derived_port, first_host, recognise
 from smp_launch.anywhere.plain_rank import prepare, rank_variables
 
@@ -280,6 +280,6 @@ def test_variables_of_other_launchers_do_not_reach_ranks_that_they_have_not_star
 
 def test_the_interface_towards_another_host():
     assert interface_towards("127.0.0.1") is None  # it leads nowhere else
-    for name, address in addresses().items():
+    for name, address in list_addresses().items():
         if name != LOOPBACK:
             assert interface_towards(address) == name

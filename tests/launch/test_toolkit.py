@@ -40,7 +40,7 @@ def test_code_that_is_a_package_is_installed(asked, tmp_path, names, wanted):
     for name in names:
         (tmp_path / name).write_text("")
     with open(os.devnull, "wb") as report:
-        assert toolkit.child([str(report.fileno()), str(tmp_path)]) == 0
+        assert toolkit.run_child([str(report.fileno()), str(tmp_path)]) == 0
     assert asked == [(name, str(tmp_path)) for name in wanted]
 
 

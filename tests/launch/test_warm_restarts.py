@@ -23,9 +23,9 @@ from smp_config.errors import ConfigError
 from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.anywhere.plain_rank import SURROUNDINGS_VARIABLE, to_text
 from smp_launch.ranks import messages
-from smp_launch.ranks.imports import installed
-from smp_launch.warm.conditions import conditions, other_condition, other_variable
-from smp_launch.warm.standby import WARM_VARIABLE, standby
+from smp_launch.ranks.imports import list_installed
+from smp_launch.warm.conditions import other_condition, other_variable, read_conditions
+from smp_launch.warm.standby import WARM_VARIABLE, keep_standby
 
 #: No process of these tests takes longer, unless it hangs.
 PATIENCE = 30.0
@@ -122,7 +122,7 @@ def host(folder):
                 SURROUNDINGS_VARIABLE: to_text(surroundings),
                 **environ,
             }
-            ready = stack.enter_context(standby(values, "train.py", folder, wanted=True))
+            ready = stack.enter_context(keep_standby(values, "train.py", folder, wanted=True))
             made = Host(folder, ready, values)
             if begin:
                 lines, code, errors = made.run(again=False)
@@ -309,10 +309,10 @@ def test_only_what_is_installed_is_imported_ahead(tmp_path):
         ]
     )
     modules["alias"] = modules["json"]
-    assert installed(modules, [str(tmp_path)]) == ["json", "numpy.random", "sys"]
+    assert list_installed(modules, [str(tmp_path)]) == ["json", "numpy.random", "sys"]
     # A user's folder that holds the environment does not make its packages the user's; a folder within it does.
-    assert "json" in installed(modules, ["/", str(Path(json.__file__).parents[3])])
-    assert "json" not in installed(modules, [os.path.dirname(os.path.realpath(json.__file__))])
+    assert "json" in list_installed(modules, ["/", str(Path(json.__file__).parents[3])])
+    assert "json" not in list_installed(modules, [os.path.dirname(os.path.realpath(json.__file__))])
 
 
 def test_variables_that_imports_cannot_have_read():
@@ -324,8 +324,8 @@ def test_variables_that_imports_cannot_have_read():
 
 
 def test_conditions_of_two_processes():
-    mine = conditions()
-    assert other_condition(mine, conditions()) is None
+    mine = read_conditions()
+    assert other_condition(mine, read_conditions()) is None
     assert other_condition(mine, {**mine, "Umask": "0777"}) == "Umask"
     assert {"Umask", "SigBlk", "limits", "mnt", "interpreter", "priority"} <= mine.keys()
 
@@ -356,7 +356,7 @@ def test_messages_with_descriptors():
     ("value", "script", "wanted"), [("0", "train.py", True), ("1", "train.sh", True), ("", "train.py", False)]
 )
 def test_where_nothing_is_kept_ready(tmp_path, value, script, wanted):
-    with standby({**os.environ, WARM_VARIABLE: value}, script, tmp_path, wanted=wanted) as ready:
+    with keep_standby({**os.environ, WARM_VARIABLE: value}, script, tmp_path, wanted=wanted) as ready:
         program = [sys.executable, "-m", "smp_launch.ranks.rank", "--", script]
         assert (ready.pids, ready.variables()) == ((), {})
         assert ready.program(program, is_restart=True, whose="group") == program
@@ -365,6 +365,6 @@ def test_where_nothing_is_kept_ready(tmp_path, value, script, wanted):
 def test_a_value_that_says_neither():
     with (
         pytest.raises(ConfigError, match=r"SMP_WARM_RESTARTS is 'yes'.*set 0, or 1"),
-        standby({WARM_VARIABLE: "yes"}, "train.py", ".", wanted=True),
+        keep_standby({WARM_VARIABLE: "yes"}, "train.py", ".", wanted=True),
     ):
         pass

@@ -16,7 +16,7 @@ from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.verification import NO_DROPOUT, Verification
 from smp_records.numerics import Trial
-from smp_tools.numerics.trial import still
+from smp_tools.numerics.trial import disable_dropout
 
 
 class _Own(nn.Module):
@@ -30,9 +30,9 @@ class _Own(nn.Module):
 
 def test_dropout_of_layers_and_of_numbers_that_modules_keep() -> None:
     module = _Own()
-    assert still(module) == ["attention_dropout", "drop_path", "layers.0.p", "layers.2.p"]
+    assert disable_dropout(module) == ["attention_dropout", "drop_path", "layers.0.p", "layers.2.p"]
     assert (module.attention_dropout, module.drop_path, module.rate) == (0.0, 0.0, 0.4)
-    assert still(module) == []
+    assert disable_dropout(module) == []
 
 
 def _train(config: dict[str, Any], per_rank: bool) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def _train(config: dict[str, Any], per_rank: bool) -> tuple[int, int]:
     from support.training.numerics_training import Decoder, batch_of, loss_of, part
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.job.session import current
+    from smp_runtime.job.session import current_session
 
     smp.init(config)  # here, since what hears of it must be imported first
     module = Decoder()  # weights by the trial's seed
@@ -64,8 +64,8 @@ def _train(config: dict[str, Any], per_rank: bool) -> tuple[int, int]:
             step(ids, {"targets": targets, "name": "a"}, torch.tensor(0.5), ids.t())
             optimizer.step()
     except SystemExit as ended:
-        return int(ended.code or 0), current().progress.step
-    return -1, current().progress.step
+        return int(ended.code or 0), current_session().progress.step
+    return -1, current_session().progress.step
 
 
 @pytest.mark.parametrize("per_rank", [True, False])

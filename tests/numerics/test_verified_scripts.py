@@ -1,6 +1,6 @@
 """``smp-estimator verify`` of real scripts: the entry points, AWS's GPT-2 sample, families of Transformers, and ``Trainer``.
 
-``pytest -s`` prints a row for the table of ``docs/numerics.md``.
+``pytest -s`` prints a row for the table of ``docs/how-it-works/numerics.md``.
 """
 
 from __future__ import annotations

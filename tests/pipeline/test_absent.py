@@ -19,7 +19,7 @@ from smp_runtime.microbatch_state.remote_stubs import (
     RemoteStubParameter,
     absent_parameter,
 )
-from smp_runtime.pipeline.transport.tensor_channels import dense
+from smp_runtime.pipeline.transport.tensor_channels import to_dense
 from smp_runtime.tensors.torch_private import swap_contents
 
 
@@ -104,7 +104,7 @@ def test_a_stand_in_is_a_parameter_like_others():
 
 def test_it_does_not_travel_and_says_where_it_is():
     with pytest.raises(SMPUserError, match=r"parameter layer.weight, of shape .* stage 1; put both on one stage"):
-        dense(_absent_linear()[0].weight)
+        to_dense(_absent_linear()[0].weight)
 
 
 def test_pickled_it_is_a_plain_meta_tensor():

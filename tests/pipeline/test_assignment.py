@@ -15,7 +15,7 @@ from torch import nn
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.partition.assignment import Assignment, check_together
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
-from smp_runtime.pipeline.partition.module_tree import untraced
+from smp_runtime.pipeline.partition.module_tree import tree_without_tracing
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.tracing import trace
 
@@ -38,7 +38,7 @@ class Shared(nn.Module):
 
 def test_a_file_gives_the_assignment_back(tmp_path):
     model = TiedNet(4)
-    assignment = partition(untraced(model), 2)
+    assignment = partition(tree_without_tracing(model), 2)
     assignment.save(tmp_path / "partition.json")
     loaded = Assignment.load(tmp_path / "partition.json")
     assert loaded == assignment
@@ -51,7 +51,7 @@ def test_a_file_gives_the_assignment_back(tmp_path):
 
 def test_all_names_of_a_module_are_on_one_stage():
     model = Shared()
-    assignment = partition(untraced(model), 2)
+    assignment = partition(tree_without_tracing(model), 2)
     assert assignment.stage_of("one") == assignment.stage_of("again")
     apart = {**assignment.to_dict()["modules"], "again": 1 - assignment.stage_of("one")}
     with pytest.raises(SMPUserError, match="'one' and 'again' are one module, but the partition has them on stages"):
@@ -59,7 +59,7 @@ def test_all_names_of_a_module_are_on_one_stage():
 
 
 def test_an_assignment_of_another_model_is_refused():
-    assignment = partition(untraced(TiedNet(2)), 2)
+    assignment = partition(tree_without_tracing(TiedNet(2)), 2)
     with pytest.raises(SMPUserError, match=r"model of 10 modules: it lacks 'layers.2', 'layers.3'; load"):
         assignment.check(TiedNet(4), 2)
     with pytest.raises(SMPUserError, match=r"has 'layers.1', which the model has not"):
@@ -102,7 +102,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_an_unknown_path_names_the_nearest():
     with pytest.raises(SMPUserError, match="no module 'hed', did you mean 'head'"):
-        partition(untraced(TiedNet()), 2).stage_of("hed")
+        partition(tree_without_tracing(TiedNet()), 2).stage_of("hed")
 
 
 # -- by hand -------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_pins_reach_the_automatic_partition():
     manual = ManualAssignment(2, automatic=True)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     manual.set_partition(model[0], 1)
-    assert partition(untraced(model), 2, pinned=manual.pins(model)).stage_of("0") == 1
+    assert partition(tree_without_tracing(model), 2, pinned=manual.pins(model)).stage_of("0") == 1
 
 
 def test_shared_parameters_must_not_be_set_apart():

@@ -11,7 +11,7 @@ import torch
 from support.training.closeness import close
 from torch import nn
 
-from smp_runtime.microbatch_state.compiled_blocks import BlockClass, CompiledForward, eagerly, is_compiled
+from smp_runtime.microbatch_state.compiled_blocks import BlockClass, CompiledForward, is_compiled, run_eagerly
 
 
 class Block(nn.Module):
@@ -276,7 +276,7 @@ def test_generation_does_not_compile(solo):
 
     solo({"compile": True, "compile_backend": "eager"})
     model = smp.DistributedModel(network())
-    with eagerly():
+    with run_eagerly():
         assert _graphs(model, (8, 4)) == [0, 0]
     assert _graphs(model, (8,)) == [1]
 

@@ -25,8 +25,8 @@ from smp_runtime.pipeline.transport.tensor_channels import (
     InlineChannel,
     channel_of,
     choose_channels,
-    dense,
     directed_groups,
+    to_dense,
 )
 from smp_runtime.pipeline.transport.transport import PipelineTransport
 
@@ -39,7 +39,7 @@ def _transport(world: int, **kwargs: Any) -> Any:
     """A transport with process groups, and queues of what came to it, what it lost and what failed."""
     from smp_runtime.job import session
 
-    control = session.current().control
+    control = session.current_session().control
     came: queue.SimpleQueue = queue.SimpleQueue()
     lost: queue.SimpleQueue = queue.SimpleQueue()
     failed: queue.SimpleQueue = queue.SimpleQueue()
@@ -136,7 +136,7 @@ def _alone(how: str) -> str:
     ):
         _transport(2, make_group=groups)
     os.environ["SMP_TIMEOUT_SECONDS"] = str(PATIENCE)
-    session.current().control.barrier([0, 1])
+    session.current_session().control.barrier([0, 1])
     return str(caught.value)
 
 
@@ -362,7 +362,7 @@ def test_every_step_gives_back_what_it_has_sent(ranks):
 )
 def test_what_has_no_dense_memory_is_refused(tensor, what):
     with pytest.raises(SMPUserError, match=f"{what}.*to_dense"):
-        dense(tensor)
+        to_dense(tensor)
 
 
 def test_a_foreign_device_is_named():

@@ -15,7 +15,7 @@ def _counted(steps):
     from torch import nn
 
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.pipeline.transport.messages import named
+    from smp_runtime.pipeline.transport.messages import from_plain
 
     class Net(nn.Module):
         def __init__(self):
@@ -39,7 +39,7 @@ def _counted(steps):
 
     def counting(stage, head, *args, **kwargs):
         _, message, _ = head
-        counts.append(type(message and named(message)).__name__)
+        counts.append(type(message and from_plain(message)).__name__)
         send(stage, head, *args, **kwargs)
 
     transport.send = counting
@@ -75,8 +75,8 @@ def test_messages_are_the_same_after_their_way():
         Reply,
         TensorSlot,
         ValueMessage,
-        named,
-        plain,
+        from_plain,
+        to_plain,
     )
     from smp_runtime.tensors.remote_tensor import TensorMetadata
 
@@ -95,7 +95,7 @@ def test_messages_are_the_same_after_their_way():
     kinds = set(protocol._KINDS) - {type(message) for message in messages}
     messages += [kind(*range(len(kind._fields))) for kind in kinds]  # without slots or modes
     for message in messages:
-        came = named(pickle.loads(pickle.dumps(plain(message))))
+        came = from_plain(pickle.loads(pickle.dumps(to_plain(message))))
         assert came == message
         assert type(came) is type(message)
         if "slots" in message._fields:

@@ -22,7 +22,7 @@ from smp_runtime.pipeline.partition.module_tree import (
     ModuleNode,
     Trace,
     together_with_reasons,
-    untraced,
+    tree_without_tracing,
 )
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
@@ -209,7 +209,7 @@ def traced(model: nn.Module) -> Trace:
 )
 def test_transformers(kind, tied, blocks, stages, skips_tracing):
     model = tiny(kind)
-    found = untraced(model) if skips_tracing else traced(model)
+    found = tree_without_tracing(model) if skips_tracing else traced(model)
     settings = CostSettings(0.2, in_flight_counts("interleaved", stages, 4, stages + 2))
     assignment = partition(found, stages, settings)
     assignment.check(model, stages)
@@ -281,7 +281,7 @@ def test_lists_that_take_turns_are_cut_across():
 def test_a_model_with_too_few_modules_warns_and_works(caplog):
     model = nn.Linear(3, 3)
     with caplog.at_level(logging.WARNING, logger="smp"):
-        assignment = partition(untraced(model), 3)
+        assignment = partition(tree_without_tracing(model), 3)
     assert "stages 0, 1 have nothing to do: the model has 1 part that can be placed, and there are 3" in caplog.text
     assert assignment.root_stage == 2
     assert assignment.paths(0) == []
@@ -289,12 +289,12 @@ def test_a_model_with_too_few_modules_warns_and_works(caplog):
 
 def test_a_stage_number_below_one_is_an_error():
     with pytest.raises(SMPUserError, match="number of stages is 0"):
-        partition(untraced(nn.Linear(2, 2)), 0)
+        partition(tree_without_tracing(nn.Linear(2, 2)), 0)
 
 
 def test_memory_weight_out_of_range():
     with pytest.raises(SMPUserError, match=r"memory_weight is 1\.5; .* from 0 to 1"):
-        partition(untraced(nn.Linear(2, 2)), 1, CostSettings(1.5))
+        partition(tree_without_tracing(nn.Linear(2, 2)), 1, CostSettings(1.5))
 
 
 # -- pins ----------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_memory_weight_out_of_range():
 
 def test_pinned_modules_stay_and_the_rest_follows():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)])
-    assignment = partition(untraced(model), 3, pinned={"0": 2, "3.1": 0})
+    assignment = partition(tree_without_tracing(model), 3, pinned={"0": 2, "3.1": 0})
     assert [assignment.stage_of(path) for path in ("0", "0.0", "0.1", "3.1")] == [2, 2, 2, 0]
     rest = [assignment.stage_of(str(number)) for number in range(1, 6)]
     assert rest == sorted(rest)
@@ -314,18 +314,18 @@ def test_pins_must_not_part_what_belongs_together():
     with pytest.raises(
         SMPUserError, match="'transformer.wte' and 'lm_head' are set to partitions 0 and 1, but they share"
     ):
-        partition(untraced(model), 2, pinned={"transformer.wte": 0, "lm_head": 1})
-    assert partition(untraced(model), 2, pinned={"lm_head": 0}).stage_of("transformer.wte") == 0
+        partition(tree_without_tracing(model), 2, pinned={"transformer.wte": 0, "lm_head": 1})
+    assert partition(tree_without_tracing(model), 2, pinned={"lm_head": 0}).stage_of("transformer.wte") == 0
     with pytest.raises(SMPUserError, match="set to partition 2, but there are 2 stages, 0 to 1"):
-        partition(untraced(model), 2, pinned={"lm_head": 2})
+        partition(tree_without_tracing(model), 2, pinned={"lm_head": 2})
     with pytest.raises(SMPUserError, match="names the module 'head'"):
-        partition(untraced(model), 2, pinned={"head": 0})
+        partition(tree_without_tracing(model), 2, pinned={"head": 0})
 
 
 def test_everything_pinned_to_one_stage(caplog):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with caplog.at_level(logging.WARNING, logger="smp"):
-        assignment = partition(untraced(model), 2, pinned={"": 0})
+        assignment = partition(tree_without_tracing(model), 2, pinned={"": 0})
     assert {assignment.stage_of(path) for path in ("", "0", "1")} == {0}
     assert "pin fewer modules" in caplog.text
 
@@ -335,7 +335,7 @@ def test_everything_pinned_to_one_stage(caplog):
 
 def test_the_log_shows_a_tree_that_stays_short():
     model = tiny("gpt2", layers=24)
-    found = untraced(model)
+    found = tree_without_tracing(model)
     text = describe(found, partition(found, 4), CostSettings())
     lines = text.splitlines()
     assert lines[0] == "Partition assignments:"

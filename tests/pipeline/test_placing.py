@@ -13,7 +13,7 @@ from torch import nn
 from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.pipeline.partition.costs import CostModel, CostSettings
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
-from smp_runtime.pipeline.partition.module_tree import untraced
+from smp_runtime.pipeline.partition.module_tree import tree_without_tracing
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
 from smp_runtime.pipeline.partition.tracing import trace
@@ -169,7 +169,7 @@ def test_a_manual_partition_that_leaves_a_stage_empty_is_told(ranks):
 
 def test_one_stage_and_one_part_are_told_in_the_singular(caplog):
     with caplog.at_level(logging.WARNING, logger="smp"):
-        partition(untraced(nn.Linear(3, 3)), 2)
+        partition(tree_without_tracing(nn.Linear(3, 3)), 2)
     assert "stage 0 has nothing to do: the model has 1 part that can be placed, and there are 2 stages" in caplog.text
 
 

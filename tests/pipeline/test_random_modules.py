@@ -13,7 +13,7 @@ from support.models.tiny_families import Family, batch_of, loss_of, tiny_model
 from support.training.reference import Alone
 
 from smp_runtime.tensors.split_operations import SplitOperations
-from smp_runtime.tensors.weight_gradients import WeightGradients, splitting
+from smp_runtime.tensors.weight_gradients import WeightGradients, split_inside
 
 #: Of gradients, relative to the greatest element of their tensor where that is above 1.
 NEAR = 1e-9
@@ -99,7 +99,7 @@ def taken_apart(model: torch.nn.Module, loss_of: Callable[[int], torch.Tensor]) 
         model.zero_grad()
         for number in range(2):
             if splits:
-                with splitting(left, SplitOperations()):
+                with split_inside(left, SplitOperations()):
                     loss_of(number).backward()
                 assert left
                 left.run()

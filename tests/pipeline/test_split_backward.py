@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_runtime.tensors.split_operations import SplitOperations
-from smp_runtime.tensors.weight_gradients import WeightGradients, splitting, weight_gradient_later
+from smp_runtime.tensors.weight_gradients import WeightGradients, split_inside, weight_gradient_later
 
 WIDTH = 6
 
@@ -238,7 +238,7 @@ def gradients(model, splits):
             3, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
         ).requires_grad_()
         if splits:
-            with splitting(left, SplitOperations()):
+            with split_inside(left, SplitOperations()):
                 model(x).square().mean().backward()
         else:
             model(x).square().mean().backward()
@@ -277,7 +277,7 @@ def test_what_attention_projects_is_taken_apart_too():
     for to_itself, late in ((True, 4), (False, 2)):  # a chunk of its weight is no leaf
         attention, x, left = Multihead(to_itself), torch.randn(2, 4, WIDTH), WeightGradients()
         left.is_open = True
-        with splitting(left, SplitOperations()):
+        with split_inside(left, SplitOperations()):
             attention(x).sum().backward()
         missing = [name for name, parameter in attention.named_parameters() if parameter.grad is None]
         left.run()
@@ -306,7 +306,7 @@ def test_parts_after_each_other_and_around_a_residual(first, second):
 
 def test_only_a_pass_that_adds_to_leaves_leaves_anything():
     layer, x, left = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), WeightGradients()
-    with splitting(left, SplitOperations()):
+    with split_inside(left, SplitOperations()):
         (of_weight,) = torch.autograd.grad(layer(x).sum(), layer.weight)
         assert not left
         layer(x).sum().backward()  # not under model.backward
@@ -333,7 +333,7 @@ def test_who_listens_to_a_weight_hears_its_gradient_once_it_is_there(ours):
     hook.__module__ = "smp_runtime.of_some_room" if ours else "train"
     layer.weight.register_post_accumulate_grad_hook(hook)
     left.is_open = True
-    with splitting(left, SplitOperations()):
+    with split_inside(left, SplitOperations()):
         (layer(torch.ones(2, 4)) + layer(torch.ones(2, 4))).sum().backward()
     assert seen == ([None] if ours else [[4.0]])  # a script's hook waits for nothing
     left.run()
@@ -346,7 +346,7 @@ def test_what_is_left_holds_nothing_once_it_has_run():
 
     layer, x, left = nn.Linear(4, 4), torch.randn(2, 4), WeightGradients()
     left.is_open = True
-    with splitting(left, SplitOperations()):
+    with split_inside(left, SplitOperations()):
         hidden = layer(x * 2)
         hidden.sum().backward()
     gone = weakref.ref(hidden.grad_fn)

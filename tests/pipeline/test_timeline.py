@@ -281,7 +281,7 @@ def _recorded(folder: str, pretend_hosts: bool) -> tuple[float, float]:
     from smp_runtime.job import session
     from smp_runtime.pipeline.observe import recorder as timeline
 
-    control = session.current().control
+    control = session.current_session().control
     truth = timeline.machine_identity
     if pretend_hosts:
         timeline.machine_identity = lambda: f"machine {control.rank}"

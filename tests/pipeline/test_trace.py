@@ -15,7 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.pipeline.partition.module_tree import ForeignUse, ModuleFlow, together_with_reasons, untraced
+from smp_runtime.pipeline.partition.module_tree import (
+    ForeignUse,
+    ModuleFlow,
+    together_with_reasons,
+    tree_without_tracing,
+)
 from smp_runtime.pipeline.partition.tracing import trace
 from smp_runtime.tensors.nested import tensors_in
 
@@ -355,11 +360,11 @@ def test_the_meta_device():
 
 def test_lazy_modules_and_cycles_are_refused():
     with pytest.raises(SMPUserError, match=r"parameter 0\.weight has no shape yet"):
-        untraced(nn.Sequential(nn.LazyLinear(4)))
+        tree_without_tracing(nn.Sequential(nn.LazyLinear(4)))
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].parent = model
     with pytest.raises(SMPUserError, match=r"module '0\.parent\.0\.parent' is one of those that it lies in"):
-        untraced(model)
+        tree_without_tracing(model)
 
 
 def test_the_tree_without_running():
@@ -370,7 +375,7 @@ def test_the_tree_without_running():
             self.scales = nn.ParameterList([nn.Parameter(torch.ones(4))])
             self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 8)])
 
-    found = untraced(Net())
+    found = tree_without_tracing(Net())
     nodes = found.nodes()
     assert not found.traced
     assert nodes["embedding"].flops < nodes["layers.0"].flops < nodes["layers.1"].flops

@@ -38,7 +38,7 @@ class Box:
     def __init__(self, world: int, **kwargs: Any) -> None:
         from smp_runtime.job import session
 
-        self.control = kwargs.pop("control", None) or session.current().control
+        self.control = kwargs.pop("control", None) or session.current_session().control
         self.messages: queue.SimpleQueue = queue.SimpleQueue()
         self.losses: queue.SimpleQueue = queue.SimpleQueue()
         kwargs.setdefault("on_message", lambda *message: self.messages.put(message))
@@ -343,7 +343,7 @@ class Intruded:
 def intruded() -> Any:
     from smp_runtime.job import session
 
-    control = Intruded(session.current().control)
+    control = Intruded(session.current_session().control)
     box = Box(3, control=control)
     for other in range(3):
         box.send(other, box.stage)
@@ -430,7 +430,7 @@ def test_nothing_keeps_a_tensor_that_was_handed_over(ranks):
 def one_missing() -> str:
     from smp_runtime.job import session
 
-    control = session.current().control
+    control = session.current_session().control
     if control.rank == 1:
         control.allgather(("127.0.0.1", 1, b"0" * 32), [0, 1])  # says where it listens, and never calls
         control.barrier([0, 1])

@@ -108,12 +108,12 @@ def test_equals_one_process(ranks, form, schedule):
 
 
 def test_tracing_leaves_parameters_as_they_were():
-    from smp_runtime.microbatch_state.snapshot import restored
+    from smp_runtime.microbatch_state.snapshot import restore_afterwards
 
     for form in FORMS[:-1]:
         net = _net(form)
         before, storages = copy.deepcopy(net.state_dict()), [p.data_ptr() for p in net.parameters()]
-        with restored(net):
+        with restore_afterwards(net):
             net(next(_batches()))
         assert storages == [p.data_ptr() for p in net.parameters()]
         for name, value in net.state_dict().items():

@@ -10,7 +10,7 @@ import pytest
 
 from smp_estimator.planning import Kind, Plan, Verdict, plan
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "planning.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-it-works" / "planning.md"
 
 #: Name, model, instances, sequence, parameters, batch, published global batch (None where the page gives none).
 ROWS: list[tuple[str, str, int, int, dict[str, Any], int, int | None]] = [
@@ -169,4 +169,4 @@ def test_the_document_shows_these_numbers() -> None:
         assert made.fraction is not None
         shown = f"| {made.total_bytes / 1e9:.1f} | {made.fraction:.0%} | {made.verdict.value} |"
         line = next((line for line in text.splitlines() if line.startswith(f"| {row[0]} |")), "")
-        assert line.endswith(shown), f"docs/planning.md should end the row of {row[0]} with {shown}, has {line!r}"
+        assert line.endswith(shown), f"{DOCUMENT} should end the row of {row[0]} with {shown}, has {line!r}"

@@ -14,7 +14,7 @@ from smp_config.errors import ConfigError
 from smp_estimator.cli.commands import reshape as command
 from smp_estimator.cli.main import main
 from smp_launch.watch.running import RunningJob
-from smp_records.reshaping import answer, answered, ask, asked, listens
+from smp_records.reshaping import answer, ask, read_answer, read_request, takes_requests
 
 
 def _asked_while_it_trains(folder, config):
@@ -23,7 +23,7 @@ def _asked_while_it_trains(folder, config):
     from support.training.checkpoint_training import Training
 
     import smdistributed.modelparallel.torch as smp
-    from smp_records.reshaping import answered, ask
+    from smp_records.reshaping import ask, read_answer
 
     smp.init(config)  # here, since it is the import that makes the job listen
     path = Path(folder)
@@ -37,8 +37,8 @@ def _asked_while_it_trains(folder, config):
         while not found and len(losses) < 200:
             losses += run.train(len(losses), len(losses) + 1)
             time.sleep(0.05)
-            found = smp.allgather(answered(path) is not None, smp.WORLD)[0]
-        said.append(answered(path))
+            found = smp.allgather(read_answer(path) is not None, smp.WORLD)[0]
+        said.append(read_answer(path))
         smp.barrier()
     losses += run.train(len(losses), len(losses) + 2)
     return losses, said, (smp.tp_size(), smp.state.cfg.sharded_data_parallel_degree)
@@ -54,23 +54,23 @@ def test_a_job_changes_when_it_is_asked(ranks, tmp_path):
         assert "tensor_parallel_degree" in refused["error"]
         assert done["parameters"]["tensor_parallel_degree"] == 2
         assert degrees == (2, 2)
-    assert asked(tmp_path) is None
+    assert read_request(tmp_path) is None
 
 
 def test_a_second_request_waits_for_the_first(tmp_path):
     ask(tmp_path, {"microbatches": 2})
     with pytest.raises(ConfigError, match="asked to change its degrees already"):
         ask(tmp_path, {"microbatches": 4})
-    assert json.loads(asked(tmp_path)) == {"microbatches": 2}
+    assert json.loads(read_request(tmp_path)) == {"microbatches": 2}
     answer(tmp_path, {"seconds": 1.0})
-    assert (asked(tmp_path), answered(tmp_path)) == (None, {"seconds": 1.0})
+    assert (read_request(tmp_path), read_answer(tmp_path)) == (None, {"seconds": 1.0})
     ask(tmp_path, {"microbatches": 4})
-    assert answered(tmp_path) is None
+    assert read_answer(tmp_path) is None
 
 
 def test_a_value_that_means_nothing():
     with pytest.raises(ConfigError, match="SMP_RESHAPE_REQUESTS is 'yes'"):
-        listens({"SMP_RESHAPE_REQUESTS": "yes"})
+        takes_requests({"SMP_RESHAPE_REQUESTS": "yes"})
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_a_value_that_means_nothing():
     ],
 )
 def test_the_command_tells_what_the_job_says(tmp_path, monkeypatch, said, status, text):
-    monkeypatch.setattr(command, "named", lambda name: RunningJob(name, tmp_path))
+    monkeypatch.setattr(command, "find_running_job", lambda name: RunningJob(name, tmp_path))
 
     def job():
-        while asked(tmp_path) is None:
+        while read_request(tmp_path) is None:
             time.sleep(0.01)
         answer(tmp_path, said)
 
@@ -96,16 +96,16 @@ def test_the_command_tells_what_the_job_says(tmp_path, monkeypatch, said, status
 
 
 def test_the_command_refuses_what_is_no_dictionary(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "named", lambda name: RunningJob(name, tmp_path))
+    monkeypatch.setattr(command, "find_running_job", lambda name: RunningJob(name, tmp_path))
     for given, part in (("{", "is no JSON"), ("[]", "is no dictionary")):
         result = CliRunner().invoke(main, ["reshape", "--parameters", given])
         assert result.exit_code == 1
         assert part in result.output
-    assert asked(tmp_path) is None
+    assert read_request(tmp_path) is None
 
 
 def test_a_job_that_does_not_listen(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "named", lambda name: RunningJob(name, tmp_path))
+    monkeypatch.setattr(command, "find_running_job", lambda name: RunningJob(name, tmp_path))
     result = CliRunner().invoke(main, ["reshape", "--parameters", '{"microbatches": 2}', "--timeout", "0"])
     assert result.exit_code == 1
     assert "SMP_RESHAPE_REQUESTS=1" in " ".join(result.output.split())

@@ -147,19 +147,19 @@ def _fails_half_way():
 
     run = Training(divided=True)
     losses = run.train(0, 2)
-    original = recipe.replaced
+    original = recipe.apply_tensor_parallelism
 
     def replaced(module, ranks):
         if ranks.cfg.tensor_parallel_degree == 2:
             raise SMPUserError("cannot be divided")
         return original(module, ranks)
 
-    recipe.replaced = replaced
+    recipe.apply_tensor_parallelism = replaced
     try:
         with pytest.raises(SMPUserError, match="cannot be divided"):
             smp.reshape(settings_of("tp2"))
     finally:
-        recipe.replaced = original
+        recipe.apply_tensor_parallelism = original
     assert (smp.tp_size(), smp.state.cfg.sharded_data_parallel_degree) == (1, 4)
     return losses + run.train(2, 5)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
-from smp_runtime.reshape.runs import common, picked, put, runs_of
+from smp_runtime.reshape.runs import intersect, runs_of, take_runs, write_runs
 
 
 def _region(draw: random.Random, shape: tuple[int, ...]) -> TensorRegion:
@@ -31,9 +31,9 @@ def test_what_two_regions_share(seed):
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         wanted, given = _region(draw, shape), _region(draw, shape)
         wants, has = (r.cut(whole).reshape(-1)[r.first : r.last].clone() for r in (wanted, given))
-        share = common(runs_of(wanted), runs_of(given))
+        share = intersect(runs_of(wanted), runs_of(given))
         target = torch.full((wanted.elements,), -1)
-        put(target, share.here, share.lengths, picked(has, share.there, share.lengths))
+        write_runs(target, share.here, share.lengths, take_runs(has, share.there, share.lengths))
         there = set(has.tolist())
         assert target.tolist() == [element if element in there else -1 for element in wants.tolist()], (wanted, given)
         assert share.elements == len(there & set(wants.tolist()))
@@ -44,9 +44,9 @@ def test_many_uneven_runs_are_picked_one_by_one():
     lengths = torch.tensor([1 + n % 2 for n in range(200)])
     flat = torch.arange(700)
     expected = torch.cat([flat[p : p + n] for p, n in zip(places.tolist(), lengths.tolist(), strict=True)])
-    assert torch.equal(picked(flat, places, lengths), expected)
+    assert torch.equal(take_runs(flat, places, lengths), expected)
     target = torch.full((700,), -1)
-    put(target, places, lengths, expected)
+    write_runs(target, places, lengths, expected)
     assert torch.equal(target[expected], expected)
     assert int((target >= 0).sum()) == len(expected)
 

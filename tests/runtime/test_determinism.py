@@ -14,7 +14,7 @@ import torch
 from support.logs import logged
 
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.determinism import VARIABLES, Determinism, explaining
+from smp_runtime.tensors.determinism import VARIABLES, Determinism, explain_operations
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -167,5 +167,5 @@ def test_an_operation_without_an_order_is_told_with_its_line(solo: Callable[[dic
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="^another$"), explaining():
+    with pytest.raises(RuntimeError, match="^another$"), explain_operations():
         raise RuntimeError("another")

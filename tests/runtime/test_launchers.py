@@ -180,7 +180,7 @@ def test_an_mpi_that_does_not_know_the_launcher(monkeypatch):
 
 def test_the_first_address_that_answers_is_called(monkeypatch):
     assert meeting_place.callable_addresses({"MASTER_ADDR": "node1"}) == ["node1"]
-    monkeypatch.setattr(meeting_place, "addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5"})
+    monkeypatch.setattr(meeting_place, "list_addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5"})
     assert meeting_place.callable_addresses({}) == [socket.gethostname(), "10.0.0.5"]
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert meeting_place.callable_addresses({}) == ["10.0.0.5"]
@@ -189,6 +189,6 @@ def test_the_first_address_that_answers_is_called(monkeypatch):
         listening.listen()
         port = listening.getsockname()[1]
         # The first is this host, where nothing listens.
-        assert meeting_place.answering(["127.0.0.1", "127.0.0.2"], port) == "127.0.0.2"
-        assert meeting_place.answering(["127.0.0.1", "127.0.0.3"], port) == "127.0.0.1"
-        assert meeting_place.answering(["nobody asks"], port) == "nobody asks"
+        assert meeting_place.find_answering(["127.0.0.1", "127.0.0.2"], port) == "127.0.0.2"
+        assert meeting_place.find_answering(["127.0.0.1", "127.0.0.3"], port) == "127.0.0.1"
+        assert meeting_place.find_answering(["nobody asks"], port) == "nobody asks"

@@ -113,7 +113,7 @@ def _ends(call, folder):
     optimizer.step()
     sys.modules["__main__"].kept = model if call == "step" else None  # as a script does
     if smp.rank() != 0:
-        session.current().has_failed = call == "failure"
+        session.current_session().has_failed = call == "failure"
         return None
     calls = {
         "save": lambda: smp.save_checkpoint(folder, "one"),

@@ -13,7 +13,7 @@ from torch import nn
 
 from smp_config import Group, Topology
 from smp_runtime.comm import groups
-from smp_runtime.comm.groups import ProcessGroups, serves
+from smp_runtime.comm.groups import ProcessGroups, has_backends
 from smp_runtime.job import session as sessions
 
 
@@ -29,7 +29,7 @@ from smp_runtime.job import session as sessions
     ],
 )
 def test_what_a_group_serves(backends, device, is_served):
-    assert serves(backends, {"cpu", device}) is is_served
+    assert has_backends(backends, {"cpu", device}) is is_served
 
 
 def test_a_script_may_have_started_groups_without_a_backend_for_the_cpu(ranks):

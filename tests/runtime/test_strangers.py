@@ -45,7 +45,7 @@ def _meets_a_stranger(kind, folder):
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.job import session
 
-    carrier = session.current().ranks.control._carrier
+    carrier = session.current_session().ranks.control._carrier
     key = f"{carrier._joined}/1/1/0/0"
     said = ""
     if smp.rank() == 1:
@@ -84,7 +84,7 @@ def _overheard():
     """What goes over the store for a message from rank 1 to rank 0."""
     from smp_runtime.job import session
 
-    carrier = session.current().ranks.control._carrier
+    carrier = session.current_session().ranks.control._carrier
     key = f"{carrier._joined}/1/1/0/0"
     return key, carrier.seal.close(carrier._place_of_message(key, 0), pickle.dumps("heard"))
 
@@ -95,7 +95,7 @@ def _replayed(key, sealed):
 
     said = ""
     if smp.rank() == 0:
-        session.current().ranks.control._carrier._store.set(key, sealed)
+        session.current_session().ranks.control._carrier._store.set(key, sealed)
         try:
             said = smp.recv_from(1, smp.RankType.WORLD_RANK)
         except SMPRuntimeError as error:
@@ -121,7 +121,7 @@ def _lies_about_a_rank():
     import smdistributed.modelparallel.torch as smp
     from smp_runtime.job import session
 
-    carrier = session.current().ranks.control._carrier
+    carrier = session.current_session().ranks.control._carrier
     if smp.rank() == 1:
         for lie in (b'{"call": "", "left": "failed"}', pickle.dumps(_RunsCode("/nowhere"))):
             carrier._store.set(carrier._place(1), lie)
@@ -274,7 +274,7 @@ def _keys_of_stages():
     from smp_runtime.job import session
     from smp_runtime.pipeline.transport import connections
 
-    control, told = session.current().ranks.control, []
+    control, told = session.current_session().ranks.control, []
     before = connections._HELLO
 
     class Hello:
@@ -416,7 +416,9 @@ def test_the_store_listens_where_it_is_called(monkeypatch, called, environment, 
             raise OSError
         return [(2, 1, 6, "", (known.get(name, name), 0))]
 
-    monkeypatch.setattr(rendezvous, "addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "10.1.0.5"})
+    monkeypatch.setattr(
+        rendezvous, "list_addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "10.1.0.5"}
+    )
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     assert rendezvous.listening_address(called, environment, 4) == listens
 

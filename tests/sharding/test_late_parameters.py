@@ -110,7 +110,7 @@ def test_a_rank_leaves_when_all_has_come_unless_it_has_failed(solo, failed):
     from smp_runtime.parameters.pending_gather import PendingGathers
 
     solo({})
-    flat, work, job = torch.zeros(4), _Coming(), session.current()
+    flat, work, job = torch.zeros(4), _Coming(), session.current_session()
     parameter = nn.Parameter(flat)
     job.ranks.keep(PendingGathers, PendingGathers).expect(work, [parameter], flat)
     job.has_failed = failed

@@ -15,7 +15,7 @@ from support.training.rank_training import training_step, updates
 from support.training.reference import train_alone
 
 import smdistributed.modelparallel.torch as smp
-from smp_runtime.module_conversion.in_place.planning import splits
+from smp_runtime.module_conversion.in_place.planning import plan_splits
 
 STEPS, SEQ = 3, 64
 
@@ -38,7 +38,7 @@ def test_each_expert_is_split_or_each_has_a_rank(solo, caplog, kind, spreads):
     smp.set_tensor_parallelism(net)
     group = SimpleNamespace(size=2, rank=0, ranks=SimpleNamespace(rank=0), agree=lambda value: value, prescaled=True)
     group.slices_activations, group.spreads_experts = False, spreads
-    split = splits(net, group, lambda _: False)[id(net.layers[0])]
+    split = plan_splits(net, group, lambda _: False)[id(net.layers[0])]
     assert split.regions == ("mlp",)
     said = "has whole experts on each rank" if spreads else "has a part of each expert"
     assert f"mlp {said}" in caplog.text

@@ -15,8 +15,8 @@ from torch import nn
 import smdistributed.modelparallel.torch as smp
 from smp_runtime.module_conversion.in_place import planning
 from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, EquivalenceCheck, NotEqualError
-from smp_runtime.module_conversion.in_place.plan_inference import single
-from smp_runtime.module_conversion.in_place.planning import splits
+from smp_runtime.module_conversion.in_place.plan_inference import single_units
+from smp_runtime.module_conversion.in_place.planning import plan_splits
 from smp_runtime.module_conversion.splitting import BlockSplit
 
 
@@ -38,7 +38,7 @@ def _found(net, **settings):
     """Of each block by its name the split, and the lines of the log."""
     names = {id(part): name for name, part in net.named_modules()}
     with logged(logging.INFO) as lines:
-        found = splits(net, _group(**settings), lambda part: isinstance(part, nn.Embedding))
+        found = plan_splits(net, _group(**settings), lambda part: isinstance(part, nn.Embedding))
     return {names[key]: split for key, split in found.items()}, lines
 
 
@@ -175,7 +175,7 @@ def test_the_proof_tells_right_from_wrong_and_leaves_block_and_random_numbers_al
     state = {name: value.clone() for name, value in block.state_dict().items()}
     x = torch.randn(3, 7, own_blocks.WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
     proof = EquivalenceCheck(block, BlockCall((x,), {}), 2)
-    (right, *_) = single(block, ["mlp.gate", "attention.q"])
+    (right, *_) = single_units(block, ["mlp.gate", "attention.q"])
     assert proof.of(BlockSplit(right.leaves)).summed == ()
     wrong = {path: type(how)(columns=True) for path, how in right.leaves.items()}
     with pytest.raises(NotEqualError):

@@ -109,7 +109,7 @@ def test_training_is_that_of_one_process(ranks, kind, world, config):
 
 def _deferred():
     import smdistributed.modelparallel.torch as smp
-    from smp_runtime.tensor_parallel.deferred import Deferred, deferred, part_of
+    from smp_runtime.tensor_parallel.deferred import Deferred, defer_gather, part_of
     from smp_runtime.tensor_parallel.group import TensorGroup
 
     group = TensorGroup.of(smp.init().ranks)
@@ -117,7 +117,7 @@ def _deferred():
     mine = whole[:, 2 * group.rank : 2 * group.rank + 2]
     found = {}
     with _counted() as gathers:
-        later = deferred(mine, group, 1)
+        later = defer_gather(mine, group, 1)
         assert later.shape == whole.shape
         assert later.requires_grad
         assert part_of(later, group, 1) is mine
@@ -127,10 +127,10 @@ def _deferred():
         assert later[1, 3, 1] == 15  # what was gathered is kept
         found["used"] = len(gathers)
     found["gradient"] = whole.grad
-    rows = deferred(mine.detach(), group, 1, by_rows=True)
+    rows = defer_gather(mine.detach(), group, 1, by_rows=True)
     assert isinstance(rows, Deferred)
     found["rows"] = rows + 0
-    found["copies"] = [copy.deepcopy(rows) + 0, pickle.loads(pickle.dumps(deferred(mine.detach(), group, 1)))]
+    found["copies"] = [copy.deepcopy(rows) + 0, pickle.loads(pickle.dumps(defer_gather(mine.detach(), group, 1)))]
     return found
 
 

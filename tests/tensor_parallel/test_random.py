@@ -48,7 +48,7 @@ def _by_microbatch(orders):
     from smp_runtime.tensor_parallel.random_tracker import RandomTracker, tracker_state
 
     torch.manual_seed(0)
-    tracker, ranks = RandomTracker.of(current_group()), sessions.current().ranks
+    tracker, ranks = RandomTracker.of(current_group()), sessions.current_session().ranks
     begin = tracker_state(ranks)
 
     def draw(microbatch):

@@ -96,7 +96,7 @@ def test_others_read_it_while_it_counts(tmp_path) -> None:
         time.sleep(0.01)
     notes.pace.tell(stage=2, device_bytes=5 << 30)
     notes.enter(rank_record.SAVE)
-    seen = rank_record.glance(tmp_path / "3")
+    seen = rank_record.read_glance(tmp_path / "3")
     assert seen is not None
     assert seen.pace is not None
     own = notes.pace.read()
@@ -104,7 +104,7 @@ def test_others_read_it_while_it_counts(tmp_path) -> None:
     assert seen.pace.collectives == own.collectives
     assert own.collectives[time_breakdown.STEP] >= 0.01
     assert own.seconds[time_breakdown.UPDATE] >= 0.01
-    later = rank_record.glance(tmp_path / "3")
+    later = rank_record.read_glance(tmp_path / "3")
     assert later is not None
     assert later.pace is not None
     assert (

@@ -49,7 +49,7 @@ def profiled(solo: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tupl
     monkeypatch.setenv("TRAINING_JOB_NAME", "job")
     solo()
     times = train(6)
-    assert sessions.current().ranks.kept(RankProfile)._running is None
+    assert sessions.current_session().ranks.kept(RankProfile)._running is None
     sessions.shutdown()
     return tmp_path, times
 
@@ -169,7 +169,7 @@ def test_one_that_cannot_be_written_costs_a_warning(
 
 
 def _stages(folder: str) -> int:
-    session = sessions.current()
+    session = sessions.current_session()
     environ = {"SMP_PROFILE": "2-3", "SM_OUTPUT_DATA_DIR": folder}
     import os
 

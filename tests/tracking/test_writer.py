@@ -12,7 +12,7 @@ import torch
 from smp_emulation.checked import emulated
 from smp_runtime.errors import SMPUserError
 from smp_tools.tracking import writer as module
-from smp_tools.tracking.points import LaterPoint, MetricPoint, checked
+from smp_tools.tracking.points import LaterPoint, MetricPoint, check_values
 from smp_tools.tracking.writer import Writer
 
 
@@ -113,11 +113,11 @@ def test_regular_values_stand_at_the_newest_step() -> None:
 )
 def test_what_is_no_number_is_refused(value: object, message: str) -> None:
     with pytest.raises(SMPUserError, match=message):
-        checked({"accuracy": value})
+        check_values({"accuracy": value})
 
 
 def test_numbers_of_all_kinds_are_taken() -> None:
-    found = checked({"a": 1, "b": True, "c": torch.ones(1, 1), "d": torch.tensor(3), "e": float("nan")})
+    found = check_values({"a": 1, "b": True, "c": torch.ones(1, 1), "d": torch.tensor(3), "e": float("nan")})
     assert [float(found[name]) for name in "abcd"] == [1.0, 1.0, 1.0, 3.0]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from smp_config.errors import shown
+from smp_config.errors import show_value
 
 #: The largest whole number of a setting: what a rank counts with, in 64 bits.
 _LARGEST = 2**63 - 1
@@ -17,7 +17,7 @@ _LARGEST = 2**63 - 1
 def _whole_number(value: Any) -> Any:
     """Accept 8 and 5e8, refuse True, "8" and 0.5: pydantic alone would take some of them silently."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a whole number, got {shown(value)} ({type(value).__name__})")
+        raise ValueError(f"must be a whole number, got {show_value(value)} ({type(value).__name__})")
     if isinstance(value, float) and (not math.isfinite(value) or value != int(value)):
         raise ValueError(f"must be a whole number, got {value!r}")
     if abs(value) > _LARGEST:
@@ -27,7 +27,7 @@ def _whole_number(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a number, got {shown(value)} ({type(value).__name__})")
+        raise ValueError(f"must be a number, got {show_value(value)} ({type(value).__name__})")
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         raise ValueError(f"must be a number of at most {sys.float_info.max:g}, got one of {_digits(value)} digits")
     if not math.isfinite(value):

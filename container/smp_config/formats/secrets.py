@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from smp_config.errors import shown
+from smp_config.errors import show_value
 
 #: Stands for what is not shown.
 MASK = "***"
@@ -51,7 +51,7 @@ def is_secret_name(name: str) -> bool:
     return any(word.lower() in _SECRET_WORDS for word in _WORDS.findall(name))
 
 
-def masked(name: str, text: str) -> str:
+def mask_secrets(name: str, text: str) -> str:
     """Return the text of the value ``name`` with its secret parts masked."""
     words = {word.lower() for word in _WORDS.findall(name)} & _SECRET_WORDS
     if words and (words & _ALWAYS or not _HARMLESS.fullmatch(text)):
@@ -65,7 +65,7 @@ def masked_text(text: str) -> str:
     def pair(found: re.Match[str]) -> str:
         quote, name, between, value = found.groups()
         bare = value.strip("\"'")
-        hidden = masked(name, bare) if is_secret_name(name) else bare
+        hidden = mask_secrets(name, bare) if is_secret_name(name) else bare
         return found[0] if hidden == bare else f"{quote}{name}{quote}{between}{value.replace(bare, hidden)}"
 
     return _VALUES.sub(MASK, _PAIRS.sub(pair, text))
@@ -75,17 +75,19 @@ def masked_words(words: Sequence[str]) -> list[str]:
     """Mask secrets in the words of a command line, including ``--name value`` and ``--name=value``."""
     said, name = [], ""
     for word in words:
-        said.append(masked(name, word) if name else masked_text(word))
+        said.append(mask_secrets(name, word) if name else masked_text(word))
         name = word.lstrip("-") if word.startswith("-") and "=" not in word else ""
     return said
 
 
 def shown_value(name: Any, value: Any, levels: int = 3) -> str:
-    """Return a value as messages show it (see :func:`smp_config.errors.shown`), with secrets masked."""
+    """Return a value as messages show it (see :func:`smp_config.errors.show_value`), with secrets masked."""
     if isinstance(value, Mapping) and value and levels:
-        inside = (f"{shown(key)}: {shown_value(key, inner, levels - 1)}" for key, inner in islice(value.items(), 20))
+        inside = (
+            f"{show_value(key)}: {shown_value(key, inner, levels - 1)}" for key, inner in islice(value.items(), 20)
+        )
         return f"{{{', '.join(inside)}}}"
     if isinstance(name, str) and is_secret_name(name):
         quote = "'" if isinstance(value, str) else ""
-        return f"{quote}{masked(name, value if isinstance(value, str) else shown(value))}{quote}"
-    return masked_text(shown(value))
+        return f"{quote}{mask_secrets(name, value if isinstance(value, str) else show_value(value))}{quote}"
+    return masked_text(show_value(value))

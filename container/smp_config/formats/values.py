@@ -12,7 +12,7 @@ from smp_config.errors import ConfigError, kind_of
 from smp_config.formats import strict_json
 
 
-def literal(text: str, what: str) -> Any:
+def parse_literal(text: str, what: str) -> Any:
     """Parse JSON, or a Python literal such as ``{"ddp": True}``; raise ConfigError for anything else."""
     try:
         return strict_json.parse(text)
@@ -59,7 +59,7 @@ def is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-def dictionary(value: str, what: str) -> dict[str, Any]:
+def parse_dictionary(value: str, what: str) -> dict[str, Any]:
     """Parse a dictionary, given as text or as the path of a file that holds it."""
     text = value
     if not value.lstrip().startswith("{"):
@@ -67,7 +67,7 @@ def dictionary(value: str, what: str) -> dict[str, Any]:
         if not os.path.isfile(value):
             raise ConfigError(f"{what} is {value!r}; it is no dictionary, and there is no such file: give one of them")
         text = path.read_text(encoding="utf-8")
-    found = literal(text, what)
+    found = parse_literal(text, what)
     if not isinstance(found, dict):
         raise ConfigError(f"{what} holds {kind_of(found)}; settings have names: write a dictionary")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 
 #: ``1``: emulate, unless there is a GPU; ``checked`` or ``checked:SEED``: on devices that check the order of work, unless
 #: there is a GPU; ``0``: leave ``torch.cuda`` alone. Unset counts as 0.
@@ -22,7 +22,8 @@ def is_asked_for(environ: Mapping[str, str]) -> bool:
     text = environ.get(VARIABLE, "")
     if text not in ("", "0", "1"):
         raise ConfigError(
-            f"{VARIABLE} is {shown(text)}; it says whether calls of torch.cuda act on the CPU where there is no GPU: set 1, or "
+            f"{VARIABLE} is {show_value(text)}; it says whether calls of torch.cuda act on the CPU where there is no GPU: set "
+            "1, or "
             f"0, or {_CHECKED} for devices that check the order of work"
         )
     return text == "1"
@@ -44,7 +45,7 @@ def seed_of_checks(environ: Mapping[str, str]) -> int | None:
         return 0
     if not (seed.isascii() and seed.isdigit()) or len(seed) > _MOST_DIGITS:
         raise ConfigError(
-            f"{VARIABLE} is {shown(environ[VARIABLE])}, but what follows the colon is the seed of an order of work, a whole "
+            f"{VARIABLE} is {show_value(environ[VARIABLE])}, but what follows the colon is the seed of an order of work, a whole "
             f"number; set it to {_CHECKED}:7, for example"
         )
     return int(seed)

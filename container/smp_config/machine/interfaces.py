@@ -14,7 +14,7 @@ _SIOCGIFADDR = 0x8915
 _ADDRESS = slice(20, 24)
 
 
-def addresses() -> dict[str, str]:
+def list_addresses() -> dict[str, str]:
     """Return the IPv4 address of each interface, by name; empty if the system does not report them."""
     found = {}
     try:
@@ -44,7 +44,7 @@ def interface_towards(address: str) -> str | None:
             own, other = probe.getsockname()[0], probe.getpeername()[0]
     except OSError:
         return None
-    known = {found: name for name, found in addresses().items()}
+    known = {found: name for name, found in list_addresses().items()}
     # To itself a machine speaks by loopback, whichever of its addresses it calls; the one that others call is meant.
     name = known.get(other) or known.get(own)
     return None if name == LOOPBACK else name

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from smp_emulation.checked.streams.sites import called_from, site
+from smp_emulation.checked.streams.sites import called_from, find_site
 
 if TYPE_CHECKING:
     from smp_emulation.checked.streams.device import Devices
@@ -41,7 +41,7 @@ class BackwardThread:
         ):
             return own(outputs, *args, **kwargs)
         modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
-        state, line = dict(self._devices.thread.__dict__), site()
+        state, line = dict(self._devices.thread.__dict__), find_site()
         grad = torch.is_grad_enabled()
         ended = threading.Event()
         outcome: list[Any] = []

@@ -15,7 +15,7 @@ from smp_emulation.checked.streams.execution import QueuedWork
 from smp_emulation.checked.streams.faults import StreamFault
 from smp_emulation.checked.streams.futures import StreamCollective, StreamPoint
 from smp_emulation.checked.streams.memory import view_of
-from smp_emulation.checked.streams.sites import site
+from smp_emulation.checked.streams.sites import find_site
 from smp_emulation.errors import CudaCallError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Communicator(dist.ProcessGroupGloo):
         """
         number = self._device_of([*sent, *received])
         give = self.elements(sent)
-        asked = Asked(f"{what} of {_described(sent)}", self._own(number), site())
+        asked = Asked(f"{what} of {_described(sent)}", self._own(number), find_site())
 
         def job() -> None:
             headers = self._gathered(asked.packed())
@@ -141,7 +141,7 @@ class Communicator(dist.ProcessGroupGloo):
         """Start sending a message to one rank."""
         number = self._device_of(tensors)
         (give,) = self.elements(tensors)
-        asked = Asked(f"send of {_described(tensors)}", self._own(number), site())
+        asked = Asked(f"send of {_described(tensors)}", self._own(number), find_site())
 
         def job() -> None:
             _gloo.send(self, [asked.packed()], peer, tag).wait()
@@ -153,7 +153,7 @@ class Communicator(dist.ProcessGroupGloo):
         """Start receiving a message from one rank."""
         number = self._device_of(tensors)
         (take,) = self.elements(tensors)
-        mine = Asked(f"send of {_described(tensors)}", self._own(number), site())
+        mine = Asked(f"send of {_described(tensors)}", self._own(number), find_site())
 
         def job() -> None:
             header = torch.empty(_HEADER, dtype=torch.uint8)
@@ -200,7 +200,7 @@ class Communicator(dist.ProcessGroupGloo):
             ]
             devices.touch(channel.lane, what, placed[0], placed[1])
             before = (current.last,) if current.last is not None and not current.last.done else ()
-            item = QueuedWork(None, before, f"{what} over {self._name}, asked for at {site()}", channel.begin(job))
+            item = QueuedWork(None, before, f"{what} over {self._name}, asked for at {find_site()}", channel.begin(job))
             devices.executor.queue(channel.lane, item)
             point = StreamPoint(devices, number, channel.lane, item)
         return StreamCollective(point, [*sent, *received], result)

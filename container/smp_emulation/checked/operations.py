@@ -153,7 +153,7 @@ class Operations(TorchDispatchMode):
         """Run an operation that the host must wait for: its result is a number, or its shapes depend on tensor elements."""
         call.touch(())
         self._devices.wait_on_host(str(call.func), [call.lane])
-        with random_numbers.of(self._devices.generators[call.number]):
+        with random_numbers.draw_from(self._devices.generators[call.number]):
             results = call.run_on(call.real())
         lane, number = call.lane, call.number
 
@@ -302,7 +302,7 @@ class _DeviceCall:
             view_of(place.block, tensor) if place is not None and place.block is not None else None
             for tensor, place in zip(new, places, strict=True)
         ]
-        drawn = random_numbers.later(self.func, self.run_on, real, self.devices.generators[self.number])
+        drawn = random_numbers.keep_random_state(self.func, self.run_on, real, self.devices.generators[self.number])
         # Not through self, which would keep the program's tensors alive until the work is done.
         func, spec = self.func, self.spec
 

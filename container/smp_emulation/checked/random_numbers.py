@@ -26,14 +26,14 @@ def from_state(state: torch.Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def of(generator: torch.Generator) -> Iterator[None]:
+def draw_from(generator: torch.Generator) -> Iterator[None]:
     """Draw from a device's generator where the operation takes the default one."""
     with from_state(generator.get_state()):
         yield
         generator.set_state(torch.default_generator.get_state())
 
 
-def later(
+def keep_random_state(
     func: Any, run: Callable[[list[Any]], Any], real: list[Any], generator: torch.Generator
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context for queued work that draws the random numbers of now, and advance the generator at once.
@@ -55,6 +55,6 @@ def later(
         real[given].set_state(state)
         return contextlib.nullcontext
     state = generator.get_state()
-    with of(generator):
+    with draw_from(generator):
         run(instead)
     return lambda: from_state(state)

@@ -9,7 +9,7 @@ import resource
 from collections import OrderedDict
 from typing import Any
 
-from smp_emulation.calls import CoveredCall, instead, nothing, refused
+from smp_emulation.calls import CoveredCall, answer_with, do_nothing, refuse_call
 from smp_emulation.devices import NAME, index_of, memory_of_the_machine
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -29,7 +29,7 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def allocated(device: Any = None) -> int:
+def allocated_bytes(device: Any = None) -> int:
     """Return the bytes of main memory that this process uses."""
     index_of(device)
     return _resident_bytes()
@@ -63,9 +63,9 @@ def free_and_total(device: Any = None) -> tuple[int, int]:
     return memory_of_the_machine()
 
 
-def statistics(device: Any = None) -> OrderedDict[str, Any]:
+def memory_statistics(device: Any = None) -> OrderedDict[str, Any]:
     """Return the process's memory under the names of CUDA's allocator; all other statistics are 0."""
-    now, most = allocated(device), most_allocated(device)
+    now, most = allocated_bytes(device), most_allocated(device)
     stats: OrderedDict[str, Any] = OrderedDict()
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes", "inactive_split_bytes"):
         for pool in ("all", "large_pool", "small_pool"):
@@ -91,7 +91,7 @@ def statistics(device: Any = None) -> OrderedDict[str, Any]:
 
 def _nested_stats(device: Any = None) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    for name, value in statistics(device).items():
+    for name, value in memory_statistics(device).items():
         *way, last = name.split(".")
         place = nested
         for part in way:
@@ -101,7 +101,7 @@ def _nested_stats(device: Any = None) -> dict[str, Any]:
 
 
 def _summary(device: Any = None, abbreviated: bool = False) -> str:
-    now, most = allocated(device), most_allocated(device)
+    now, most = allocated_bytes(device), most_allocated(device)
     free, total = memory_of_the_machine()
     return (
         f"{NAME}, device {index_of(device)}: this process uses {now / 2**20:,.1f} MiB of main memory ({most / 2**20:,.1f} MiB at "
@@ -110,7 +110,7 @@ def _summary(device: Any = None, abbreviated: bool = False) -> str:
 
 
 def _processes(device: Any = None) -> str:
-    return f"GPU:{index_of(device)}\nprocess {os.getpid():>10d} uses {allocated(device) / 2**20:>12.3f} MB memory (emulated)"
+    return f"GPU:{index_of(device)}\nprocess {os.getpid():>10d} uses {allocated_bytes(device) / 2**20:>12.3f} MB memory (emulated)"
 
 
 _fraction: dict[int, float] = {}
@@ -129,20 +129,20 @@ _POOL = "it manages memory of a GPU"
 
 CALLS: tuple[CoveredCall, ...] = (
     *(
-        instead(f"torch.cuda.{name}", PROCESS, allocated)
+        answer_with(f"torch.cuda.{name}", PROCESS, allocated_bytes)
         for name in ("memory_allocated", "memory_reserved", "memory_cached")
     ),
     *(
-        instead(f"torch.cuda.{name}", f"{PROCESS}, at most", most_allocated)
+        answer_with(f"torch.cuda.{name}", f"{PROCESS}, at most", most_allocated)
         for name in ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
     ),
-    instead("torch.cuda.device_memory_used", PROCESS, allocated),
+    answer_with("torch.cuda.device_memory_used", PROCESS, allocated_bytes),
     *(
-        instead(f"torch.cuda.{name}", "the peak of the process counts anew", reset_peak)
+        answer_with(f"torch.cuda.{name}", "the peak of the process counts anew", reset_peak)
         for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
     ),
     *(
-        instead(f"torch.cuda.{name}", "nothing to do", nothing)
+        answer_with(f"torch.cuda.{name}", "nothing to do", do_nothing)
         for name in (
             "reset_accumulated_memory_stats",
             "reset_accumulated_host_memory_stats",
@@ -151,27 +151,27 @@ CALLS: tuple[CoveredCall, ...] = (
             "caching_allocator_enable",
         )
     ),
-    instead("torch.cuda.empty_cache", "freed memory of the process goes back to the system", empty_cache),
-    instead("torch.cuda.mem_get_info", "this machine's main memory", free_and_total),
-    instead("torch.cuda.memory_stats", f"{PROCESS}, under the allocator's names", statistics),
-    instead("torch.cuda.memory_stats_as_nested_dict", f"{PROCESS}, under the allocator's names", _nested_stats),
-    instead("torch.cuda.host_memory_stats", "empty", OrderedDict),
-    instead("torch.cuda.host_memory_stats_as_nested_dict", "empty", dict),
-    instead("torch.cuda.memory_summary", "a sentence", _summary),
-    instead("torch.cuda.memory_snapshot", "empty", lambda *args, **kwargs: []),
-    instead("torch.cuda.memory._record_memory_history", "records nothing", nothing),
-    instead("torch.cuda.memory._dump_snapshot", "writes nothing", nothing),
-    instead("torch.cuda.memory._snapshot", "empty", lambda *args, **kwargs: {"segments": [], "device_traces": []}),
-    instead("torch.cuda.list_gpu_processes", "this process", _processes),
-    instead("torch.cuda.set_per_process_memory_fraction", "remembered, without effect", _set_fraction),
-    instead(
+    answer_with("torch.cuda.empty_cache", "freed memory of the process goes back to the system", empty_cache),
+    answer_with("torch.cuda.mem_get_info", "this machine's main memory", free_and_total),
+    answer_with("torch.cuda.memory_stats", f"{PROCESS}, under the allocator's names", memory_statistics),
+    answer_with("torch.cuda.memory_stats_as_nested_dict", f"{PROCESS}, under the allocator's names", _nested_stats),
+    answer_with("torch.cuda.host_memory_stats", "empty", OrderedDict),
+    answer_with("torch.cuda.host_memory_stats_as_nested_dict", "empty", dict),
+    answer_with("torch.cuda.memory_summary", "a sentence", _summary),
+    answer_with("torch.cuda.memory_snapshot", "empty", lambda *args, **kwargs: []),
+    answer_with("torch.cuda.memory._record_memory_history", "records nothing", do_nothing),
+    answer_with("torch.cuda.memory._dump_snapshot", "writes nothing", do_nothing),
+    answer_with("torch.cuda.memory._snapshot", "empty", lambda *args, **kwargs: {"segments": [], "device_traces": []}),
+    answer_with("torch.cuda.list_gpu_processes", "this process", _processes),
+    answer_with("torch.cuda.set_per_process_memory_fraction", "remembered, without effect", _set_fraction),
+    answer_with(
         "torch.cuda.get_per_process_memory_fraction",
         "what was set",
         lambda device=None: _fraction.get(index_of(device), 1.0),
     ),
-    instead("torch.cuda.get_allocator_backend", "native", lambda: "native"),
-    *(refused(f"torch.cuda.{name}", _POOL) for name in ("caching_allocator_alloc", "caching_allocator_delete")),
-    *(refused(f"torch.cuda.{name}", _POOL) for name in ("change_current_allocator", "caching_allocator_disabled")),
-    *(refused(f"torch.cuda.{name}", _POOL, is_class=True) for name in ("CUDAPluggableAllocator", "MemPool")),
-    refused("torch.cuda.use_mem_pool", _POOL),
+    answer_with("torch.cuda.get_allocator_backend", "native", lambda: "native"),
+    *(refuse_call(f"torch.cuda.{name}", _POOL) for name in ("caching_allocator_alloc", "caching_allocator_delete")),
+    *(refuse_call(f"torch.cuda.{name}", _POOL) for name in ("change_current_allocator", "caching_allocator_disabled")),
+    *(refuse_call(f"torch.cuda.{name}", _POOL, is_class=True) for name in ("CUDAPluggableAllocator", "MemPool")),
+    refuse_call("torch.cuda.use_mem_pool", _POOL),
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import instead
-from smp_emulation.devices import count, current, index_of
+from smp_emulation.calls import answer_with
+from smp_emulation.devices import count, current_index, index_of
 from smp_emulation.errors import refuse
 
 _numbers = itertools.count(1)
@@ -28,7 +28,7 @@ class Event:
     @property
     def device(self) -> torch.device | None:
         """Return the device of the stream on which the event was recorded."""
-        return None if self._at is None else torch.device("cuda", current())
+        return None if self._at is None else torch.device("cuda", current_index())
 
     @property
     def cuda_event(self) -> int:
@@ -207,13 +207,13 @@ class StreamContext:
 
 
 CALLS = (
-    instead("torch.cuda.Stream", "a name: work has run when its call returns", Stream),
-    instead("torch.cuda.ExternalStream", "a stream under a given number", ExternalStream),
-    instead("torch.cuda.Event", "remembers the time, for elapsed_time()", Event),
-    instead("torch.cuda.StreamContext", "a stream is the thread's inside", StreamContext),
-    instead("torch.cuda.stream", "a stream is the thread's inside", StreamContext),
-    instead("torch.cuda.set_stream", "the thread's stream", set_stream),
-    instead("torch.cuda.current_stream", "the thread's stream", current_stream),
-    instead("torch.cuda.default_stream", "the stream with number 0", default_stream),
-    instead("torch.cuda.get_stream_from_external", "a stream under a given number", ExternalStream),
+    answer_with("torch.cuda.Stream", "a name: work has run when its call returns", Stream),
+    answer_with("torch.cuda.ExternalStream", "a stream under a given number", ExternalStream),
+    answer_with("torch.cuda.Event", "remembers the time, for elapsed_time()", Event),
+    answer_with("torch.cuda.StreamContext", "a stream is the thread's inside", StreamContext),
+    answer_with("torch.cuda.stream", "a stream is the thread's inside", StreamContext),
+    answer_with("torch.cuda.set_stream", "the thread's stream", set_stream),
+    answer_with("torch.cuda.current_stream", "the thread's stream", current_stream),
+    answer_with("torch.cuda.default_stream", "the stream with number 0", default_stream),
+    answer_with("torch.cuda.get_stream_from_external", "a stream under a given number", ExternalStream),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import CoveredCall, instead
+from smp_emulation.calls import CoveredCall, answer_with
 from smp_emulation.devices import kind_here
 
 
@@ -112,5 +112,5 @@ CALLS = (
     CoveredCall("torch.get_autocast_gpu_dtype", "the CPU's autocast", _gpu_dtype),
     CoveredCall("torch.set_autocast_enabled", "the CPU's autocast", _set_enabled),
     CoveredCall("torch.set_autocast_dtype", "the CPU's autocast", _set_dtype),
-    instead("torch.cuda.amp.common.amp_definitely_not_available", "False", lambda: False),
+    answer_with("torch.cuda.amp.common.amp_definitely_not_available", "False", lambda: False),
 )

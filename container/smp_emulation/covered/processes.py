@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import CoveredCall, instead
-from smp_emulation.devices import here, kind_here
+from smp_emulation.calls import CoveredCall, answer_with
+from smp_emulation.devices import kind_here, real_device
 
 logger = logging.getLogger("smp_emulation")
 
@@ -50,7 +50,7 @@ def _init_process_group(original: Any) -> Any:
         if isinstance(device, torch.device) and device.type != "cuda":
             kwargs["device_id"] = device
         elif device is not None:
-            here(device)  # a number that is not there is an error on a GPU machine, too
+            real_device(device)  # a number that is not there is an error on a GPU machine, too
         return original(used, *args, **kwargs)
 
     return init_process_group
@@ -89,8 +89,8 @@ def _with_device(original: Any) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
-            kwargs["device"] = here(kwargs["device"])
-        return original(*[here(each) if isinstance(each, torch.device) else each for each in args], **kwargs)
+            kwargs["device"] = real_device(kwargs["device"])
+        return original(*[real_device(each) if isinstance(each, torch.device) else each for each in args], **kwargs)
 
     return call
 
@@ -125,7 +125,7 @@ def _ddp(original: Any) -> Any:
         self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         for device in [*(device_ids or ()), *([] if output_device is None else [output_device])]:
-            here(device)
+            real_device(device)
         original(self, module, None, None, *args, **kwargs)
 
     return init
@@ -135,7 +135,7 @@ def _data_parallel(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
         for device in device_ids or ():
-            here(device)
+            real_device(device)
         torch.nn.Module.__init__(self)
         self.module, self.dim, self.device_ids, self.output_device = module, dim, [], output_device
 
@@ -182,12 +182,12 @@ def _together(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any =
 
 
 CALLS = (
-    instead("torch.cuda.comm.broadcast", "copies", _copies),
-    instead("torch.cuda.comm.broadcast_coalesced", "copies", _copies_of_all),
-    instead("torch.cuda.comm.reduce_add", "a sum", _sum),
-    instead("torch.cuda.comm.reduce_add_coalesced", "sums", _sums),
-    instead("torch.cuda.comm.scatter", "copies of parts", _parts),
-    instead("torch.cuda.comm.gather", "one tensor", _together),
+    answer_with("torch.cuda.comm.broadcast", "copies", _copies),
+    answer_with("torch.cuda.comm.broadcast_coalesced", "copies", _copies_of_all),
+    answer_with("torch.cuda.comm.reduce_add", "a sum", _sum),
+    answer_with("torch.cuda.comm.reduce_add_coalesced", "sums", _sums),
+    answer_with("torch.cuda.comm.scatter", "copies of parts", _parts),
+    answer_with("torch.cuda.comm.gather", "one tensor", _together),
     CoveredCall("torch.distributed.init_process_group", "gloo for NCCL, with a line in the log", _init_process_group),
     CoveredCall("torch.distributed.ProcessGroupNCCL", "has Options, which are not read", _nccl_group, is_new=True),
     CoveredCall("torch.distributed.new_group", "gloo for NCCL", _with_backend),
@@ -196,7 +196,7 @@ CALLS = (
         CoveredCall(f"torch.distributed.{name}", "the CPU for a CUDA device", _with_device)
         for name in ("broadcast_object_list", "send_object_list", "recv_object_list")
     ),
-    instead("torch.distributed.is_nccl_available", "True", lambda: True),
+    answer_with("torch.distributed.is_nccl_available", "True", lambda: True),
     CoveredCall("torch.distributed.init_device_mesh", "a mesh of CPUs", _init_device_mesh),
     CoveredCall("torch.distributed.DeviceMesh.__init__", "a mesh of CPUs", _device_mesh),
     CoveredCall("torch.nn.parallel.DistributedDataParallel.__init__", "without device_ids", _ddp),

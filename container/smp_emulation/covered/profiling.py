@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from smp_emulation.calls import CoveredCall, instead, nothing
+from smp_emulation.calls import CoveredCall, answer_with, do_nothing
 from smp_emulation.devices import index_of
 
 
@@ -95,35 +95,38 @@ class _PlanCache:
 
 
 CALLS: tuple[CoveredCall, ...] = (
-    instead("torch.cuda.nvtx.range_push", "counts the depth", _push),
-    instead("torch.cuda.nvtx.range_pop", "counts the depth", _pop),
-    instead("torch.cuda.nvtx.range_start", "0", lambda msg: 0),
-    instead("torch.cuda.nvtx.range_end", "nothing", nothing),
-    instead("torch.cuda.nvtx.mark", "nothing", nothing),
-    instead("torch.cuda.nvtx.range", "counts the depth", _range),
-    instead("torch.cuda.profiler.init", "nothing", nothing),
-    instead("torch.cuda.profiler.start", "nothing", nothing),
-    instead("torch.cuda.profiler.stop", "nothing", nothing),
-    instead("torch.cuda.profiler.profile", "nothing", _profile),
-    *(instead(f"torch.cuda.tunable.{name}", "remembered, without effect", _switch(name)) for name, _, _ in _SETTINGS),
+    answer_with("torch.cuda.nvtx.range_push", "counts the depth", _push),
+    answer_with("torch.cuda.nvtx.range_pop", "counts the depth", _pop),
+    answer_with("torch.cuda.nvtx.range_start", "0", lambda msg: 0),
+    answer_with("torch.cuda.nvtx.range_end", "nothing", do_nothing),
+    answer_with("torch.cuda.nvtx.mark", "nothing", do_nothing),
+    answer_with("torch.cuda.nvtx.range", "counts the depth", _range),
+    answer_with("torch.cuda.profiler.init", "nothing", do_nothing),
+    answer_with("torch.cuda.profiler.start", "nothing", do_nothing),
+    answer_with("torch.cuda.profiler.stop", "nothing", do_nothing),
+    answer_with("torch.cuda.profiler.profile", "nothing", _profile),
     *(
-        instead(f"torch.cuda.tunable.{teller}", "what was set", _switched(name, default))
+        answer_with(f"torch.cuda.tunable.{name}", "remembered, without effect", _switch(name))
+        for name, _, _ in _SETTINGS
+    ),
+    *(
+        answer_with(f"torch.cuda.tunable.{teller}", "what was set", _switched(name, default))
         for name, teller, default in _SETTINGS
     ),
     *(
-        instead(f"torch.cuda.tunable.{name}", "nothing", nothing)
+        answer_with(f"torch.cuda.tunable.{name}", "nothing", do_nothing)
         for name in ("set_filename", "set_numerical_check_tolerances", "write_file_on_exit")
     ),
-    instead("torch.cuda.tunable.get_filename", "empty", lambda: ""),
-    instead("torch.cuda.tunable.dynamic_dims_mask", "nothing", _profile),
+    answer_with("torch.cuda.tunable.get_filename", "empty", lambda: ""),
+    answer_with("torch.cuda.tunable.dynamic_dims_mask", "nothing", _profile),
     *(
-        instead(f"torch.cuda.tunable.{name}", "False", lambda filename=None: False)
+        answer_with(f"torch.cuda.tunable.{name}", "False", lambda filename=None: False)
         for name in ("read_file", "write_file")
     ),
     *(
-        instead(f"torch.backends.cuda.{name}", "remembered, without effect", _remembered_size(name))
+        answer_with(f"torch.backends.cuda.{name}", "remembered, without effect", _remembered_size(name))
         for name in ("cublas_workspace_size", "cublaslt_workspace_size", "blas_workspace_size")
     ),
-    instead("torch.backends.cuda.cufft_plan_cache", "empty", _PlanCache()),
-    *(instead(f"torch.cuda.tunable.{name}", "empty", tuple) for name in ("get_results", "get_validators")),
+    answer_with("torch.backends.cuda.cufft_plan_cache", "empty", _PlanCache()),
+    *(answer_with(f"torch.cuda.tunable.{name}", "empty", tuple) for name in ("get_results", "get_validators")),
 )

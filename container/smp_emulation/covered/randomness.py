@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import CoveredCall, instead
-from smp_emulation.devices import count, here, index_of
+from smp_emulation.calls import CoveredCall, answer_with
+from smp_emulation.devices import count, index_of, real_device
 
 
 def _get_state(device: Any = "cuda") -> torch.Tensor:
@@ -59,7 +59,7 @@ def _generator(original: Any) -> Any:
     @functools.wraps(original, updated=())
     class Generator(original, metaclass=_GeneratorType):
         def __new__(cls, device: Any = "cpu") -> Any:
-            return original.__new__(cls, here(device))
+            return original.__new__(cls, real_device(device))
 
     return Generator
 
@@ -67,13 +67,13 @@ def _generator(original: Any) -> Any:
 _SHARED = "the CPU's generator"
 
 CALLS = (
-    *(instead(f"torch.cuda.{name}", _SHARED, _manual_seed) for name in ("manual_seed", "manual_seed_all")),
-    *(instead(f"torch.cuda.{name}", _SHARED, _seed) for name in ("seed", "seed_all")),
-    instead("torch.cuda.initial_seed", _SHARED, _initial_seed),
-    instead("torch.cuda.get_rng_state", _SHARED, _get_state),
-    instead("torch.cuda.get_rng_state_all", _SHARED, _get_states),
-    instead("torch.cuda.set_rng_state", _SHARED, _set_state),
-    instead("torch.cuda.set_rng_state_all", _SHARED, _set_states),
+    *(answer_with(f"torch.cuda.{name}", _SHARED, _manual_seed) for name in ("manual_seed", "manual_seed_all")),
+    *(answer_with(f"torch.cuda.{name}", _SHARED, _seed) for name in ("seed", "seed_all")),
+    answer_with("torch.cuda.initial_seed", _SHARED, _initial_seed),
+    answer_with("torch.cuda.get_rng_state", _SHARED, _get_state),
+    answer_with("torch.cuda.get_rng_state_all", _SHARED, _get_states),
+    answer_with("torch.cuda.set_rng_state", _SHARED, _set_state),
+    answer_with("torch.cuda.set_rng_state_all", _SHARED, _set_states),
     CoveredCall("torch.cuda.default_generators", _SHARED, lambda original: (torch.default_generator,) * count()),
     CoveredCall("torch.Generator", "a generator of the CPU", _generator),
 )

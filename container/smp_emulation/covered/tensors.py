@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from smp_emulation.calls import CoveredCall, asked_by_pytorch_or_us, instead, nothing
-from smp_emulation.devices import CPU, here, index_of, initialize
+from smp_emulation.calls import CoveredCall, answer_with, asked_by_pytorch_or_us, do_nothing
+from smp_emulation.devices import CPU, index_of, initialize, real_device
 
 #: Functions of ``torch`` with an argument ``device``.
 FACTORIES = """
@@ -37,7 +37,7 @@ def _with_device(original: Any) -> Any:
         if kwargs:
             device = kwargs.get("device")
             if device is not None:
-                kwargs["device"] = here(device)
+                kwargs["device"] = real_device(device)
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
         return original(*args, **kwargs)
@@ -52,11 +52,11 @@ def _tensor_to(original: Any) -> Any:
             wanted = args[0]
             kind = type(wanted)
             if kind is torch.device or kind is str or kind is int:
-                args = (here(wanted), *args[1:])
+                args = (real_device(wanted), *args[1:])
                 if len(args) < 4 and _is_copied_back(self, wanted):
                     kwargs["copy"] = True
         elif (wanted := kwargs.get("device")) is not None:
-            kwargs["device"] = here(wanted)
+            kwargs["device"] = real_device(wanted)
             if _is_copied_back(self, wanted):
                 kwargs["copy"] = True
         return original(self, *args, **kwargs)
@@ -144,7 +144,7 @@ def _storage_cuda(original: Any) -> Any:
 def _storage_to(original: Any) -> Any:
     @functools.wraps(original)
     def to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
-        return original(self, device=here(device), non_blocking=non_blocking)
+        return original(self, device=real_device(device), non_blocking=non_blocking)
 
     return to
 
@@ -156,9 +156,9 @@ def _taking_device(position: int) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if len(args) > position:
-                args = (*args[:position], here(args[position]), *args[position + 1 :])
+                args = (*args[:position], real_device(args[position]), *args[position + 1 :])
             elif "device" in kwargs:
-                kwargs["device"] = here(kwargs["device"])
+                kwargs["device"] = real_device(kwargs["device"])
             return original(*args, **kwargs)
 
         return call
@@ -181,7 +181,7 @@ def _make_type(name: str, among: Any = torch) -> type:
     class _Type(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if "device" in kwargs:
-                kwargs["device"] = here(kwargs["device"])
+                kwargs["device"] = real_device(kwargs["device"])
             return on_cpu(*args, **kwargs)
 
         def __instancecheck__(cls, value: object) -> bool:
@@ -211,9 +211,9 @@ CALLS = (
     CoveredCall("torch.Tensor.type", "names and takes types of torch.cuda", _tensor_type),
     CoveredCall("torch.Tensor.is_cuda", "True for scripts", _is_cuda),
     CoveredCall("torch.Tensor.get_device", "the current device, for scripts", _get_device),
-    instead("torch.Tensor.pin_memory", "the tensor itself", lambda self, device=None: self),
-    instead("torch.Tensor.is_pinned", "False", lambda self, device=None: False),
-    instead("torch.Tensor.record_stream", "nothing to remember", nothing),
+    answer_with("torch.Tensor.pin_memory", "the tensor itself", lambda self, device=None: self),
+    answer_with("torch.Tensor.is_pinned", "False", lambda self, device=None: False),
+    answer_with("torch.Tensor.record_stream", "nothing to remember", do_nothing),
     *(
         CoveredCall(f"torch.{kind}.cuda", "the storage itself", _storage_cuda)
         for kind in ("UntypedStorage", "TypedStorage")
@@ -234,7 +234,7 @@ CALLS = (
         if hasattr(torch.sparse, name)
     ),
     *(
-        instead(f"torch.cuda.{name}", f"makes torch.{name}", getattr(torch, name))
+        answer_with(f"torch.cuda.{name}", f"makes torch.{name}", getattr(torch, name))
         for name in [
             *(name.replace("Tensor", "Storage") for name in TYPES),
             "ComplexDoubleStorage",

@@ -21,7 +21,7 @@ from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.errors import LaunchError
 from smp_launch.failures.failure import Cause, FailureCollector
-from smp_launch.isolated import program
+from smp_launch.isolated import isolated_command
 from smp_launch.machine.locked_folders import private_dir
 from smp_launch.machine.network import reserved_port, shared_memory_warning
 from smp_launch.machine.rank_pipes import REPORT_VARIABLE
@@ -37,10 +37,10 @@ from smp_launch.supervision.supervise import (
     Supervisor,
     exit_code,
     grace_seconds,
-    say,
     show,
+    write_own_line,
 )
-from smp_launch.warm.standby import Standby, standby
+from smp_launch.warm.standby import Standby, keep_standby
 from smp_launch.watch.hang_timeout import HangTimeout
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
@@ -49,7 +49,7 @@ from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
-from smp_config.formats.secrets import masked, masked_words
+from smp_config.formats.secrets import mask_secrets, masked_words
 
 #: A task that fails ends the step: SLURM lets the others go on otherwise, unless its administrator says so.
 _SRUN = ("srun", "--kill-on-bad-exit=1")
@@ -95,12 +95,12 @@ class LocalJob:
         if surroundings.kind is LauncherKind.SLURM_ALLOCATION:
             return [*_SRUN, *self.again]
         local = str(surroundings.local_rank) if surroundings.is_rank else "{}"
-        rank = program("smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words)
+        rank = isolated_command("smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words)
         if surroundings.is_rank:
             return rank
         if ready is not None:
             rank = ready.program(rank, is_restart=is_restart, whose="process")
-        return program("smp_launch.anywhere.local_ranks", str(surroundings.ranks), "--", *rank)
+        return isolated_command("smp_launch.anywhere.local_ranks", str(surroundings.ranks), "--", *rank)
 
     def describe(self, environ: Mapping[str, str]) -> list[str]:
         """Return lines that describe the detected launcher and the command that would start."""
@@ -121,7 +121,7 @@ class LocalJob:
                 new["MASTER_PORT"] = "(a free port)"
             lines.append(
                 f"variables of rank {surroundings.first_rank}: "
-                + " ".join(f"{k}={masked(k, v)}" for k, v in sorted(new.items()))
+                + " ".join(f"{k}={mask_secrets(k, v)}" for k, v in sorted(new.items()))
             )
         return [*lines, f"command: {shlex.join(masked_words(self.command()))}"]
 
@@ -142,7 +142,7 @@ class LocalJob:
         else:
             passed = with_secret(passed)  # srun hands it on to all tasks
         if self.surroundings.first_rank == 0:
-            say(self.surroundings.describe())
+            write_own_line(self.surroundings.describe())
         os.execvpe(command[0], command, passed)
 
     def run(self, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
@@ -153,19 +153,19 @@ class LocalJob:
         """
         limit = max_restarts(environ)
         if limit and not self.surroundings.one_host:
-            say(
+            write_own_line(
                 f"{RESTARTS_VARIABLE}={limit} has no effect: this launcher has {self.surroundings.ranks} of "
                 f"{self.surroundings.size} ranks, and those of the others would have to be started again with them"
             )
             limit = 0
-        say(f"{self.surroundings.describe()}; they run {self.script}")
+        write_own_line(f"{self.surroundings.describe()}; they run {self.script}")
         if warning := shared_memory_warning(self.surroundings.ranks):
-            say(warning)
+            write_own_line(warning)
         if emulates_cuda(environ):
-            say(EMULATION_LINE)
+            write_own_line(EMULATION_LINE)
         with (
             memory_folder(environ) as memory,
-            standby(self.environment(environ), self.script, Path.cwd(), wanted=limit > 0) as ready,
+            keep_standby(self.environment(environ), self.script, Path.cwd(), wanted=limit > 0) as ready,
         ):
             passed = {**environ, **memory, **ready.variables()}
             restarts = Restarts(limit, stop)
@@ -218,7 +218,7 @@ class LocalJob:
     def _verdict(self, outcome: ProgramOutcome, collector: FailureCollector) -> tuple[int, Cause | None]:
         if outcome.hang is not None:
             if (report := write_report(Path.cwd(), outcome.hang)) is not None:
-                say(f"the report on the hang is {report}")
+                write_own_line(f"the report on the hang is {report}")
             return 1, cause_of_hang(outcome.hang, lambda rank: self.surroundings.host)
         if outcome.returncode == 0 and not collector.records:
             return 0, None

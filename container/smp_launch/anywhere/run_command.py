@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from smp_config.error_codes import marked
+from smp_config.error_codes import append_code
 from smp_config.errors import ConfigError
 from smp_config.formats import strict_json
-from smp_config.formats.values import dictionary
+from smp_config.formats.values import parse_dictionary
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
 from smp_config.machine.disk_space import full_disk, no_more_files
 from smp_config.parameters import ModelParallelParameters
@@ -25,7 +25,7 @@ from smp_launch.errors import CANNOT_START, LaunchError, Stopped
 from smp_launch.failures.failure import Cause, write_failure
 from smp_launch.machine.signals import LIFELINE_VARIABLE, StopRequests
 from smp_launch.sagemaker.tree import Tree
-from smp_launch.supervision.supervise import LAST_RESORT, grace_seconds, say, stop_code
+from smp_launch.supervision.supervise import LAST_RESORT, grace_seconds, stop_code, write_own_line
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -66,7 +66,7 @@ def run_script(
         surroundings = recognise(environ, LauncherSettings(processes, hosts, host_rank, master))
         job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again, environ)
     except ConfigError as error:
-        sys.exit(_end(CANNOT_START, Cause(marked(f"the job cannot start: {error}", error)), failure_file))
+        sys.exit(_end(CANNOT_START, Cause(append_code(f"the job cannot start: {error}", error)), failure_file))
     if only_print:
         click.echo("\n".join(job.describe(environ)))
         return
@@ -84,7 +84,7 @@ def _run(job: LocalJob, failure_file: str | None, environ: Mapping[str, str]) ->
             stop.job_has_ended()
             return code
     except (ConfigError, LaunchError) as error:
-        return _end(CANNOT_START, Cause(marked(f"the job cannot start: {error}", error)), failure_file)
+        return _end(CANNOT_START, Cause(append_code(f"the job cannot start: {error}", error)), failure_file)
     except OSError as error:
         path = Path(error.filename if isinstance(error.filename, str) else tempfile.gettempdir())
         why = full_disk(error, path) or no_more_files(error)
@@ -92,18 +92,18 @@ def _run(job: LocalJob, failure_file: str | None, environ: Mapping[str, str]) ->
             raise
         return _end(CANNOT_START, Cause(f"the job cannot go on: {why}"), failure_file)
     except Stopped as error:
-        return _end(stop_code(error.by), Cause(marked(str(error), error)), failure_file)
+        return _end(stop_code(error.by), Cause(append_code(str(error), error)), failure_file)
 
 
 def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:
     """Report why the job failed, if it did, and return the exit code."""
     if cause is not None:
-        say(f"failed: {cause.headline}")
+        write_own_line(f"failed: {cause.headline}")
         if failure_file:
             try:
                 write_failure(Path(failure_file), cause)
             except OSError as error:
-                say(f"{failure_file} cannot be written: {error}")
+                write_own_line(f"{failure_file} cannot be written: {error}")
     return code
 
 
@@ -115,7 +115,7 @@ def _parameters(given: str | None, kind: LauncherKind, environ: Mapping[str, str
     """
     found: Any = None
     if given is not None:
-        found = dictionary(given, "--parameters")
+        found = parse_dictionary(given, "--parameters")
     elif text := environ.get(PARAMETERS_VARIABLE):
         try:
             found = strict_json.parse(text)

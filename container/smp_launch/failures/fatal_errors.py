@@ -27,7 +27,7 @@ from smp_config.machine import emulation
 from smp_launch.failures import early_ends
 from smp_launch.failures.failure import REPORT_SUFFIX
 from smp_launch.machine.rank_pipes import REPORT_VARIABLE
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 from smp_records.records import FailureRecord, format_failure
 
 #: Seconds for exit handlers and open files. Other ranks wait for this one meanwhile, and none of them may hang in it.
@@ -113,7 +113,7 @@ def explain(error: BaseException, folders: Iterable[str] = ()) -> None:
 
 
 def _explain(error: BaseException, folders: Iterable[str]) -> None:
-    known = here().explain
+    known = current_record().explain
     if known is not None and (told := known(error)) is not None:
         error.args = (str(told),)
         error.accused = getattr(told, "accused", ())  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ def all_processes() -> list[Process]:
     return found
 
 
-def below(roots: Collection[int], table: Iterable[Process], apart: Collection[int] = ()) -> set[int]:
+def find_descendants_of(roots: Collection[int], table: Iterable[Process], apart: Collection[int] = ()) -> set[int]:
     """Return the ids of all living processes below ``roots``, without ``apart`` and all below them."""
     children: dict[int, list[int]] = {}
     for process in table:
@@ -65,9 +65,9 @@ def below(roots: Collection[int], table: Iterable[Process], apart: Collection[in
     return found
 
 
-def descendants(apart: Collection[int] = ()) -> set[int]:
+def find_descendants(apart: Collection[int] = ()) -> set[int]:
     """Return the ids of all living processes below this one, without ``apart`` and all below them."""
-    return below([os.getpid()], all_processes(), apart)
+    return find_descendants_of([os.getpid()], all_processes(), apart)
 
 
 def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -> list[int]:
@@ -81,7 +81,7 @@ def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -
         The processes that are left, normally none.
     """
     deadline = time.monotonic() + _KILL_PATIENCE
-    while (left := sorted(descendants(apart) - set(spare))) and time.monotonic() < deadline:
+    while (left := sorted(find_descendants(apart) - set(spare))) and time.monotonic() < deadline:
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from smp_config.formats.secrets import masked_words
-from smp_config.mpi_options import MergedOptions, MpiOption, merge, parse_mpi_options, variables
+from smp_config.mpi_options import MergedOptions, MpiOption, exported_variables, merge, parse_mpi_options
 from smp_config.recovery import COUNT_VARIABLE, PARAMETERS_VARIABLE, READERS_VARIABLE, max_restarts
-from smp_config.shrink_degrees import fitted, readers
+from smp_config.shrink_degrees import count_readers, shrink_to
 from smp_config.smddp import BufferSizes
-from smp_launch.isolated import program
+from smp_launch.isolated import isolated_command
 from smp_launch.machine.hosts import LAYOUT_VARIABLE, Layout, ScriptKind
 from smp_launch.machine.locked_folders import STATUS_VARIABLE
 from smp_launch.machine.network import PORT_VARIABLE, reserved_port, usable_interface
@@ -68,7 +68,7 @@ class Job:
         ]
         custom = tuple(option for text in texts for option in parse_mpi_options(text))
         merge((), custom).raise_for_conflicts()
-        buffers = BufferSizes.from_environment(variables(custom), environ)
+        buffers = BufferSizes.from_environment(exported_variables(custom), environ)
         mpi = None if layout.kind is ScriptKind.SCRIPT else OpenMpi.find(environ)
         patience, restarts = HangTimeout.from_environment(environ), max_restarts(environ)
         spares = tuple(training.hosts[len(layout.hosts) :]) if mpi is not None else ()
@@ -87,7 +87,7 @@ class Job:
 
     def program(self) -> list[str]:
         """Return the command line of every rank: the wrapper around the user's script."""
-        return program("smp_launch.ranks.rank", "--", self.entry_point, *self.training.user_arguments())
+        return isolated_command("smp_launch.ranks.rank", "--", self.entry_point, *self.training.user_arguments())
 
     def environment(self, environ: Mapping[str, str], announced: Mapping[str, str]) -> dict[str, str]:
         """Return the environment that mpirun and the ranks inherit.
@@ -146,9 +146,9 @@ class Job:
             return None
         layout, parameters, readers_ = self.layout.over(hosts), self.parameters, self.readers
         if parameters is not None and layout.world_size < self.layout.world_size:
-            if (fitting := fitted(parameters, layout.world_size)) is None:
+            if (fitting := shrink_to(parameters, layout.world_size)) is None:
                 return None
-            readers_ = readers_ or readers(parameters, self.layout.world_size)
+            readers_ = readers_ or count_readers(parameters, self.layout.world_size)
             parameters = fitting
         given = None if readers_ is None or parameters is None else parameters.to_mp_parameters()
         training = self.training.over(hosts, given)

@@ -60,7 +60,7 @@ def report(
         "arguments": list(arguments),
         "environ": dict(environ),
         "now": dict(os.environ),
-        "names": installed(sys.modules, [os.path.realpath(folder) for folder in folders]),
+        "names": list_installed(sys.modules, [os.path.realpath(folder) for folder in folders]),
     }
     try:
         with messages.connect(path, _PATIENCE) as connection:
@@ -69,7 +69,7 @@ def report(
         pass  # a restart takes longer, and no more
 
 
-def installed(modules: Mapping[str, ModuleType], folders: Sequence[str]) -> list[str]:
+def list_installed(modules: Mapping[str, ModuleType], folders: Sequence[str]) -> list[str]:
     """Return the names of imported modules that are installed, in the order of their import.
 
     They come from the standard library, an installed package or this project. Modules of the user's own folders are left

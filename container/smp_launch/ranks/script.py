@@ -204,7 +204,7 @@ class _Descriptor(io.RawIOBase):
 
 def _report_later(path: str, wrapper: Wrapper, environ: Mapping[str, str], program: Program) -> None:
     """Report this rank's imports after its first steps, so that the next start need not import them again."""
-    notes, begun = rank_record.here(), itertools.count(1)
+    notes, begun = rank_record.current_record(), itertools.count(1)
 
     def report_once() -> None:
         if next(begun) == REPORTED_STEP:

@@ -31,10 +31,10 @@ from smp_launch.supervision.supervise import (
     Supervisor,
     exit_code,
     grace_seconds,
-    say,
     show,
+    write_own_line,
 )
-from smp_launch.warm.standby import Standby, standby
+from smp_launch.warm.standby import Standby, keep_standby
 from smp_launch.watch.local_ranks import LocalRanks
 from smp_launch.watch.report import cause_of_hang, last_seen, last_step, write_report
 from smp_launch.watch.watch import HangWatch
@@ -82,22 +82,22 @@ def run_job(
     Returns:
         The exit code, and why the job failed when it is not 0.
     """
-    say(job.describe())
+    write_own_line(job.describe())
     if job.spares:
-        say(
+        write_own_line(
             f"spare until another host is lost: {', '.join(job.spares)}"
             + ("" if job.restarts else f"; without {RESTARTS_VARIABLE} none is ever needed")
         )
     if not job.layout.simulated and (warning := shared_memory_warning(job.layout.processes_per_host)):
-        say(warning)
+        write_own_line(warning)
     if emulates_cuda(environ):
-        say(EMULATION_LINE)
+        write_own_line(EMULATION_LINE)
     for default, custom in job.options(PrivateDirs()).replaced:
-        say(f"custom_mpi_options: '{custom}' instead of '{default}'")
+        write_own_line(f"custom_mpi_options: '{custom}' instead of '{default}'")
     wanted = job.restarts > 0 and others is None
     with (
         memory_folder(environ) as memory,
-        standby(environ, job.entry_point, job.training.tree.code_dir, wanted=wanted) as ready,
+        keep_standby(environ, job.entry_point, job.training.tree.code_dir, wanted=wanted) as ready,
     ):
         passed = {**environ, **memory, **ready.variables()}
         left = RemainingHosts(job, others, memory.get(MEMORY_FOLDER_VARIABLE))

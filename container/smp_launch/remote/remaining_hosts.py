@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from smp_config.shrink_degrees import difference
-from smp_launch.supervision.supervise import say
+from smp_config.shrink_degrees import describe_difference
+from smp_launch.supervision.supervise import write_own_line
 
 if TYPE_CHECKING:
     from smp_launch.machine.locked_folders import StatusDir
@@ -108,7 +108,7 @@ class RemainingHosts:
             if self.memory is not None and now.layout.simulated:
                 shutil.rmtree(Path(self.memory, host), ignore_errors=True)
         if lost:
-            say(f"host {', '.join(lost)} is lost; {_going_on(former, now)}")
+            write_own_line(f"host {', '.join(lost)} is lost; {_going_on(former, now)}")
         return now
 
     def forget_failure(self) -> None:
@@ -136,7 +136,7 @@ def _smaller(former: Job, now: Job) -> str:
     told = f"the job goes on with {now.layout.describe()} instead of {former.layout.world_size}"
     if former.parameters is None or now.parameters is None:
         return told
-    changed = difference(former.parameters, now.parameters)
+    changed = describe_difference(former.parameters, now.parameters)
     replicas = [
         job.parameters.topology(job.layout.world_size).rdp_size for job in (former, now) if job.parameters is not None
     ]

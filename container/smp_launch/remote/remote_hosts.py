@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 from smp_launch.errors import LaunchError, Stopped
 from smp_launch.remote.login import FOLLOW, READY
-from smp_launch.remote.ssh import Client, port
+from smp_launch.remote.ssh import Client, read_port
 from smp_launch.sagemaker.environment import seconds_of
 from smp_launch.watch.other_hosts import OtherHost
 
@@ -171,7 +171,7 @@ class RemoteHosts:
         """
         followers = cls(client.agent, _connections=[_Connection(host) for host in hosts])
         try:
-            followers._reach(client, stop, hosts_patience(environ), port(environ))
+            followers._reach(client, stop, hosts_patience(environ), read_port(environ))
         except BaseException:
             followers.__exit__()
             raise

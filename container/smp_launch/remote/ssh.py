@@ -106,7 +106,7 @@ class Client:
         client, keygen = _program("ssh"), _program("ssh-keygen")
         _make_key(keygen, folder / "key")
         settings = folder / "config"
-        settings.write_text(_CLIENT_SETTINGS.format(folder=folder, port=port(environ)), encoding="utf-8")
+        settings.write_text(_CLIENT_SETTINGS.format(folder=folder, port=read_port(environ)), encoding="utf-8")
         return cls(client, settings)
 
     @property
@@ -123,7 +123,7 @@ class Client:
 
 
 @contextmanager
-def serving(folder: Path, trusted: Sequence[str], login: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
+def serve_ssh(folder: Path, trusted: Sequence[str], login: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
     """Let the leader log in while this lasts.
 
     Args:
@@ -138,7 +138,7 @@ def serving(folder: Path, trusted: Sequence[str], login: Sequence[str], environ:
     _make_key(keygen, folder / "host_key")
     settings = folder / "sshd_config"
     text = _SERVER_SETTINGS.format(
-        port=port(environ), folder=folder, trusted=",".join(trusted), echo=echo, login=shlex.join(login)
+        port=read_port(environ), folder=folder, trusted=",".join(trusted), echo=echo, login=shlex.join(login)
     )
     settings.write_text(text, encoding="utf-8")
     if os.geteuid() == 0:
@@ -152,7 +152,7 @@ def serving(folder: Path, trusted: Sequence[str], login: Sequence[str], environ:
         start_new_session=True,
     )
     try:
-        _wait_until_listening(process, int(port(environ)))
+        _wait_until_listening(process, int(read_port(environ)))
         yield
     finally:
         process.terminate()
@@ -161,7 +161,7 @@ def serving(folder: Path, trusted: Sequence[str], login: Sequence[str], environ:
             process.stderr.close()
 
 
-def port(environ: Mapping[str, str]) -> str:
+def read_port(environ: Mapping[str, str]) -> str:
     """Return the port of every host's ssh server."""
     given = environ.get(PORT_VARIABLE, _STANDARD_PORT)
     if not given.isdigit() or not 0 < int(given) < 65536:

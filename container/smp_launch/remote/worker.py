@@ -23,9 +23,9 @@ from smp_launch.machine.network import shared_memory_warning
 from smp_launch.machine.processes import adopt_orphans, kill_descendants, reap
 from smp_launch.remote.login import memory_of, records_of
 from smp_launch.remote.remote_hosts import hosts_patience
-from smp_launch.remote.ssh import login_program, serving, trusted_addresses
+from smp_launch.remote.ssh import login_program, serve_ssh, trusted_addresses
 from smp_launch.supervision.memory_folder import memory_folder
-from smp_launch.supervision.supervise import grace_seconds, say
+from smp_launch.supervision.supervise import grace_seconds, write_own_line
 from smp_launch.watch.hang_timeout import HangTimeout
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def serve_leader(
         Stopped: a request to stop came before the leader's address was known.
     """
     if warning := shared_memory_warning(ranks):
-        say(warning)
+        write_own_line(warning)
     patience = hosts_patience(environ)
     adopt_orphans()
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def serve_leader(
             memory_of(str(status_dir.path)).symlink_to(told[FOLDER_VARIABLE])
         trusted = trusted_addresses(leader, stop, environ, patience)
         try:
-            with serving(folder, trusted, login_program(os.getpid(), host, status_dir.path), environ):
+            with serve_ssh(folder, trusted, login_program(os.getpid(), host, status_dir.path), environ):
                 return wait_for_leader(host, leader, stop, environ, status_dir, patience)
         finally:
             kill_descendants()
@@ -109,7 +109,7 @@ def wait_for_leader(
 def _wait(
     host: str, leader: str, stop: StopRequests, environ: Mapping[str, str], status_dir: StatusDir, patience: float
 ) -> tuple[int, Cause | None]:
-    say(f"{host} waits for {leader}, which starts the ranks of every host")
+    write_own_line(f"{host} waits for {leader}, which starts the ranks of every host")
     waiter = _Waiter(status_dir, patience)
     waiter.start()
     deadline: float | None = None

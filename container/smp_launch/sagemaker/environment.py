@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_config.errors import ConfigError, shown, suggest
+from smp_config.errors import ConfigError, show_value, suggest
 from smp_config.formats import strict_json
 from smp_config.job import (
     JSON_ARGUMENTS_VARIABLE,
@@ -94,7 +94,8 @@ class TrainingEnvironment:
         current = host or environ.get(HOST_VARIABLE) or resources.get("current_host")
         if not isinstance(current, str) or current not in hosts:
             raise ConfigError(
-                f"this host is {shown(current)}, which is not among the hosts {shown(hosts)}{suggest(str(current), hosts)}; the "
+                f"this host is {show_value(current)}, which is not among the hosts "
+                f"{show_value(hosts)}{suggest(str(current), hosts)}; the "
                 f"name comes from {HOST_VARIABLE} or from current_host in resourceconfig.json; set {HOST_VARIABLE} to one "
                 "of the hosts"
             )
@@ -106,7 +107,8 @@ class TrainingEnvironment:
         words = _json_of(environ, SCRIPT_ARGUMENTS_VARIABLE, list)
         if not all(isinstance(word, str) for word in words):
             raise ConfigError(
-                f"{SCRIPT_ARGUMENTS_VARIABLE} is {shown(words)}; it lists words of the script's command line: write each as text"
+                f"{SCRIPT_ARGUMENTS_VARIABLE} is {show_value(words)}; it lists words of the script's command line: write each "
+                "as text"
             )
         return cls(
             tree=tree,
@@ -176,23 +178,26 @@ class TrainingEnvironment:
         code = self.tree.code_dir
         if not name or not isinstance(name, str):
             raise ConfigError(
-                f"no entry point: the hyperparameter sagemaker_program is {shown(name)}, so the launcher does not know what to "
+                f"no entry point: the hyperparameter sagemaker_program is {show_value(name)}, so the launcher does not know "
+                "what to "
                 f"start; {_held(code, self._scripts())}; give the estimator entry_point='train.py' or another of these"
             )
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
             raise ConfigError(
-                f"the entry point {shown(name)} lies outside the code folder {code}; the launcher runs what was shipped with the "
+                f"the entry point {show_value(name)} lies outside the code folder {code}; the launcher runs what was shipped "
+                "with the "
                 "job: give entry_point a path relative to source_dir, of a file that is in it"
             )
         if not os.path.isfile(code / name):
             present = self._scripts()
             raise ConfigError(
-                f"the entry point {shown(name)} does not exist: {_held(code, present)}{suggest(name, present)}; give entry_point a "
+                f"the entry point {show_value(name)} does not exist: {_held(code, present)}{suggest(name, present)}; give "
+                "entry_point a "
                 "path relative to source_dir, of a file that is in it"
             )
         if Path(name).suffix not in SCRIPT_SUFFIXES:
             raise ConfigError(
-                f"the entry point {shown(name)} is neither a Python nor a shell script: its ending is "
+                f"the entry point {show_value(name)} is neither a Python nor a shell script: its ending is "
                 f"{Path(name).suffix or 'empty'!r}, and the launcher starts .py with Python and .sh with bash; rename it"
             )
         return name
@@ -336,7 +341,7 @@ def _json_of(environ: Mapping[str, str], variable: str, kind: type) -> Any:
     if not isinstance(found, kind) or (why := strict_json.unusable_text(found) or ""):
         wanted = "object" if kind is dict else "list"
         raise ConfigError(
-            f"{variable} is {shown(text)}, which is no JSON {wanted} of usable texts{why}; what starts the launcher sets it: "
+            f"{variable} is {show_value(text)}, which is no JSON {wanted} of usable texts{why}; what starts the launcher sets it: "
             f"leave it to that, or write a JSON {wanted}"
         )
     return found

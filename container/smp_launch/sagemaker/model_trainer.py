@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from smp_config.distributed_config import as_distribution
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 from smp_config.formats import strict_json
 from smp_config.job import JSON_ARGUMENTS_VARIABLE, MP_PARAMETERS, JobSettings, decoded_hyperparameter
 from smp_launch.sagemaker.environment import MORE_VARIABLE, gpu_count
@@ -80,6 +80,7 @@ def _settings(environ: Mapping[str, str], instance_type: str | None) -> JobSetti
 def _refuse_contradiction(configured: Any, sent: Any) -> None:
     if sent is not None and sent != configured:
         raise ConfigError(
-            f"the hyperparameter {MP_PARAMETERS} is {shown(sent)}, and ModelParallel says {shown(configured)}; the job would "
+            f"the hyperparameter {MP_PARAMETERS} is {show_value(sent)}, and ModelParallel says {show_value(configured)}; the "
+            "job would "
             f"have to obey both: remove {MP_PARAMETERS} from the hyperparameters of ModelTrainer"
         )

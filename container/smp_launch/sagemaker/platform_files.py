@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smp_config.errors import ConfigError, kind_of, shown
+from smp_config.errors import ConfigError, kind_of, show_value
 from smp_config.formats import strict_json
 from smp_config.formats.secrets import shown_value
 from smp_config.limits import MOST_RANKS
@@ -60,25 +60,28 @@ def check_resources(found: Mapping[str, Any], path: Path) -> None:
     hosts = found.get("hosts")
     if not isinstance(hosts, list) or not hosts or not all(isinstance(name, str) for name in hosts):
         raise ConfigError(
-            f"{path} has hosts={shown(hosts)}; the launcher lays the ranks over this "
+            f"{path} has hosts={show_value(hosts)}; the launcher lays the ranks over this "
             'list; it must be a list of host names such as ["algo-1"]'
         )
     for name in hosts:
         if not _HOST.fullmatch(name):
             raise ConfigError(
-                f"{path} has the host {shown(name)} ({len(name)} characters); its name becomes a word of mpirun's --host: use at "
+                f"{path} has the host {show_value(name)} ({len(name)} characters); its name becomes a word of mpirun's "
+                "--host: use at "
                 'most 253 letters, digits, dots, hyphens and underscores, such as "algo-1"'
             )
     if len(set(hosts)) < len(hosts) or len(hosts) > MOST_RANKS:
         raise ConfigError(
-            f"{path} has hosts={shown(hosts)}, {len(hosts):,} names of which {len(set(hosts)):,} differ; ranks are laid over each "
+            f"{path} has hosts={show_value(hosts)}, {len(hosts):,} names of which {len(set(hosts)):,} differ; ranks are laid "
+            "over each "
             f"host once, and over at most {MOST_RANKS:,}: list every host once"
         )
     check_names(found, path)
     interface = found.get("network_interface_name")
     if interface and not _INTERFACE.fullmatch(interface):
         raise ConfigError(
-            f"{path} has network_interface_name={shown(interface)}; the hosts reach one another by it, and no interface is called "
+            f"{path} has network_interface_name={show_value(interface)}; the hosts reach one another by it, and no interface "
+            "is called "
             'that: write its name such as "eth0", or leave it out'
         )
     _check_groups(found.get("instance_groups"), path)
@@ -90,14 +93,14 @@ def check_names(found: Mapping[str, Any], path: Path) -> None:
         value = found.get(field)
         if value is not None and not isinstance(value, str):
             raise ConfigError(
-                f"{path} has {field}={shown(value)}, {kind_of(value)}; it is a name: write it as text, or leave it out"
+                f"{path} has {field}={show_value(value)}, {kind_of(value)}; it is a name: write it as text, or leave it out"
             )
 
 
 def _check_groups(groups: Any, path: Path) -> None:
     if groups is None:
         return
-    wrong = f"{path} has instance_groups={shown(groups)}"
+    wrong = f"{path} has instance_groups={show_value(groups)}"
     right = (
         'write a list such as [{"instance_group_name": "workers", "instance_type": "ml.p4d.24xlarge", "hosts": ["algo-1"]}], or '
         "leave it out"
@@ -110,10 +113,12 @@ def _check_groups(groups: Any, path: Path) -> None:
         name, hosts = group.get("instance_group_name"), group.get("hosts", [])
         if not isinstance(name, str):
             raise ConfigError(
-                f"{wrong}, and the group at {number} has instance_group_name={shown(name)}; it is called by that: {right}"
+                f"{wrong}, and the group at {number} has instance_group_name={show_value(name)}; it is called by that: {right}"
             )
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-            raise ConfigError(f"{wrong}, and the group {name!r} has hosts={shown(hosts)}; these are names: {right}")
+            raise ConfigError(
+                f"{wrong}, and the group {name!r} has hosts={show_value(hosts)}; these are names: {right}"
+            )
 
 
 def check_channels(found: Mapping[str, Any], path: Path) -> None:
@@ -125,12 +130,13 @@ def check_channels(found: Mapping[str, Any], path: Path) -> None:
     for name, channel in found.items():
         if not _CHANNEL.fullmatch(name):
             raise ConfigError(
-                f"{path} has a channel called {shown(name)}; its data lies in a folder of that name below input/data: use at most "
+                f"{path} has a channel called {show_value(name)}; its data lies in a folder of that name below input/data: "
+                "use at most "
                 "255 letters, digits, dots, hyphens and underscores"
             )
         if not isinstance(channel, Mapping):
             raise ConfigError(
-                f"{path} has {shown(channel)}, {kind_of(channel)}, for the channel {name!r}; a channel is described by an "
+                f"{path} has {show_value(channel)}, {kind_of(channel)}, for the channel {name!r}; a channel is described by an "
                 'object: write for example {"TrainingInputMode": "File"}'
             )
 
@@ -145,7 +151,8 @@ def check_hyperparameters(found: Mapping[str, Any], where: str) -> None:
     for name, value in found.items():
         if not name or "=" in name or len(name) > _LONGEST_NAME:
             raise ConfigError(
-                f"{where} has a hyperparameter called {shown(name)} ({len(name)} characters); it becomes the variable SM_HP_… of "
+                f"{where} has a hyperparameter called {show_value(name)} ({len(name)} characters); it becomes the variable "
+                "SM_HP_… of "
                 f"that name: use a name of 1 to {_LONGEST_NAME} characters without '='"
             )
         if why := strict_json.unusable_text({name: value}):

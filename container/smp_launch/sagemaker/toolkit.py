@@ -96,7 +96,7 @@ def main() -> None:
     os.execv(sys.executable, [sys.executable, "-m", "smp_launch", "train"])
 
 
-def child(arguments: Sequence[str]) -> int:
+def run_child(arguments: Sequence[str]) -> int:
     """Run as ``REPORT FOLDER [URI]``: fetch the archive ``URI`` into ``FOLDER``, and install its requirements.
 
     If it is a package, it is installed too. Both happen in one process, because the toolkit takes a second to import.
@@ -123,4 +123,4 @@ def child(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(child(sys.argv[1:]))
+    sys.exit(run_child(sys.argv[1:]))

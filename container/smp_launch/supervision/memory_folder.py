@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from smp_config.recovery import FOLDER_VARIABLE, MEMORY_VARIABLE, SHARED_MEMORY, wants_memory
 from smp_launch.machine.locked_folders import private_dir
-from smp_launch.supervision.supervise import say
+from smp_launch.supervision.supervise import write_own_line
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def memory_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         yield {}
         return
     if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-        say(f"{MEMORY_VARIABLE}=1 has no effect: this machine has no {SHARED_MEMORY} that can be written to")
+        write_own_line(f"{MEMORY_VARIABLE}=1 has no effect: this machine has no {SHARED_MEMORY} that can be written to")
         yield {}
         return
     with private_dir(SHARED_MEMORY) as folder:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.recovery import RESTARTS_VARIABLE
 from smp_launch.failures.failure import Cause
-from smp_launch.supervision.supervise import say, stop_code
+from smp_launch.supervision.supervise import stop_code, write_own_line
 
 if TYPE_CHECKING:
     from smp_launch.machine.signals import StopRequests
@@ -94,7 +94,7 @@ class Restarts:
             if why_not is not None:
                 return attempt.code, self._all_causes(why_not)
             pause = 0.0 if self._idle == 0 else min(_FIRST_PAUSE * 2 ** (self._idle - 1), _LONGEST_PAUSE)
-            say(
+            write_own_line(
                 f"failed {_at(attempt)}: {attempt.cause.headline}; the ranks are started again"
                 f"{f' in {pause:g} s' if pause else ''} (restart {len(self._failed)} of {self.limit})"
             )

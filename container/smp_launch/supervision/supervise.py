@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from smp_launch.failures.fatal_errors import EXIT_SECONDS
 from smp_launch.machine.output import ENDED_PREFIX, STARTED_PREFIX, LineAssembler, OutputLine, WholeLines
-from smp_launch.machine.processes import adopt_orphans, descendants, is_ending, kill_descendants, reap, watch_end
+from smp_launch.machine.processes import adopt_orphans, find_descendants, is_ending, kill_descendants, reap, watch_end
 from smp_launch.machine.rank_pipes import DESCRIPTORS, end_pipes, make_pipes, open_pipe
 from smp_launch.sagemaker.environment import seconds_of
 from smp_records.records import FAILURE_PREFIX
@@ -171,7 +171,7 @@ class Supervisor:
             for pipe in self._open_pipes:
                 os.close(pipe)
         if left:
-            say(f"{len(left)} process(es) did not end after SIGKILL: {left}")
+            write_own_line(f"{len(left)} process(es) did not end after SIGKILL: {left}")
         self._outcome.returncode = self._process.returncode
         return self._outcome
 
@@ -202,7 +202,7 @@ class Supervisor:
                 self._look()
             self._look_for_failure()
             is_quiet = self._until(self._quiet_since + self._quiet) == 0.0
-            if is_quiet and gone and not descendants(self.apart) - set(self.spare):
+            if is_quiet and gone and not find_descendants(self.apart) - set(self.spare):
                 return  # nobody is left who could write
             if is_quiet or self._until(self._deadline) == 0.0:
                 self._on_overdue()
@@ -340,7 +340,9 @@ class Supervisor:
             return
         self._outcome.stopped_by = reason
         self._expect(self.grace, f"did not end within {self.grace:g} s after {reason}")
-        say(f"stopping because of {reason}; the ranks get SIGTERM and have {self.grace:g} s to save and exit")
+        write_own_line(
+            f"stopping because of {reason}; the ranks get SIGTERM and have {self.grace:g} s to save and exit"
+        )
         self._send_stop()
 
     def _send_stop(self) -> None:
@@ -361,7 +363,9 @@ class Supervisor:
         try:
             self._outcome.hang = self.watch.look()
         except Exception:  # nothing that is wrong with the watch may end a job
-            say(f"the watch over hangs has failed, and the job goes on without it:\n{traceback.format_exc()}")
+            write_own_line(
+                f"the watch over hangs has failed, and the job goes on without it:\n{traceback.format_exc()}"
+            )
             self.watch = None
         if self._outcome.hang is not None:
             self._expect(0.0, "hung")
@@ -423,7 +427,7 @@ def write(data: bytes, descriptor: int, patience: float = _READER_PATIENCE) -> N
             return
 
 
-def say(text: str) -> None:
+def write_own_line(text: str) -> None:
     """Write a line of the launcher itself to the job's log."""
     sys.stdout.flush()
     show([f"smp-launch: {text}"], 2)

@@ -23,7 +23,7 @@ _FREE = frozenset(
 )
 
 
-def conditions() -> dict[str, str]:
+def read_conditions() -> dict[str, str]:
     """Return the conditions of this process: limits, rights, signals, cores, namespaces, and the interpreter.
 
     Raises:

@@ -25,10 +25,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from smp_launch.isolated import program
+from smp_launch.isolated import isolated_command
 from smp_launch.ranks import messages
 from smp_launch.ranks.imports import SOCKET_VARIABLE, Shared, forget_draws, is_waited_for, prepare
-from smp_launch.warm.conditions import conditions, other_condition, other_variable
+from smp_launch.warm.conditions import other_condition, other_variable, read_conditions
 
 #: Of prctl (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
@@ -133,7 +133,7 @@ class ForkServer:
             return self.why_not
         if (name := other_variable(self.environ, asked["environ"])) is not None:
             return f"its variable {name} is another than that of the start before"
-        if (name := other_condition(conditions(), asked["conditions"])) is not None:
+        if (name := other_condition(read_conditions(), asked["conditions"])) is not None:
             return f"the system has given it another {name} than the process that has its imports"
         return None
 
@@ -237,7 +237,9 @@ def wait_for_report(listener: socket.socket) -> NoReturn:
             os.lseek(kept, 0, os.SEEK_SET)
             listener.set_inheritable(True)
             os.set_inheritable(kept, True)
-            words = program("smp_launch.warm.fork_server", str(listener.fileno()), str(os.getppid()), str(kept))
+            words = isolated_command(
+                "smp_launch.warm.fork_server", str(listener.fileno()), str(os.getppid()), str(kept)
+            )
             os.execve(words[0], words, report["environ"])
 
 

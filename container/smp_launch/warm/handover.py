@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from smp_launch.ranks import messages
 from smp_launch.ranks.imports import SOCKET_VARIABLE
-from smp_launch.warm.conditions import conditions
+from smp_launch.warm.conditions import read_conditions
 
 #: Seconds for imports that are still under way: as long as the same would take here, on a busy machine.
 _PATIENCE = 30.0
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         return _run(module, words, f"nobody has its imports ({error.strerror or error})")
     try:
-        messages.send(connection, {"asks": {"environ": environ, "conditions": conditions()}})
+        messages.send(connection, {"asks": {"environ": environ, "conditions": read_conditions()}})
         refused = messages.receive(connection)[0]["refused"]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         refused = f"the process that has its imports does not answer ({type(error).__name__})"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smp_config.errors import ConfigError, shown
+from smp_config.errors import ConfigError, show_value
 from smp_launch import isolated
 from smp_launch.machine.locked_folders import private_dir
 from smp_launch.ranks.imports import SOCKET_VARIABLE
@@ -44,7 +44,7 @@ class Standby:
         """Return the command line to start for each rank.
 
         Args:
-            program: the command line that :func:`smp_launch.isolated.program` returns for a rank's wrapper.
+            program: the command line that :func:`smp_launch.isolated.isolated_command` returns for a rank's wrapper.
             whose: the receivers of a rank's signals: ``group`` if they include the processes that it has started, and
                 ``process`` otherwise.
         """
@@ -61,7 +61,9 @@ class Standby:
 
 
 @contextlib.contextmanager
-def standby(environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str], *, wanted: bool) -> Iterator[Standby]:
+def keep_standby(
+    environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str], *, wanted: bool
+) -> Iterator[Standby]:
     """Have a standby process ready in the block, if it is useful and possible.
 
     Args:
@@ -75,7 +77,8 @@ def standby(environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str]
     text = environ.get(WARM_VARIABLE, "") or "1"
     if text not in ("0", "1"):
         raise ConfigError(
-            f"{WARM_VARIABLE} is {shown(text)}; it says whether a process keeps the imports of ranks that are started again ready: "
+            f"{WARM_VARIABLE} is {show_value(text)}; it says whether a process keeps the imports of ranks that are started "
+            "again ready: "
             "set 0, or 1 for yes"
         )
     if not wanted or text == "0" or not script.endswith(".py") or not sys.platform.startswith("linux"):
@@ -88,7 +91,7 @@ def standby(environ: Mapping[str, str], script: str, cwd: str | os.PathLike[str]
             listener.bind(str(folder / _SOCKET))
             listener.listen(_BACKLOG)
             process = subprocess.Popen(
-                isolated.program("smp_launch.warm.fork_server", str(listener.fileno()), str(os.getpid())),
+                isolated.isolated_command("smp_launch.warm.fork_server", str(listener.fileno()), str(os.getpid())),
                 env=dict(environ),
                 cwd=cwd,
                 pass_fds=[listener.fileno()],

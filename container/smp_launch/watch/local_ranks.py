@@ -49,7 +49,7 @@ class LocalRanks:
         """See :class:`WatchedRanks`."""
         found = {}
         for name in self._names():
-            if (glance := rank_record.glance(self._folder / name)) is not None:
+            if (glance := rank_record.read_glance(self._folder / name)) is not None:
                 found[int(name)] = glance
         return found
 

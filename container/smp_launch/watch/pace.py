@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_config.machine.processes import memory_of, processor_seconds_of
-from smp_records.rank_record import glance
+from smp_records.rank_record import read_glance
 from smp_records.time_breakdown import record_between
 
 if TYPE_CHECKING:
@@ -37,18 +37,18 @@ class Seen:
     memory_bytes: int
 
 
-def look(folder: Path) -> dict[int, Seen]:
+def read_records(folder: Path) -> dict[int, Seen]:
     """Return, by rank, the ranks that keep records in a folder and are in their job."""
     found = {}
     for name in os.listdir(folder) if folder.is_dir() else ():
-        seen = glance(folder / name) if name.isdecimal() else None
+        seen = read_glance(folder / name) if name.isdecimal() else None
         if seen is not None and seen.pace is not None and not seen.has_left and os.path.isdir(f"/proc/{seen.pid}"):
             memory = seen.pace.device_bytes or memory_of(seen.pid)
             found[int(name)] = Seen(seen.pid, seen.pace, processor_seconds_of(seen.pid), memory)
     return dict(sorted(found.items()))
 
 
-def between(before: dict[int, Seen], after: dict[int, Seen], host: str = "") -> list[PaceRecord]:
+def compare_records(before: dict[int, Seen], after: dict[int, Seen], host: str = "") -> list[PaceRecord]:
     """Return a record of each rank's work between two looks, without ranks that were started again meanwhile."""
     gpus = gpu_shares({seen.pid for seen in after.values() if seen.reading.device_bytes})
     records = []

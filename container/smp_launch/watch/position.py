@@ -80,7 +80,7 @@ class RankPosition:
         return f"{self.line} ({source})" if source else str(self.line)
 
 
-def moment(where: RankRecord) -> str:
+def describe_moment(where: RankRecord) -> str:
     """Describe when in its course a rank is, as in ``in backward of step 30``."""
     if where.phase == BETWEEN:
         return f"after step {where.step}"

@@ -12,7 +12,7 @@ from smp_config.formats.rank_lists import ranks_text
 from smp_config.limits import HANG_VARIABLE
 from smp_launch.failures.failure import Cause
 from smp_launch.watch import stacks
-from smp_launch.watch.position import moment, position_of
+from smp_launch.watch.position import describe_moment, position_of
 from smp_launch.watch.states import State
 from smp_records import rank_record
 
@@ -34,12 +34,12 @@ def cause_of_hang(hang: Hang, host_of: Callable[[int], str]) -> Cause:
     who = "hang" if rank is None else f"rank {rank} ({host_of(rank)}): hang"
     detail = (
         f"Nothing went on for {hang.seconds:.0f} s. The calls and stacks of all ranks are in {TEXT_NAME} in the job's output; "
-        f"{HANG_VARIABLE} sets another number of seconds, or 0 for no watch.\n\n" + summary(hang.positions)
+        f"{HANG_VARIABLE} sets another number of seconds, or 0 for no watch.\n\n" + summarize(hang.positions)
     )
     return Cause(f"{who}: {hang.verdict.text}", detail, rank=rank)
 
 
-def summary(positions: Mapping[int, RankPosition]) -> str:
+def summarize(positions: Mapping[int, RankPosition]) -> str:
     """Return a line for each rank."""
     return "\n".join(describe(position) for position in positions.values())
 
@@ -63,7 +63,7 @@ def last_seen(folder: Path) -> dict[int, str]:
         if where.step or where.line:
             threads = stacks.left_by_crash(folder, rank)
             position = position_of(where, State("S"), threads, where.when, is_active=False)
-            found[rank] = f"{moment(where)}, {'at' if threads else 'last seen at'} {position.at()}"
+            found[rank] = f"{describe_moment(where)}, {'at' if threads else 'last seen at'} {position.at()}"
     return found
 
 
@@ -72,7 +72,7 @@ def last_step(folder: Path, rank: int | None) -> int | None:
 
     If the rank has no record here, return the step of the rank that came furthest.
     """
-    glances = {int(path.name): rank_record.glance(path) for path in folder.iterdir() if path.name.isdecimal()}
+    glances = {int(path.name): rank_record.read_glance(path) for path in folder.iterdir() if path.name.isdecimal()}
     steps = {number: glance.step for number, glance in glances.items() if glance is not None}
     return (steps[rank] if rank in steps else max(steps.values(), default=0)) or None
 
@@ -92,7 +92,7 @@ def write_report(folder: Path, hang: Hang) -> Path | None:
 def text_of(hang: Hang) -> str:
     """Return the report for people."""
     rank = hang.verdict.rank
-    lines = [f"{'' if rank is None else f'rank {rank} '}{hang.verdict.text}", "", summary(hang.positions)]
+    lines = [f"{'' if rank is None else f'rank {rank} '}{hang.verdict.text}", "", summarize(hang.positions)]
     for position in hang.positions.values():
         lines += ["", f"== rank {position.rank}, process {position.where.pid} =="]
         for wait in position.where.waits:

@@ -50,7 +50,7 @@ def running_jobs() -> list[RunningJob]:
     return sorted(found.values(), key=lambda job: (job.name, str(job.folder)))
 
 
-def named(name: str) -> RunningJob:
+def find_running_job(name: str) -> RunningJob:
     """Return the running job with this name, or with a name that begins with it.
 
     If ``name`` is empty, there must be only one job.

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from smp_launch.machine.processes import all_processes, below
+from smp_launch.machine.processes import all_processes, find_descendants_of
 
 #: Of ``/proc/PID/stat``: stopped by a signal, or by a debugger.
 _STOPPED = ("T", "t")
@@ -89,7 +89,7 @@ def states_with_children(pids: Collection[int]) -> dict[int, State]:
     found = {}
     for pid in pids:
         own = state_of(pid)
-        parts = [own, *(state_of(child) for child in below([pid], table))]
+        parts = [own, *(state_of(child) for child in find_descendants_of([pid], table))]
         used = sum(part.processor_seconds for part in parts)
         found[pid] = State(own.letter, used, sum(part.moved_bytes for part in parts))
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smp_config.formats.rank_lists import ranks_text
-from smp_launch.watch.position import RankPosition, Standing, moment
+from smp_launch.watch.position import RankPosition, Standing, describe_moment
 from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, RankRecord
 
 #: Groups of waiting ranks that a headline tells of.
@@ -54,7 +54,8 @@ def find(positions: Mapping[int, RankPosition], seconds: float) -> HangVerdict:
 
 def _stopped(position: RankPosition) -> str:
     return (
-        f"{position.doing} since {position.seconds:.0f} s, {moment(position.where)}, last seen at {position.at()}; kill -CONT "
+        f"{position.doing} since {position.seconds:.0f} s, {describe_moment(position.where)}, last seen at {position.at()}; "
+        "kill -CONT "
         f"{position.where.pid} lets it go on"
     )
 
@@ -73,7 +74,7 @@ def _of_script(in_script: Sequence[RankPosition], everyone: Sequence[RankPositio
     others = [p for p in in_script if p.rank != first.rank and p.line == first.line]
     also = f" (and so {_ranks(p.rank for p in others)})" if others else ""
     doing = "computes, or moves data, but does not go on" if first.is_active else first.doing or "does not go on"
-    text = f"has been at {first.at()} for {first.seconds:.0f} s{also}, {moment(first.where)}: it {doing}"
+    text = f"has been at {first.at()} for {first.seconds:.0f} s{also}, {describe_moment(first.where)}: it {doing}"
     return HangVerdict(
         first.rank,
         text + _waiting(everyone, {p.rank for p in in_script}),
@@ -134,7 +135,8 @@ def _missing_collective(positions: Mapping[int, RankPosition]) -> HangVerdict | 
             return HangVerdict(
                 late.rank,
                 f"has not made the call {first.call} that rank {first.rank} made at {first.at()}: it waits in {late.call} at "
-                f"{late.at()}, {moment(late.where)}; all ranks of {ranks_text(members)} must make the same calls in the same order",
+                f"{late.at()}, {describe_moment(late.where)}; all ranks of {ranks_text(members)} must make the same calls in "
+                "the same order",
             )
     return None
 
@@ -166,7 +168,7 @@ def _circle(everyone: Sequence[RankPosition], seconds: float) -> HangVerdict:
     """Return the verdict if all ranks wait and no rank is known to be at fault."""
     lines = Counter((p.call, p.line) for p in everyone)
     first = min(everyone, key=lambda p: (lines[p.call, p.line], -p.rank))
-    text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, {moment(first.where)}"
+    text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, {describe_moment(first.where)}"
     others = [p for p in everyone if p.rank != first.rank]
     if len(lines) == 1 and others:
         text += f"; all ranks wait there for {seconds:.0f} s: the connection between them may be broken"

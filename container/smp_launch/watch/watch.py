@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from smp_launch.machine.processes import all_processes, below
+from smp_launch.machine.processes import all_processes, find_descendants_of
 from smp_launch.watch.position import RankPosition, Standing
 from smp_launch.watch.states import name_of, state_of
 from smp_launch.watch.verdict import HangVerdict, find
@@ -102,7 +102,7 @@ class HangWatch:
         The output and the exit codes of the ranks then stay in that process.
         """
         ranks = {glance.pid for glance in self._glances.values()}
-        overseers = below([os.getpid()], all_processes(), apart=ranks)
+        overseers = find_descendants_of([os.getpid()], all_processes(), apart=ranks)
         stopped = {pid for pid in overseers if state_of(pid).is_stopped}
         self._stopped = {pid: self._stopped.get(pid, now) for pid in sorted(stopped)}
         for pid, since in self._stopped.items():

@@ -85,7 +85,7 @@ class Activations:
         """Return the instance of the running session, or a plain one before ``smp.init``."""
         if not sessions.is_initialized():
             return _plain
-        ranks = sessions.current().ranks
+        ranks = sessions.current_session().ranks
         return ranks.keep(cls, lambda: cls(ranks))
 
     @property

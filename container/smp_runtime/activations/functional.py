@@ -120,7 +120,7 @@ class Strategy:
         return cls(str(name), most)
 
 
-def grouped(
+def group_neighbours(
     children: Sequence[T], stages: Sequence[int | None], strategy: Strategy
 ) -> list[tuple[int | None, list[T]]]:
     """Group neighbours on the same stage into regions of at most the strategy's size.
@@ -172,7 +172,7 @@ def run_sequential(module: nn.Sequential, value: Any, strategy: Strategy, preser
     here = Activations.here()
     placement = here.placement
     stages = [0 if placement is None else placement.stage_of(child) for child in children]
-    for stage, members in grouped(children, stages, strategy):
+    for stage, members in group_neighbours(children, stages, strategy):
         if placement is not None and stage is None:
             placement.tell_split(members[0])
             value = members[0](value)

@@ -60,7 +60,7 @@ def set_activation_checkpointing(
             f"smp.set_activation_checkpointing got {module!r}, {kind_of(module)}; pass a module of the model, such as "
             "model.module.layers"
         )
-    if sessions.is_initialized() and any(module is model for model in sessions.current().models):
+    if sessions.is_initialized() and any(module is model for model in sessions.current_session().models):
         inner = module.module
         module = inner if isinstance(inner, nn.Module) else module
     if isinstance(module, nn.Sequential):
@@ -195,7 +195,7 @@ def recomputed_parts(model: nn.Module) -> dict[str, bool]:
     return found
 
 
-def marks(model: nn.Module) -> dict[str, _Marking]:
+def find_marks(model: nn.Module) -> dict[str, _Marking]:
     """Return the settings of a model's checkpointed modules, by path."""
     return {path: module.__dict__[_MARK] for path, module in model.named_modules() if is_marked(module)}
 
@@ -204,7 +204,7 @@ def carry_over(before: dict[str, _Marking], model: nn.Module) -> None:
     """Checkpoint the modules that have replaced checkpointed ones.
 
     Args:
-        before: from :func:`marks`, before modules were replaced.
+        before: from :func:`find_marks`, before modules were replaced.
         model: the model now.
     """
     now = dict(model.named_modules())
@@ -242,10 +242,10 @@ def let_pass(module: nn.Module) -> None:
     """Let a layer prepare for checkpointing, but not checkpoint itself, since smp checkpoints it."""
     if checkpoints_itself(module):
         module.__dict__[FLAG] = True
-        module.__dict__[FUNCTION] = passes
+        module.__dict__[FUNCTION] = pass_through
 
 
-def passes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def pass_through(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the given function, in place of the layer's checkpointing function."""
     # The layer has dropped caches among keyword arguments; a cache would be written a second time in backward.
     return function(*(None if _is_cache(value) else value for value in args), **kwargs)
@@ -263,7 +263,12 @@ def take_over(model: nn.Module) -> None:
         function = module.__dict__.get(FUNCTION)
         if function is not None and not getattr(module, FLAG) and is_marked(module) and checkpoints_itself(module):
             unmark(module)  # switched off since
-        if function is None or function is passes or isinstance(function, _Ours) or not getattr(module, FLAG, False):
+        if (
+            function is None
+            or function is pass_through
+            or isinstance(function, _Ours)
+            or not getattr(module, FLAG, False)
+        ):
             continue
         preserve = preserves_rng_state(function)
         if checkpoints_itself(module):
@@ -285,7 +290,7 @@ class _Switch:
         self.__wrapped__ = getattr(type(module), _SWITCH).__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not sessions.is_initialized() or sessions.current().ranks.step.microbatch is None:
+        if not sessions.is_initialized() or sessions.current_session().ranks.step.microbatch is None:
             self.__wrapped__(*args, **kwargs)
 
 

@@ -101,10 +101,10 @@ class PretrainedSaver:
 
     def __call__(self, save_directory: Any, **options: Any) -> None:
         """See :func:`save_pretrained`, or whatever saves such a module."""
-        models = sessions.current().models if sessions.is_initialized() else []
+        models = sessions.current_session().models if sessions.is_initialized() else []
         model = next((model for model in models if self.module in _before_and_after(model)), None)
         if isinstance(model, DistributedModel):
-            self.save(sessions.current(), model, save_directory, **options)
+            self.save(sessions.current_session(), model, save_directory, **options)
         else:
             type(self.module).save_pretrained(self.module, save_directory, **options)  # type: ignore[attr-defined]
 
@@ -128,7 +128,7 @@ def _before_and_after(model: TrainedModel) -> tuple[nn.Module, ...]:
 
 def is_split(model: DistributedModel) -> bool:
     """Return whether other ranks have parts of the model that this rank does not have."""
-    ranks = sessions.current().ranks
+    ranks = sessions.current_session().ranks
     splits_layers = ranks.size(Group.TP) > 1 and any(True for _ in model.distributed_modules())
     return ranks.size(Group.PP) > 1 or splits_layers or ranks.cfg.sharded_data_parallel_degree > 1
 

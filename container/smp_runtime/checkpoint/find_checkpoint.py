@@ -19,7 +19,7 @@ from smp_runtime.checkpoint.files.manifest import (
     verify,
 )
 from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, ReplacedError
-from smp_runtime.checkpoint.files.verification import uncovered
+from smp_runtime.checkpoint.files.verification import find_uncovered
 from smp_runtime.checkpoint.rank_agreement import met_by
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
@@ -214,7 +214,7 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
     else:
         try:
             # A manifest that contradicts itself is damage, and no sign of another model.
-            problems = uncovered(manifest)
+            problems = find_uncovered(manifest)
             if not problems:
                 needed = needs(checkpoint)
                 opened, names = needed.files, needed.names

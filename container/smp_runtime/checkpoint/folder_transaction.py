@@ -24,7 +24,7 @@ from smp_runtime.checkpoint.files.manifest import (
     newest_name,
 )
 from smp_runtime.checkpoint.folder_lock import LockHolder, SavingLocks
-from smp_runtime.checkpoint.rank_agreement import heard, met_by, told
+from smp_runtime.checkpoint.rank_agreement import decode_error, encode_error, met_by
 from smp_runtime.comm.control import host_name
 from smp_runtime.errors import CheckpointError
 
@@ -102,7 +102,9 @@ class FolderTransaction:
             CheckpointError: on every rank, when there is no manifest or a rank cannot rename; the former checkpoint
                 stays the newest.
         """
-        manifest, refusal = exchange.broadcast(None if verdict is None else [verdict.manifest, told(verdict.refusal)])
+        manifest, refusal = exchange.broadcast(
+            None if verdict is None else [verdict.manifest, encode_error(verdict.refusal)]
+        )
         error: CheckpointError | None
         if manifest is not None:
             error = self._agreed(exchange, lambda: self._prepare(manifest))
@@ -111,7 +113,7 @@ class FolderTransaction:
                 if error is not None:
                     self._withdraw()
         else:
-            error = heard(refusal)
+            error = decode_error(refusal)
         if error is None:
             self._tidy(keep)
         else:
@@ -132,7 +134,7 @@ class FolderTransaction:
         """
         failures = exchange.gather([host_name(), failure_of(step) if self.keeps_order else None])
         broken = [(rank, host, why) for rank, (host, why) in enumerate(failures or []) if why]
-        return heard(exchange.broadcast(told(not_saved(self.final, broken) if broken else None)))
+        return decode_error(exchange.broadcast(encode_error(not_saved(self.final, broken) if broken else None)))
 
     def _prepare(self, manifest: str) -> None:
         """Make the folder whole under its hidden name."""

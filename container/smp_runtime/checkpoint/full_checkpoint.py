@@ -20,12 +20,12 @@ from smp_runtime.checkpoint.files.atomic_file import (
     marked_state,
     read_user_content,
     refuse_other_saves,
-    unwrapped,
+    unwrap_content,
     write_bytes,
     write_tensors,
 )
 from smp_runtime.checkpoint.files.manifest import FoundCheckpoint
-from smp_runtime.checkpoint.files.name_translation import Translate, renamed
+from smp_runtime.checkpoint.files.name_translation import Translate, rename_prefixes
 from smp_runtime.checkpoint.files.opened_files import refuse_other_kinds
 from smp_runtime.checkpoint.files.transformers_format import (
     PICKLED,
@@ -46,7 +46,7 @@ from smp_runtime.checkpoint.full.full_loading import (
     check_has_masters,
     load_full_settings,
 )
-from smp_runtime.checkpoint.full.named_optimizer import NamedState, fitted, with_names
+from smp_runtime.checkpoint.full.named_optimizer import NamedState, fit_state, with_names
 from smp_runtime.checkpoint.full_transaction import finish_at, full_transaction
 from smp_runtime.checkpoint.load_partial import PartialLoad
 from smp_runtime.checkpoint.rank_agreement import met_by
@@ -243,7 +243,7 @@ def _open(
     optimizer_file = file.with_name(f"{file.name}{OPTIMIZER}")
     content_file = file.with_name(f"{USER_CONTENT}_{file.name}")
     plan = plan_weights(session, model, file, translate_function, strict=strict)
-    content, save_id, positions = unwrapped(read_user_content(content_file, trusted=trusted))
+    content, save_id, positions = unwrap_content(read_user_content(content_file, trusted=trusted))
     weights = save_ids(file)
     ids = {**weights, str(content_file): save_id}
     if any(weights.values()) and content_file.is_file() and content_file.stat().st_size == 0:
@@ -260,7 +260,7 @@ def _open(
         refuse_state_of_others(
             optimizer.optimizer, optimizer_state["param_groups"], values, f"the file {optimizer_file}"
         )
-        found = fitted(session, model, optimizer, optimizer_state, str(optimizer_file))
+        found = fit_state(session, model, optimizer, optimizer_state, str(optimizer_file))
         if isinstance(found, NamedState):
             with_states = WithStates(optimizer, found, str(optimizer_file))
             plan = plan_weights(session, model, file, translate_function, strict=strict, states=with_states)
@@ -343,11 +343,11 @@ def plan_weights(
     state: Mapping[str, Any] = read_weights(path)
     if translate is not None:
         state = translate(state)
-    reader = FullReader(path, renamed(state, model.module), model)
+    reader = FullReader(path, rename_prefixes(state, model.module), model)
     checkpoint = FoundCheckpoint(path.name, path, reader.manifest)
     if states is None:
         return PartialLoad(session, checkpoint, model, None, strict=strict, states=False, reader=reader)
-    moved = {former: name for name, former in renamed({name: name for name in state}, model.module).items()}
+    moved = {former: name for name, former in rename_prefixes({name: name for name in state}, model.module).items()}
     reader.add_states(states, moved)
     return FullLoading(session, checkpoint, model, states, strict=strict, reader=reader)
 

@@ -78,7 +78,7 @@ def local_records(model: DistributedModel) -> Iterator[ParameterRecord]:
     return (record for record in saved_records(model) if id(record.parameter) in local)
 
 
-def weights(model: DistributedModel) -> Iterator[Holding]:
+def live_weights(model: DistributedModel) -> Iterator[Holding]:
     """Yield this rank's parameters as the model keeps them; a sharded one only if part of it is on this rank."""
     model.adopt_writes()
     places = model.shards.places if model.shards is not None else {}
@@ -90,7 +90,7 @@ def weights(model: DistributedModel) -> Iterator[Holding]:
             yield Holding(record.name, parameter.ds_tensor, region_of(record, places[parameter]), record)  # type: ignore[attr-defined]
 
 
-def masters(model: DistributedModel) -> Iterator[Holding]:
+def live_masters(model: DistributedModel) -> Iterator[Holding]:
     """Yield the float32 master weights that exist beside the model's own weights."""
     model.adopt_writes()
     for shard in (model.optimizer_shards or {}).values():
@@ -99,7 +99,7 @@ def masters(model: DistributedModel) -> Iterator[Holding]:
             yield Holding(record.name, get_data(shard.optimized), region_of(record, (shard.start, shard.stop)), record)
 
 
-def buffers(model: DistributedModel) -> Iterator[Holding]:
+def live_buffers(model: DistributedModel) -> Iterator[Holding]:
     """Yield this stage's persistent buffers, under each of their names."""
     persistent = set(model.module.state_dict(keep_vars=True))
     for name, buffer in model.local_named_buffers(remove_duplicate=False):
@@ -107,14 +107,14 @@ def buffers(model: DistributedModel) -> Iterator[Holding]:
             yield Holding(name, buffer, TensorRegion.of(tuple(buffer.shape)))
 
 
-def extras(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
+def live_extras(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yield this stage's modules with an extra state, by its name in a ``state_dict``."""
     for path, module in model.local_named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{path}." * bool(path) + "_extra_state", module
 
 
-def updated(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Updated]:
+def updated_parameters(model: DistributedModel, optimizer: DistributedOptimizer) -> list[Updated]:
     """Return every parameter of the optimizer in its order, including those of other stages and ranks.
 
     Raises:

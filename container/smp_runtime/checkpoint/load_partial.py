@@ -16,18 +16,18 @@ from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.live_state import (
     Holding,
     Updated,
-    buffers,
-    extras,
-    masters,
+    live_buffers,
+    live_extras,
+    live_masters,
+    live_weights,
     random_file,
     saved_records,
-    updated,
-    weights,
+    updated_parameters,
 )
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.optim.kinds.expected_state import refuse_state_of_others
 from smp_runtime.pipeline.partition.assignment import Assignment
-from smp_runtime.tensors.nested import unshared
+from smp_runtime.tensors.nested import copy_tensors
 
 if TYPE_CHECKING:
     from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
@@ -80,7 +80,7 @@ class PartialLoad:
         self._of: dict[str, TranslatedTensor] = {}
         self._check_model()
         if self._states and optimizer is not None:
-            self._check_groups(updated(model, optimizer), len(optimizer.original_groups()))
+            self._check_groups(updated_parameters(model, optimizer), len(optimizer.original_groups()))
 
     # -- before anything is written --------------------------------------------------------------------------------
 
@@ -201,11 +201,11 @@ class PartialLoad:
     def _files_of_parts(self) -> set[str]:
         """Return the files with a part of this rank's tensors."""
         found: set[str] = set()
-        for holding in (*weights(self._model), *masters(self._model), *buffers(self._model)):
+        for holding in (*live_weights(self._model), *live_masters(self._model), *live_buffers(self._model)):
             for source in self._sources(holding.name):
                 found |= set(self._files_of(self.reader.weight_key(source), source, holding.name, holding.region))
         if self._states and self._optimizer is not None:
-            for entry in updated(self._model, self._optimizer):
+            for entry in updated_parameters(self._model, self._optimizer):
                 if entry.updated is None or entry.region.elements == 0:
                     continue
                 for source in self._sources(entry.name):
@@ -315,7 +315,7 @@ class PartialLoad:
         settings = self.reader.settings()
         if self._states and settings is not None:
             for group, saved in zip(optimizer.param_groups, settings, strict=True):
-                group.update(unshared({key: value for key, value in saved.items() if key != "params"}))
+                group.update(copy_tensors({key: value for key, value in saved.items() if key != "params"}))
         if any(file.startswith("fp16_states_") for file in self.manifest.files):
             optimizer.load_loss_scale(self.reader.loss_scale())
 
@@ -325,10 +325,10 @@ class PartialLoad:
         if self._model.shards is not None:
             self._model.shards.release()
         self.load_named(None)
-        for name, module in extras(self._model):
+        for name, module in live_extras(self._model):
             value = self.reader.extra(name)
             if value is not None:
-                module.set_extra_state(unshared(value))
+                module.set_extra_state(copy_tensors(value))
         self.reader.close()
 
     @torch.no_grad()
@@ -339,16 +339,16 @@ class PartialLoad:
             if holding.name in self._of and (only is None or holding.name in only):
                 read_into(holding.tensor, holding.region, self._of[holding.name], reader, key)
         if self._states and self._optimizer is not None:
-            for entry in updated(self._model, self._optimizer):
+            for entry in updated_parameters(self._model, self._optimizer):
                 if only is None or entry.name in only:
                     self._load_state(self._optimizer, entry)
 
     def _holdings(self) -> Iterator[tuple[Holding, Callable[[str], str]]]:
         """Yield this rank's tensors except optimizer state, each with a function from name to state key."""
-        for holding in (*weights(self._model), *masters(self._model)):
+        for holding in (*live_weights(self._model), *live_masters(self._model)):
             yield holding, self.reader.weight_key
-        for holding in buffers(self._model):
-            yield holding, always(MODULE)
+        for holding in live_buffers(self._model):
+            yield holding, always_key(MODULE)
 
     def _load_state(self, optimizer: DistributedOptimizer, entry: Updated) -> None:
         found = self._of.get(entry.name)
@@ -371,7 +371,7 @@ class PartialLoad:
             if not isinstance(target, torch.Tensor) or target.shape != entry.updated.shape or target.dtype != dtype:
                 former.pop(key, None)
                 target = torch.empty_like(entry.updated, dtype=dtype, memory_format=torch.contiguous_format)
-            read_into(target, entry.region, found, self.reader, always(key))
+            read_into(target, entry.region, found, self.reader, always_key(key))
             state[key] = target
         if state:
             optimizer.optimizer.state[entry.updated] = state
@@ -383,7 +383,7 @@ class PartialLoad:
         return updated if saved.is_floating_point else saved
 
 
-def always(key: str) -> Callable[[str], str]:
+def always_key(key: str) -> Callable[[str], str]:
     """Return a function that returns this state key for every name."""
     return lambda name: key
 
@@ -394,7 +394,7 @@ def _own(value: Any, updated: torch.Tensor, on_device: bool) -> Any:
     Counters stay on the CPU unless a kernel reads them.
     """
     if not isinstance(value, torch.Tensor):
-        return unshared(value)
+        return copy_tensors(value)
     return value.to(updated.device, copy=True) if on_device or value.dim() > 0 else value.clone()
 
 

@@ -62,7 +62,7 @@ def save(
         >>> smp.save(model.state_dict(), "model.pt", partial=False)  # one file, whole
     """
     path = _path(session, f, "f of smp.save", partial=partial, v3=v3)
-    with rank_record.here().within(rank_record.SAVE):
+    with rank_record.current_record().within(rank_record.SAVE):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(obj, path, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
 
@@ -115,14 +115,14 @@ def load(
         )
     keywords = {**(pickle_load_args or {}), **more}
     if map_location is None:
-        map_location = here(session.ranks.device)
+        map_location = map_to_own_device(session.ranks.device)
     path = _path(session, f, "f of smp.load", partial=partial, v3=v3)
     if pickle_module is None and not keywords:
         return read_tensors(path, map_location)
     return torch.load(path, map_location=map_location, pickle_module=pickle_module, weights_only=False, **keywords)
 
 
-def here(device: torch.device) -> Callable[[Any, str], Any]:
+def map_to_own_device(device: torch.device) -> Callable[[Any, str], Any]:
     """Return a ``map_location`` for ``torch.load`` that moves tensors from any GPU to ``device``."""
 
     def locate(storage: Any, location: str) -> Any:

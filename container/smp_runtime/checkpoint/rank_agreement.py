@@ -30,15 +30,15 @@ def met_by(text: str, rank: int, host: str) -> CheckpointError:
     return error
 
 
-def told(error: CheckpointError | None) -> list[Any] | None:
+def encode_error(error: CheckpointError | None) -> list[Any] | None:
     """Convert an error of :func:`met_by` to JSON values, for the other ranks."""
     if error is None or error.failure is None:
         return None
     return [str(error), error.failure.rank, error.failure.host]
 
 
-def heard(words: list[Any] | None) -> CheckpointError | None:
-    """Convert the JSON values of :func:`told` back to an error."""
+def decode_error(words: list[Any] | None) -> CheckpointError | None:
+    """Convert the JSON values of :func:`encode_error` back to an error."""
     return None if words is None else met_by(*words)
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import Group
 from smp_config.errors import kind_of
-from smp_records.rank_record import SAVE, here
+from smp_records.rank_record import SAVE, current_record
 from smp_runtime.checkpoint import full_checkpoint as full
 from smp_runtime.checkpoint.adapters import find_adapters, load_adapters
-from smp_runtime.checkpoint.files.atomic_file import read_user_content, user_content_bytes, wrapped
+from smp_runtime.checkpoint.files.atomic_file import read_user_content, user_content_bytes, wrap_content
 from smp_runtime.checkpoint.files.manifest import (
     MANIFEST,
     NEWEST,
@@ -126,11 +126,11 @@ def save_checkpoint(  # noqa: PLR0913 - the documented signature
         found = (
             user_content
             if save_id is None
-            else wrapped(user_content, save_id, SourcePositions.of(session.ranks).state())
+            else wrap_content(user_content, save_id, SourcePositions.of(session.ranks).state())
         )
         return user_content_bytes(found, trusted=trust_user_content)
 
-    with here().within(SAVE):
+    with current_record().within(SAVE):
         if not partial:
             full.save(session, folder, tag, chosen, optimizer, content, translates=translate_if_full)
             return
@@ -191,7 +191,7 @@ def memory_checkpoint(
     _check_optimizer(updates)
     if not chosen.partitioned:
         return False
-    with here().within(SAVE):
+    with current_record().within(SAVE):
         return copier.step(chosen, updates, lambda: user_content_bytes(user_content))
 
 

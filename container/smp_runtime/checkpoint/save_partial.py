@@ -33,7 +33,7 @@ from smp_runtime.checkpoint.files.manifest import (
 from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.files.transformers_format import CONFIG, config_of
 from smp_runtime.checkpoint.folder_transaction import FolderTransaction, SaveVerdict, not_saved, words_of
-from smp_runtime.checkpoint.live_state import ScriptPosition, random_file, updated
+from smp_runtime.checkpoint.live_state import ScriptPosition, random_file, updated_parameters
 from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, background_exchange
 from smp_runtime.checkpoint.save_plan import Apart, SavePlan, WriteShare, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
@@ -358,7 +358,7 @@ def describe(
         "placement": session.ranks.topology.placement,
     }
     precision = "fp16" if session.ranks.cfg.fp16 else "bf16" if session.ranks.cfg.bf16 else "fp32"
-    entries = updated(model, optimizer) if optimizer is not None else []
+    entries = updated_parameters(model, optimizer) if optimizer is not None else []
     return Described(
         tag,
         topology,

@@ -13,7 +13,15 @@ import torch
 
 from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, OptimizerRecord, Piece, TensorRecord
-from smp_runtime.checkpoint.live_state import Updated, buffers, extras, local_records, masters, updated, weights
+from smp_runtime.checkpoint.live_state import (
+    Updated,
+    live_buffers,
+    live_extras,
+    live_masters,
+    live_weights,
+    local_records,
+    updated_parameters,
+)
 from smp_runtime.checkpoint.object_files import partial_suffix
 from smp_runtime.optim.whole_state import is_elementwise
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
@@ -163,7 +171,7 @@ def contents_of(
             load them, other tools cannot.
     """
     made = SavePlan()
-    entries = updated(model, optimizer) if optimizer is not None else []
+    entries = updated_parameters(model, optimizer) if optimizer is not None else []
     parts = state_parts(session, model)
     flat = FlatGroups()
     if model.shards is not None and entries and not as_held and (share.has_copies or share.rdp < parts):
@@ -209,7 +217,7 @@ def _describe(made: SavePlan, model: DistributedModel, stage: int) -> None:
             record.placement.tensor_axis,
             record.parameter.requires_grad,
         )
-    for holding in buffers(model):
+    for holding in live_buffers(model):
         made.buffers[holding.name] = TensorRecord(
             holding.region.shape, _dtype(holding.tensor), stage=stage, trained=False
         )
@@ -233,10 +241,10 @@ def _module_file(made: SavePlan, model: DistributedModel, share: WriteShare) -> 
     file = f"model_{share.suffix(1)}.pt"
     sharded = model.shards.parameters if model.shards is not None else set()
     names = {record.name: record.names for record in local_records(model)}
-    whole = [h for h in weights(model) if h.record is not None and h.record.parameter not in sharded]
+    whole = [h for h in live_weights(model) if h.record is not None and h.record.parameter not in sharded]
     held = [h for h in whole if h.is_split or share.leads_tensors]
-    others = list(buffers(model)) if share.leads_tensors else []
-    own = list(extras(model)) if share.leads_tensors else []
+    others = list(live_buffers(model)) if share.leads_tensors else []
+    own = list(live_extras(model)) if share.leads_tensors else []
     for holding in (*held, *others):
         made.note(file, MODULE, holding.name, _piece(holding.region))
     for name, _ in own:
@@ -268,7 +276,7 @@ def _shard_file(made: SavePlan, model: DistributedModel, share: WriteShare, part
         return
     held = [
         h
-        for h in weights(model)
+        for h in live_weights(model)
         if h.record is not None
         and h.record.parameter in model.shards.parameters
         and (h.is_split or share.leads_tensors)
@@ -301,7 +309,7 @@ def _master_file(
     sharded = model.shards.parameters if model.shards is not None else None
     held = [
         h
-        for h in masters(model)
+        for h in live_masters(model)
         if (h.is_split or share.leads_tensors)
         and h.name not in flat.names
         # Small parameters stay whole on every rank of a sharding group.

@@ -94,7 +94,7 @@ def is_loopback(address: str) -> bool:
     return address == "localhost"
 
 
-def machine() -> str:
+def machine_id() -> str:
     """Return an identifier of this machine, or an empty string if there is none.
 
     It is the same for processes that reach each other by loopback. A container with its own network counts as

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from smp_config import ConfigError
 from smp_config.formats.rank_lists import ranks_text
 from smp_config.machine.launchers import Started, require_meeting_place, started_by
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 from smp_records.script_lines import is_runtime_module, script_line
 from smp_runtime.comm.control_transports import MpiTransport, SoloTransport, StoreTransport, process_group_size
 from smp_runtime.comm.waiting import ENDED, Carrier, left_error
@@ -99,7 +99,7 @@ class ControlPlane:
             yield
             return
         self._carrier.call = call
-        here().call(call)
+        current_record().call(call)
         try:
             yield
         except (RankLeftError, DeadlineError) as error:

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from smp_config import Group, Topology, smddp
-from smp_runtime.comm.authentication import machine
+from smp_runtime.comm.authentication import machine_id
 from smp_runtime.comm.control import ControlPlane, timeout_seconds
 from smp_runtime.comm.peer_connections import PeerConnections
 from smp_runtime.comm.rendezvous import (
     LOCALHOST,
-    answering,
     callable_addresses,
+    find_answering,
     kept_store,
     listening_address,
     stay_inside,
@@ -87,7 +87,7 @@ class ProcessGroups:
         if world is None:
             raise AssertionError("torch.distributed has no default group after it was started")
         # A script may have started torch.distributed with another backend: one that serves no CPU tensors, for example.
-        lacks = not serves(dist.get_backend_config(), {"cpu", device.type})
+        lacks = not has_backends(dist.get_backend_config(), {"cpu", device.type})
         # Where gloo was chosen, NCCL may not work: it takes one rank per GPU.
         avoids = backend == "gloo" and self._is_nccl
         self._other = (
@@ -204,7 +204,7 @@ class ProcessGroups:
         if control.size == 1:
             store = dist.HashStore()
         else:
-            machines = set(control.allgather(machine(), everyone))
+            machines = set(control.allgather(machine_id(), everyone))
             one_machine = len(machines) == 1 and "" not in machines
             if one_machine:
                 stay_inside()
@@ -216,7 +216,7 @@ class ProcessGroups:
                 control.broadcast((called, agreed), everyone)
             else:
                 called, agreed = control.broadcast(None, everyone)
-                store = dist.TCPStore(answering(called, agreed), agreed, is_master=False, timeout=timeout)
+                store = dist.TCPStore(find_answering(called, agreed), agreed, is_master=False, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=control.rank, world_size=control.size, timeout=timeout)
         return agreed
 
@@ -242,7 +242,7 @@ def groups_to_name(topology: Topology, rank: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(members for members in every if len(members) > 1 or members == (rank,)))
 
 
-def serves(backends: str, devices: set[str]) -> bool:
+def has_backends(backends: str, devices: set[str]) -> bool:
     """Return whether a process group has a backend for each of the kinds of devices.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_config.machine.interfaces import LOOPBACK, addresses
+from smp_config.machine.interfaces import LOOPBACK, list_addresses
 from smp_config.machine.launchers import ADDRESS_VARIABLE, PORT_VARIABLE
 from smp_runtime.comm.authentication import is_loopback, on_one_machine
 
@@ -83,7 +83,7 @@ def listening_address(called: str, environ: Mapping[str, str], size: int) -> str
         meant = {str(found[4][0]) for found in socket.getaddrinfo(called, None, socket.AF_INET, socket.SOCK_STREAM)}
     except OSError:
         return ""
-    own = addresses()
+    own = list_addresses()
     if called in own.values():
         return called
     if on_one_machine(environ, size) and len(meant) == 1 and is_loopback(*meant):
@@ -122,7 +122,7 @@ def callable_addresses(environ: Mapping[str, str]) -> list[str]:
     """
     if given := environ.get(ADDRESS_VARIABLE):
         return [given]
-    if between := addresses().get(environ.get(INTERFACE_VARIABLE, "")):
+    if between := list_addresses().get(environ.get(INTERFACE_VARIABLE, "")):
         return [between]
     name = socket.gethostname()
     try:
@@ -131,10 +131,10 @@ def callable_addresses(environ: Mapping[str, str]) -> list[str]:
         names = []  # it means nothing here, where this rank connects to itself
     else:
         names = [name]
-    return [*names, *(address for name, address in addresses().items() if name != LOOPBACK)] or [LOCALHOST]
+    return [*names, *(address for name, address in list_addresses().items() if name != LOOPBACK)] or [LOCALHOST]
 
 
-def answering(called: Sequence[str], port: int) -> str:
+def find_answering(called: Sequence[str], port: int) -> str:
     """Return the first of ``called`` at which something listens, or else the first of all.
 
     The latter makes the connection to it report the error. A name may mean nothing on this host, or this host itself.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_config import ConfigError, limits
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 from smp_records.script_lines import is_runtime_module
 from smp_runtime.errors import DeadlineError, RankLeftError, SMPUserError
 
@@ -108,7 +108,7 @@ class Wait:
 
     def __exit__(self, *_: object) -> None:
         if self._noted is not None:
-            here().close_wait(self._noted)
+            current_record().close_wait(self._noted)
         if self._asked:
             self._carrier.went_on()
 
@@ -128,7 +128,7 @@ class Wait:
         now = time.monotonic()
         waited, self._next_look = now - self._began, now + _LOOK_SECONDS
         if self._noted is None:
-            self._noted = here().open_wait(self._carrier.call or script_s_call(), (self._other,))
+            self._noted = current_record().open_wait(self._carrier.call or script_s_call(), (self._other,))
         asks = waited > _QUIET_SECONDS * 2**self._asked
         self._asked += asks
         place = self._carrier.look(self._other, asks=asks)

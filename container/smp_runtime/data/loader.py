@@ -164,7 +164,7 @@ def batch_of_now(batch: int, replicas: int) -> int:
     former = readers_at_start(os.environ)
     if former is None or not sessions.is_initialized():
         return batch
-    ranks = sessions.current().ranks
+    ranks = sessions.current_session().ranks
     now, microbatches = ranks.size(batch_group(ranks)), ranks.cfg.microbatches
     if now == former or replicas != now:
         return batch

@@ -41,7 +41,7 @@ def place_among_readers(num_replicas: int | None, rank: int | None) -> tuple[int
         SMPUserError: no rank has that number.
     """
     if num_replicas is None or rank is None:
-        ranks = sessions.current().ranks
+        ranks = sessions.current_session().ranks
         group = batch_group(ranks)
         num_replicas = ranks.size(group) if num_replicas is None else num_replicas
         rank = ranks.rank_in(group) if rank is None else rank
@@ -129,9 +129,9 @@ class SampleSource:
             None, None
         )
         if sessions.is_initialized():
-            Sources.of(sessions.current().ranks).add(self)
+            Sources.of(sessions.current_session().ranks).add(self)
         if kept and sessions.is_initialized():
-            SourcePositions.of(sessions.current().ranks).add(self, name)
+            SourcePositions.of(sessions.current_session().ranks).add(self, name)
 
     # -- other numbers of ranks ------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class SampleSource:
         """Return why samples cannot be divided among the ranks of other degrees; empty if they can."""
         if not self.follows_job:
             return ""
-        ranks = sessions.current().ranks
+        ranks = sessions.current_session().ranks
         readers = wanted.topology(ranks.control.size).size(batch_group_of(wanted))
         for loader in self.loaders:
             together = loader.batch_size_here * self.num_replicas

@@ -44,7 +44,7 @@ class Generate:
         # Ranks wait for each other by themselves; among all processes, those of other stages would never answer.
         if kwargs.get("synced_gpus") is not None:
             kwargs["synced_gpus"] = False
-        ranks = sessions.current().ranks
+        ranks = sessions.current_session().ranks
         if ranks.step.microbatch is not None:
             return own(*args, **kwargs)
         return call_whole(model, ranks, "generate", own, args, kwargs)
@@ -55,7 +55,7 @@ def _model_around(module: nn.Module) -> DistributedModel | None:
 
     None for copies, and for a model that computes alone after ``cpu()``.
     """
-    models = sessions.current().models if sessions.is_initialized() else []
+    models = sessions.current_session().models if sessions.is_initialized() else []
     return next(
         (
             model

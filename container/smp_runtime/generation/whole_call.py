@@ -12,7 +12,7 @@ import torch
 
 from smp_config import Group
 from smp_runtime.comm.devices import in_order_with_script, keep_for_script
-from smp_runtime.microbatch_state.compiled_blocks import eagerly
+from smp_runtime.microbatch_state.compiled_blocks import run_eagerly
 from smp_runtime.microbatch_state.remote_stubs import appearing_on
 from smp_runtime.step.first_stage_inputs import Arguments, arguments_of_all
 from smp_runtime.step.microbatches import shapes_in
@@ -80,7 +80,7 @@ def call_whole(
         turns = _turns(ranks, arguments, mine, name)
         model.begin_step()
         try:
-            with _on_all_ranks(model, ranks), eagerly():
+            with _on_all_ranks(model, ranks), run_eagerly():
                 outcomes = [_run(model, ranks, name, function, turn) for turn in turns]
         except BaseException:
             model.abandon_step()

@@ -22,7 +22,7 @@ def rmsg(message: object) -> str:
         >>> smp.utils.rmsg("half of the steps are done")
         '[0] half of the steps are done'
     """
-    return f"[{sessions.current().ranks.rank}] {message}" if sessions.is_initialized() else str(message)
+    return f"[{sessions.current_session().ranks.rank}] {message}" if sessions.is_initialized() else str(message)
 
 
 def hvd_average_grads() -> None:
@@ -34,7 +34,7 @@ def hvd_average_grads() -> None:
     Example:
         >>> smp.hvd_average_grads()  # where an older script has it, after the step
     """
-    ranks = sessions.current().ranks
+    ranks = sessions.current_session().ranks
     if not ranks.cfg.ddp and ranks.size(Group.DP) > 1:
         raise SMPUserError(
             f"smp.hvd_average_grads() was to average gradients over {ranks.size(Group.DP)} ranks by Horovod, which this library "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from smp_config import ConfigError, Group, Topology
 from smp_config.machine.launchers import is_process_mode
-from smp_records.rank_record import FORWARD, here
+from smp_records.rank_record import FORWARD, current_record
 from smp_runtime.comm.collective_log import LoggedCollectives
 from smp_runtime.comm.control import Arrival, ControlPlane, host_name
 from smp_runtime.comm.devices import (
@@ -103,7 +103,7 @@ class StepState:
         if self.watch is not None:
             self.watch.turn_to(value)
         if value is not None:
-            here().enter(FORWARD, value)
+            current_record().enter(FORWARD, value)
 
 
 @dataclass(eq=False)
@@ -217,7 +217,7 @@ class Ranks:
 
 def _watched(collectives: Collectives) -> Collectives:
     """Return collectives that log each call if records of this process are kept, else return them unchanged."""
-    notes = here()
+    notes = current_record()
     return LoggedCollectives(collectives, notes) if notes.are_kept else collectives
 
 

@@ -1,4 +1,4 @@
-"""The one state object of a rank: made by :func:`init`, read through :func:`current`.
+"""The one state object of a rank: made by :func:`init`, read through :func:`current_session`.
 
 Everything below the façade takes its dependencies as arguments. Only the façade and the classes that a script
 uses directly ask for the current session.
@@ -21,7 +21,7 @@ from smp_config import Group
 from smp_config.errors import kind_of
 from smp_config.machine.launchers import SECRET_VARIABLE
 from smp_records import rank_record
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 from smp_runtime.comm.control import ControlPlane, connect
 from smp_runtime.comm.groups import ended_on_error
 from smp_runtime.comm.messages import Messages
@@ -164,7 +164,7 @@ class Session:
     def close(self) -> None:
         """Leave the job: process groups and the control plane are released."""
         self.progress.close(failed=self.has_failed)
-        here().leave(FAILED if self.has_failed else ENDED)
+        current_record().leave(FAILED if self.has_failed else ENDED)
         failure: Exception | None = None
         for finish in (self._settle, *self.at_close, *self.at_leave):
             try:
@@ -258,7 +258,7 @@ def _join(parameters: ModelParallelParameters) -> Session:
         if determinism is not None:
             undo.callback(determinism.end)
         rank_record.begin(os.environ, control.rank)
-        undo.callback(here().leave, FAILED)
+        undo.callback(current_record().leave, FAILED)
         with control.doing("smp.init"), ended_on_error():
             session = Session(parameters, control, collectives)
         undo.pop_all()
@@ -270,9 +270,9 @@ def _join(parameters: ModelParallelParameters) -> Session:
 def _begin(session: Session, parameters: ModelParallelParameters) -> None:
     """Warn of settings that have no effect here, and run the functions of every job."""
     control = session.ranks.control
-    here().explain = control.explained
+    current_record().explain = control.explained
     if (injector := Injector.from_environment(os.environ, session.ranks.rank, session.ranks.groups)) is not None:
-        here().on_phase = injector.entered
+        current_record().on_phase = injector.entered
     if session.ranks.rank == 0:
         for sentence in parameters.warnings():
             logger.warning(sentence)
@@ -350,7 +350,7 @@ def _given(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return settings
 
 
-def current() -> Session:
+def current_session() -> Session:
     """Return the session of this process.
 
     Raises:

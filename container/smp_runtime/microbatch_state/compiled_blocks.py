@@ -47,7 +47,7 @@ class _Eagerly:
 
 
 @contextlib.contextmanager
-def eagerly() -> Iterator[None]:
+def run_eagerly() -> Iterator[None]:
     """Run compiled blocks eagerly inside the block, as for generation, with its new length for every token."""
     _Eagerly.count += 1
     try:
@@ -141,7 +141,7 @@ def mark(module: nn.Module, backend: str) -> None:
         part.__dict__[_MARK] = backend
 
 
-def marks(model: nn.Module) -> dict[str, str]:
+def find_compile_marks(model: nn.Module) -> dict[str, str]:
     """Return the backends of the marked modules of a model, by path."""
     return {path: vars(part)[_MARK] for path, part in model.named_modules() if _MARK in vars(part)}
 
@@ -150,7 +150,7 @@ def carry_over(before: Mapping[str, str], model: nn.Module) -> nn.Module:
     """Mark the modules that have replaced marked ones, and return the model.
 
     Args:
-        before: from :func:`marks`, before modules were replaced.
+        before: from :func:`find_compile_marks`, before modules were replaced.
     """
     now = dict(model.named_modules())
     for path, backend in before.items():

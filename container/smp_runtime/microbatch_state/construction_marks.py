@@ -26,7 +26,7 @@ _open = _Open()
 
 
 @contextlib.contextmanager
-def marking(name: str, mark: Any, *, copies: bool = False) -> Iterator[None]:
+def mark_constructed(name: str, mark: Any, *, copies: bool = False) -> Iterator[None]:
     """Mark modules that this thread constructs inside the block with the entry ``name``.
 
     In nested contexts the innermost one counts. With ``copies``, modules that are copied or unpickled inside are

@@ -127,7 +127,7 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module, *, keeps_tree: bool = False) -> Iterator[Snapshot]:
+def restore_afterwards(model: nn.Module, *, keeps_tree: bool = False) -> Iterator[Snapshot]:
     """Run the block, then restore the model and all random generators; yield the model as it was.
 
     Restored are modules, buffers, attributes, flags and gradients. Parameters are restored too. In a model of more than

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_records.rank_record import BACKWARD, here
+from smp_records.rank_record import BACKWARD, current_record
 from smp_runtime.data_parallel.reducer import AccumulationScale
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.invariants import invariants_of
@@ -61,11 +61,11 @@ class Backward:
         gradients = _seeds(outputs, grad_tensors, scale)
         if pipeline is not None:
             _refuse(retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            here().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
+            current_record().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
             with pipeline.backward(), _advising(splits=True):
                 torch.autograd.backward(outputs, gradients)
             return
-        here().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
+        current_record().enter(BACKWARD, -1 if step.microbatch is None else step.microbatch)
         self._runs, step.seed_scale = True, scale
         try:
             with _advising(splits=False), contextlib.nullcontext() if step.watch is None else step.watch.backward():

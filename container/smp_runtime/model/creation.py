@@ -14,7 +14,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.microbatch_state import compiled_blocks
 from smp_runtime.module_conversion import scopes
-from smp_runtime.parameters.deferred_creation import Deferrals, deferring, unchanged_default_dtype
+from smp_runtime.parameters.deferred_creation import Deferrals, defer_creation, unchanged_default_dtype
 from smp_runtime.pipeline.partition.manual_stages import ManualAssignment
 
 if TYPE_CHECKING:
@@ -35,7 +35,11 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         >>> with smp.delay_param_initialization():
         ...     model = nn.Linear(4096, 4096)  # no memory yet
     """
-    with deferring(sessions.current().ranks.keep(Deferrals, Deferrals)) if enabled else contextlib.nullcontext():
+    with (
+        defer_creation(sessions.current_session().ranks.keep(Deferrals, Deferrals))
+        if enabled
+        else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -65,7 +69,7 @@ def model_creation(
     with (
         unchanged_default_dtype(),
         scopes.tensor_parallelism(tensor_parallelism, **tensor_parallel_config),
-        delay_param_initialization(enabled=sessions.current().ranks.cfg.delayed_parameter_initialization),
+        delay_param_initialization(enabled=sessions.current_session().ranks.cfg.delayed_parameter_initialization),
     ):
         if dtype is not None:
             torch.set_default_dtype(dtype)
@@ -87,7 +91,7 @@ def partition(index: int) -> contextlib.AbstractContextManager[None]:
         >>> with smp.partition(0):  # "auto_partition": false; the first stage
         ...     encoder = nn.Linear(64, 64)
     """
-    return manual_of(sessions.current()).partition(index)
+    return manual_of(sessions.current_session()).partition(index)
 
 
 def set_partition(module: nn.Module, pp_rank: int) -> None:
@@ -107,7 +111,7 @@ def set_partition(module: nn.Module, pp_rank: int) -> None:
         >>> decoder = nn.Linear(64, 64)
         >>> smp.set_partition(decoder, smp.pp_size() - 1)
     """
-    session = sessions.current()
+    session = sessions.current_session()
     for model in session.models:
         if module is model:
             module = model.module
@@ -159,7 +163,7 @@ def compile(module: nn.Module, backend: str = "inductor") -> None:
         raise SMPUserError(
             f"smp.compile got {module!r}, {kind_of(module)}; pass a module of the model, such as model.layers"
         )
-    for model in sessions.current().models if sessions.is_initialized() else []:
+    for model in sessions.current_session().models if sessions.is_initialized() else []:
         if any(part is module for part in model.module.modules()):
             raise SMPUserError(
                 f"smp.compile got {kind_of(module)} of a model that is wrapped already, whose modules have their place; "

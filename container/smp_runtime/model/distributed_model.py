@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smp_config import Group
-from smp_records.rank_record import FORWARD, here
+from smp_records.rank_record import FORWARD, current_record
 from smp_runtime.activations.marking import begin_step
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
@@ -94,7 +94,7 @@ class DistributedModel(WrappedModule):
         if isinstance(module, DistributedModel):
             raise SMPUserError("this model is already wrapped in smp.DistributedModel; wrap it once")
         check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step, bucket_cap_mb)
-        self._session = session = sessions.current()
+        self._session = session = sessions.current_session()
         self._ranks = ranks = session.ranks
         if ranks.size(Group.PP) > 1 and session.models:
             raise SMPUserError(
@@ -132,7 +132,7 @@ class DistributedModel(WrappedModule):
             reduce_before_updates(session)
         own_attributes(session)
         originals = dict(module.named_parameters())
-        self.module = recipe.replaced(module, ranks)
+        self.module = recipe.apply_tensor_parallelism(module, ranks)
         agree_on_late_values(ranks, self.module)
         if not are_equal:  # else the values are still to come
             invariants_of(ranks).check_replaced(originals, self.module)
@@ -289,7 +289,7 @@ class DistributedModel(WrappedModule):
             return self.module(*args, **kwargs)
         is_outside = step.microbatch is None
         if is_outside:
-            here().enter(FORWARD)
+            current_record().enter(FORWARD)
         if not self.partitioned or (self.pipeline is not None and is_outside):
             raise SMPUserError(
                 "the model was called outside a step, but with pipeline parallelism its modules are on several ranks, which only "

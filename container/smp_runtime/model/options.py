@@ -57,7 +57,7 @@ def check_arguments(
         raise SMPUserError(f"bucket_cap_mb is {bucket_cap_mb}; it is a bucket's size in MiB: use for example 25")
 
 
-def registered(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+def register_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
     """Register a hook of the script, and return a handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from smp_config import Group
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.parameters.registry import intervals
-from smp_runtime.pipeline.partition.report import table
+from smp_runtime.pipeline.partition.report import format_table
 
 if TYPE_CHECKING:
     from smp_runtime.job.ranks import Ranks
@@ -161,7 +161,7 @@ def _listed(rows: Sequence[_SharedItem], apart: bool = False) -> list[str]:
         whole, here = sum(row.whole for row in alike), sum(row.here for row in alike)
         cells.append((_path_of([row.path for row in alike]), what, f"{whole:,}", f"{here:,}"))
     more = len(groups) - _MOST_ROWS
-    return [*table(cells), *([f"  … and {more} more"] if more > 0 else [])]
+    return [*format_table(cells), *([f"  … and {more} more"] if more > 0 else [])]
 
 
 def _path_of(paths: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from smp_config import Group
 from smp_config.limits import effective_bucket_bytes
-from smp_runtime.activations.marking import carry_over, marks
+from smp_runtime.activations.marking import carry_over, find_marks
 from smp_runtime.data_parallel.reducer import batch_shares, seeing_own_batch, sharing_group
 from smp_runtime.data_parallel.sparse_gradients import sparse_tables
 from smp_runtime.microbatch_state import compiled_blocks
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from smp_runtime.model.stages import Stages
 
 
-def replaced(module: nn.Module, ranks: Ranks) -> nn.Module:
+def apply_tensor_parallelism(module: nn.Module, ranks: Ranks) -> nn.Module:
     """Apply tensor parallelism to the model, and return it.
 
     It comes first, so that all other strategies see the modules that it creates. These are checkpointed and compiled as the
     modules that they replace.
     """
-    checkpointed, compiled = marks(module), compiled_blocks.marks(module)
+    checkpointed, compiled = find_marks(module), compiled_blocks.find_compile_marks(module)
     module = distribute(module, TensorGroup.of(ranks))
     carry_over(checkpointed, module)
     return compiled_blocks.carry_over(compiled, module)

@@ -11,7 +11,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_runtime.errors import SMPAttributeError, SMPUserError
-from smp_runtime.model.options import registered
+from smp_runtime.model.options import register_hook
 from smp_runtime.model.whole_copy import plain_copy, whole_copy
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.group import TensorGroup
@@ -303,7 +303,7 @@ class WrappedModule(nn.Module):
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(model, optimizer)`` once the model is partitioned; at once when it already is."""
-        handle = registered(self._post_partition_hooks, hook)
+        handle = register_hook(self._post_partition_hooks, hook)
         if self._stages.partitioned:
             hook(self, self._session.optimizer)
         return handle
@@ -314,4 +314,4 @@ class WrappedModule(nn.Module):
         Scripts load what needs the partition there, such as an optimizer's state; a hook that wants every step registers
         itself again.
         """
-        return registered(self._post_step_hooks, hook)
+        return register_hook(self._post_step_hooks, hook)

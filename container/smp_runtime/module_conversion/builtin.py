@@ -112,7 +112,7 @@ def _embedding(module: nn.Embedding) -> Arguments:
     }
 
 
-def planned(split: LinearSplit, shared: SharedInput) -> Registration:
+def plan_linear(split: LinearSplit, shared: SharedInput) -> Registration:
     """Return the registration of a linear map inside a module that is split in place."""
 
     def arguments(module: nn.Module) -> Arguments:

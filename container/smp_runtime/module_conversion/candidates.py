@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
         return _title(self.name, self.original)
 
 
-def wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
+def find_registration(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
     """Return the registration to distribute a marked module with, or None."""
     how = registration_of(module)
     if how is None or how.only_if is None or {**automatic, **mark.overrides}.get(how.only_if):
@@ -52,10 +52,14 @@ def wanted(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Regis
 
 def is_taken(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
     """Return whether a distributed class replaces a marked module as a whole."""
-    return not is_linear(module) and wanted(module, mark_of(module), automatic) is not None and _lost(module) is None
+    return (
+        not is_linear(module)
+        and find_registration(module, mark_of(module), automatic) is not None
+        and _lost(module) is None
+    )
 
 
-def outermost(
+def find_outermost(
     module: nn.Module,
     automatic: Mapping[str, Any],
     in_place: Mapping[int, BlockSplit],
@@ -96,7 +100,7 @@ class _CandidateSearch:
             yield from self._planned(module, name)
             return
         mark = mark_of(module)
-        how = wanted(module, mark, self._automatic) if mark.enabled else None
+        how = find_registration(module, mark, self._automatic) if mark.enabled else None
         why = None if how is None else _lost(module)
         # The plan of a model around this one splits what is in it; that model may call it as no distributed class can be called.
         is_around = how is not None and any(id(part) in self._in_place for part in module.modules())
@@ -129,7 +133,7 @@ class _CandidateSearch:
         shared = SharedInput()
         for path, how in split.leaves.items() if split is not None else ():
             leaf = module.get_submodule(path)
-            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.planned(how, shared), mark_of(leaf))
+            yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.plan_linear(how, shared), mark_of(leaf))
         for path, tables in split.tables.items() if split is not None else ():
             leaf = module.get_submodule(path)
             yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.of_tables(leaf, tables), mark_of(leaf))

@@ -213,7 +213,7 @@ def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate |
             found[name].requires_grad_(False)
     if lost:
         yield (
-            f"it has no parameter for {listed(lost)}, which had requires_grad=False: set requires_grad on the parameters of "
+            f"it has no parameter for {list_names(lost)}, which had requires_grad=False: set requires_grad on the parameters of "
             "the distributed module, before smp.DistributedOptimizer is made; by name, in model.named_parameters()"
         )
 
@@ -246,7 +246,7 @@ def _lost_hooks(original: nn.Module) -> Iterator[str]:
         if any(getattr(parameter, kind, None) for kind in _HOOKS_OF_PARAMETERS)
     ]
     if having:
-        names = listed([repr(name) for name in having])
+        names = list_names([repr(name) for name in having])
         yield (
             f"hooks were registered on {names}, which it replaces, and are not called: register them on modules or parameters "
             "of the wrapped model, after smp.DistributedModel"
@@ -259,6 +259,6 @@ def _any_of(attributes: Mapping[str, Any], names: tuple[str, ...]) -> bool:
     return any("make_inputs_require_grads" not in getattr(hook, "__qualname__", "") for hook in hooks)
 
 
-def listed(facts: list[str]) -> str:
+def list_names(facts: list[str]) -> str:
     """Return the first of some names or facts, for a message."""
     return ", ".join(facts[:3]) + (f" and {len(facts) - 3} more" if len(facts) > 3 else "")

@@ -117,7 +117,7 @@ def get_distribution_axis(param: torch.Tensor) -> int | None:
         >>> smp.utils.get_distribution_axis(next(model.parameters())) is None  # without tensor parallelism
         True
     """
-    for model in sessions.current().models:
+    for model in sessions.current_session().models:
         for record in model.registry:
             if record.parameter is param:
                 return record.placement.tensor_axis

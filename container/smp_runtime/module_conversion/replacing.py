@@ -16,12 +16,12 @@ from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.module_conversion import builtin
-from smp_runtime.module_conversion.candidates import Candidate, is_taken, outermost, wanted
+from smp_runtime.module_conversion.candidates import Candidate, find_outermost, find_registration, is_taken
 from smp_runtime.module_conversion.carry_over_attributes import (
     CarriedAttributes,
     inherit,
     inherit_parameter_attributes,
-    listed,
+    list_names,
     parameter_type,
     set_parameter_type,
     state_of,
@@ -29,7 +29,7 @@ from smp_runtime.module_conversion.carry_over_attributes import (
 from smp_runtime.module_conversion.fast_paths import leave_fast_paths
 from smp_runtime.module_conversion.in_place.blocks import parameter_uses
 from smp_runtime.module_conversion.in_place.capture import used_by_others
-from smp_runtime.module_conversion.in_place.planning import splits
+from smp_runtime.module_conversion.in_place.planning import plan_splits
 from smp_runtime.module_conversion.in_place.vocabulary import vocabulary_ties
 from smp_runtime.module_conversion.parameter_layout import slices_by_name
 from smp_runtime.module_conversion.registration import was_noted
@@ -41,7 +41,7 @@ from smp_runtime.nn.linear import DistributedConv1D, DistributedLinear
 from smp_runtime.parameters.deferred_creation import Deferral, Deferrals
 from smp_runtime.parameters.registry import Successors
 from smp_runtime.pipeline.partition.manual_stages import hand_on_stage
-from smp_runtime.tensor_parallel.initialisation import unwritten, weight_stream
+from smp_runtime.tensor_parallel.initialisation import weight_stream, without_values
 from smp_runtime.tensors.torch_private import without_modes
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     """
     builtin.register_all()
     automatic = _automatic(group)
-    in_place = splits(module, group, lambda part: is_taken(part, automatic))
+    in_place = plan_splits(module, group, lambda part: is_taken(part, automatic))
     ties = vocabulary_ties(module, in_place, group)
-    candidates = outermost(module, automatic, in_place, ties, lambda title, why: _left_alone(title, why, group))
+    candidates = find_outermost(module, automatic, in_place, ties, lambda title, why: _left_alone(title, why, group))
     if not candidates:
         _warn_if_useless(module, group)
         return module
@@ -164,7 +164,9 @@ def _try(candidate: Candidate, automatic: Mapping[str, Any], group: TensorGroup)
     nested = Counter(
         type(part).__name__
         for part in original.modules()
-        if part is not original and (own := mark_of(part)).enabled and wanted(part, own, automatic) is not None
+        if part is not original
+        and (own := mark_of(part)).enabled
+        and find_registration(part, own, automatic) is not None
     )
     if nested and not how.is_whole_model:
         parts = ", ".join(f"{count} × {kind}" for kind, count in nested.items())
@@ -190,7 +192,7 @@ def _made(
     state = _agreed_state(candidate, group) if mark.keeps_weights and _has_weights(candidate, group) else {}
     # Constructors of the script's classes may look at values.
     waiting: dict[int, Callable[[], None]] = {}
-    later = unwritten(waiting) if state and how.arguments is not None else contextlib.nullcontext()
+    later = without_values(waiting) if state and how.arguments is not None else contextlib.nullcontext()
     with parameters_in(dtype), later:
         made = how.distributed(original, mark.overrides, automatic)
     if dtype is not None:
@@ -211,7 +213,7 @@ def _made(
             "%s is distributed, but attributes that were set on its parameters are lost, since one parameter takes the place of "
             "several with different ones, or none does: %s; set them on the parameters of the wrapped model",
             candidate.title,
-            listed(lost),
+            list_names(lost),
         )
     for key, write in waiting.items():
         if key not in written:
@@ -256,12 +258,12 @@ def _hand_over(candidate: Candidate, heritage: CarriedAttributes, made: nn.Modul
     how, title = candidate.how, candidate.title
     if heritage.lost and how.arguments is not None:
         raise NotDistributableError(
-            f"weights of it would be lost: {listed(heritage.lost)}; to distribute it with new weights, pass keep_weights=False "
+            f"weights of it would be lost: {list_names(heritage.lost)}; to distribute it with new weights, pass keep_weights=False "
             "to the scope or to set_tensor_parallelism"
         )
     if heritage.lost and how.state_hook is not None:
         raise SMPUserError(
-            f"the state_hook of {title} returned weights that {type(made).__name__} does not have: {listed(heritage.lost)}; it "
+            f"the state_hook of {title} returned weights that {type(made).__name__} does not have: {list_names(heritage.lost)}; it "
             "must return a state of the whole distributed module, by its names; if new weights are right, pass keep_weights=False"
         )
     if heritage.lost or (heritage.missing and how.to_ours is None):
@@ -271,11 +273,11 @@ def _hand_over(candidate: Candidate, heritage: CarriedAttributes, made: nn.Modul
             "state_dict, or pass keep_weights=False if new ones are right",
             title,
             type(made).__name__,
-            listed(heritage.lost or [f"it lacks {name}" for name in heritage.missing]),
+            list_names(heritage.lost or [f"it lacks {name}" for name in heritage.missing]),
         )
         return set()
     if heritage.missing:
-        _warn(group, "%s is distributed, with new weights for what it lacks: %s", title, listed(heritage.missing))
+        _warn(group, "%s is distributed, with new weights for what it lacks: %s", title, list_names(heritage.missing))
     return heritage.hand_over()
 
 

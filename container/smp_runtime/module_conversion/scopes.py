@@ -11,7 +11,7 @@ from torch import nn
 
 from smp_config.errors import kind_of, suggest
 from smp_runtime.errors import SMPUserError
-from smp_runtime.microbatch_state.construction_marks import marking
+from smp_runtime.microbatch_state.construction_marks import mark_constructed
 from smp_runtime.module_conversion.builtin import known_arguments
 from smp_runtime.module_conversion.transformers_tp_plan import checked_plan
 from smp_runtime.nn.settings import tell_without_effect
@@ -71,7 +71,7 @@ def tensor_parallelism(
         >>> with smp.tensor_parallelism():
         ...     model = LlamaForCausalLM.from_pretrained("a-folder")  # doctest: +SKIP
     """
-    with marking(_MARK, _mark(enabled, keep_weights, plan, overrides)):
+    with mark_constructed(_MARK, _mark(enabled, keep_weights, plan, overrides)):
         yield
 
 

@@ -114,7 +114,7 @@ def prepare(block: nn.Module, split: BlockSplit, group: TensorGroup) -> None:
     for path in split.regions:
         PartialRegion(group).watch(block.get_submodule(path))
     for path in split.replicated:
-        block.get_submodule(path).register_forward_hook(lambda _, args, y: collectives.replicated(y, group))
+        block.get_submodule(path).register_forward_hook(lambda _, args, y: collectives.use_replicated(y, group))
     for path in split.views:
         LocalViews(group).watch(block.get_submodule(path))
     for path in {part.module for part in (*split.arguments, *split.results)}:
@@ -162,7 +162,7 @@ class _OnOwnFeatures:
 
     def before(self, module: nn.Module, args: Any) -> None:
         parameter = module._parameters[self._name]
-        value = collectives.shared(self._group, parameter)[0] if self._is_summed else parameter
+        value = collectives.use_shared(self._group, parameter)[0] if self._is_summed else parameter
         module.__dict__[self._name] = value / self._group.size if self._is_divided and value is not None else value
 
     def behind(self, module: nn.Module, args: Any, result: Any) -> None:

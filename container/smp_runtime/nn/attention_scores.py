@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from smp_runtime.tensor_parallel.masks import additive
+from smp_runtime.tensor_parallel.masks import to_additive
 
 #: Whether ``scaled_dot_product_attention`` knows of grouped heads, since PyTorch 2.5.
 _HAS_GROUPS = hasattr(torch.backends.cuda.SDPAParams, "enable_gqa")
@@ -104,7 +104,7 @@ def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Sc
     if mask is None and scoring.slopes is None and window is None and (not before or queries == 1):
         return None
     lowest = torch.finfo(query.dtype).min
-    bias = additive(mask, query.dtype)
+    bias = to_additive(mask, query.dtype)
     if scoring.causal or scoring.slopes is not None:
         # How far back each key lies, [queries, keys].
         places = torch.arange(before, before + queries, device=query.device)

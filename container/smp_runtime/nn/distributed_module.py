@@ -25,7 +25,7 @@ from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 
 def current_group() -> TensorGroup:
     """Return the tensor parallel group of the current session."""
-    group = TensorGroup.of(sessions.current().ranks)
+    group = TensorGroup.of(sessions.current_session().ranks)
     traced.serve(group)
     return group
 
@@ -100,7 +100,7 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         RandomTracker.prepare(self.tensor_group)
         self.tensor_slices: dict[str, TensorSlice] = {}
         self.reductions: dict[str, Group] = {}
-        self._dtype = torch.float16 if sessions.current().ranks.cfg.fp16_params else _creation.dtype
+        self._dtype = torch.float16 if sessions.current_session().ranks.cfg.fp16_params else _creation.dtype
 
     def add_split(
         self,

@@ -12,10 +12,10 @@ from smp_runtime.job import session as sessions
 from smp_runtime.nn.distributed_module import DistributedModule, NotDistributableError, ReadByOthers
 from smp_runtime.tensor_parallel.collectives import (
     agreeing_on_shape,
-    exchanged,
-    gathered,
+    exchange_parts,
+    gather_slices,
     scatter_summed,
-    summed,
+    sum_partials,
     whole_batch,
 )
 
@@ -95,8 +95,8 @@ class DistributedEmbedding(ReadByOthers):
         if group.size == 1 or self._skip_allgather:
             return mine
         if own and not self._skip_scatter_and_merge:
-            return exchanged(mine, group, split=0, joined=-1)
-        return gathered(mine, group, -1, partial=False)
+            return exchange_parts(mine, group, split=0, joined=-1)
+        return gather_slices(mine, group, -1, partial=False)
 
     def extra_repr(self) -> str:
         """Return the sizes over all ranks, as PyTorch prints them."""
@@ -124,7 +124,7 @@ def rows_of_all(
     local = padding - here.start if padding is not None and padding in here else None
     rows = F.embedding((ids - here.start).masked_fill(elsewhere, 0), weight, local)
     rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-    return summed(rows, group) if group.prescaled else scatter_summed(rows, group, 0)
+    return sum_partials(rows, group) if group.prescaled else scatter_summed(rows, group, 0)
 
 
 class VocabularyEmbedding(DistributedModule):

@@ -11,8 +11,14 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.errors import SMPUserError
 from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
-from smp_runtime.tensor_parallel.collectives import agreeing_on_shape, exchanged, scatter_summed, sliced, summed
-from smp_runtime.tensor_parallel.initialisation import constant, normal, uniform_for
+from smp_runtime.tensor_parallel.collectives import (
+    agreeing_on_shape,
+    exchange_parts,
+    scatter_summed,
+    sum_partials,
+    take_slice,
+)
+from smp_runtime.tensor_parallel.initialisation import constant_fill, normal_fill, uniform_for
 
 
 class DistributedLinear(ReadByOthers):
@@ -77,14 +83,14 @@ class DistributedLinear(ReadByOthers):
         if group.size == 1:
             return F.linear(input, self._map(), self.bias)
         if group.prescaled:
-            output = summed(F.linear(sliced(input, group, -1), self._map()), group)
+            output = sum_partials(F.linear(take_slice(input, group, -1), self._map()), group)
         elif input.dim() < 2:
             raise SMPUserError(
                 f"DistributedLinear got an input of shape {list(input.shape)}; with a batch per rank its first dim is the "
                 "batch: add one with input.unsqueeze(0)"
             )
         else:
-            features = exchanged(agreeing_on_shape(input, group), group, split=-1, joined=0)
+            features = exchange_parts(agreeing_on_shape(input, group), group, split=-1, joined=0)
             output = scatter_summed(F.linear(features, self._map()), group, 0)
         return output if self.bias is None else output + self.bias
 
@@ -97,8 +103,8 @@ class DistributedConv1D(DistributedLinear):
     """The same for Transformers' ``Conv1D``, a linear map that is stored transposed: ``[in / tp, out]`` on each rank."""
 
     def _add_parameters(self, bias: bool, reduction: Group) -> None:
-        self.add_split("weight", (self.in_features, self.out_features), 0, normal(0.02))
-        self.add_whole("bias", (self.out_features,), constant(0.0), reduction, exists=bias)
+        self.add_split("weight", (self.in_features, self.out_features), 0, normal_fill(0.02))
+        self.add_whole("bias", (self.out_features,), constant_fill(0.0), reduction, exists=bias)
 
     def _map(self) -> torch.Tensor:
         return self._own_part("weight").t()
@@ -110,8 +116,8 @@ class _Projection(DistributedModule):
 
     def __init__(self, in_features: int, std: float | None) -> None:
         super().__init__()
-        self._fill_weight = uniform_for(in_features) if std is None else normal(std)
-        self._fill_bias = uniform_for(in_features) if std is None else constant(0.0)
+        self._fill_weight = uniform_for(in_features) if std is None else normal_fill(std)
+        self._fill_bias = uniform_for(in_features) if std is None else constant_fill(0.0)
 
 
 class ColumnProjection(_Projection):

@@ -18,7 +18,7 @@ from smp_runtime.nn.norm import RowNorm
 from smp_runtime.nn.settings import LayerSettings
 from smp_runtime.nn.transformer import DistributedTransformer
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensor_parallel.initialisation import constant, normal
+from smp_runtime.tensor_parallel.initialisation import constant_fill, normal_fill
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
 from smp_runtime.tensor_parallel.split_functions import split_cross_entropy
@@ -228,7 +228,11 @@ class DistributedTransformerLMHead(DistributedModule):
         """Return the logits of this rank's part of the vocabulary, for the batches of the whole group."""
         group = self.tensor_group
         own = not group.prescaled
-        rows = collectives.gathered(hidden, group, 0, partial=True) if own else collectives.replicated(hidden, group)
+        rows = (
+            collectives.gather_slices(hidden, group, 0, partial=True)
+            if own
+            else collectives.use_replicated(hidden, group)
+        )
         return F.linear(rows, *self._head())
 
     def _whole_logits(self, local: torch.Tensor) -> torch.Tensor:
@@ -238,9 +242,9 @@ class DistributedTransformerLMHead(DistributedModule):
         if local.shape[-1] < size:
             local = F.pad(local, (0, size - local.shape[-1]))
         if group.prescaled:
-            whole = collectives.gathered(local, group, -1, partial=False)
+            whole = collectives.gather_slices(local, group, -1, partial=False)
         else:
-            whole = collectives.exchanged(local, group, split=0, joined=-1)
+            whole = collectives.exchange_parts(local, group, split=0, joined=-1)
         return whole[..., : self.vocab_size]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -269,7 +273,7 @@ class DistributedTransformerLMHead(DistributedModule):
         every = targets if group.prescaled else group.gather(targets, 0)
         start = self.word_embedding.start if isinstance(self.word_embedding, VocabularyEmbedding) else 0
         losses = split_cross_entropy(local.flatten(0, -2), every.clamp_min(0), group, start)
-        losses = losses if group.prescaled else collectives.sliced(losses, group, 0)
+        losses = losses if group.prescaled else collectives.take_slice(losses, group, 0)
         counts = targets != IGNORED
         loss = losses.masked_fill(~counts, 0.0).sum() / (counts.sum() if count is None else count)
         wanted = self.gather_logits or not torch.is_grad_enabled()
@@ -289,8 +293,8 @@ class _Head(DistributedModule):
         add: Any = functools.partial(self.add_whole, reduction=reduction)
         if splits:
             add = functools.partial(self.add_split, dim=0)
-        add("weight", (vocabulary, hidden), fill=normal(std), exists=not tied)
-        add("bias", (vocabulary,), fill=constant(0.0), exists=bias)
+        add("weight", (vocabulary, hidden), fill=normal_fill(std), exists=not tied)
+        add("bias", (vocabulary,), fill=constant_fill(0.0), exists=bias)
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from torch import nn
 from smp_config import Group
 from smp_runtime.job import session as sessions
 from smp_runtime.nn.distributed_module import DistributedModule
-from smp_runtime.tensor_parallel.initialisation import constant
+from smp_runtime.tensor_parallel.initialisation import constant_fill
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -55,8 +55,8 @@ class RowNorm(DistributedModule):
         super().__init__()
         self.epsilon = epsilon
         self.rms = rms
-        self.add_whole("weight", (hidden,), constant(1.0), reduction)
-        self.add_whole("bias", (hidden,), constant(0.0), reduction, exists=not rms)
+        self.add_whole("weight", (hidden,), constant_fill(1.0), reduction)
+        self.add_whole("bias", (hidden,), constant_fill(0.0), reduction, exists=not rms)
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None

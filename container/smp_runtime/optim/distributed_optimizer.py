@@ -13,7 +13,7 @@ from torch import nn
 
 from smp_config import Group
 from smp_config.errors import kind_of
-from smp_records.rank_record import OPTIMIZER, here
+from smp_records.rank_record import OPTIMIZER, current_record
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.optim.accumulated import reduce_accumulated
@@ -85,7 +85,7 @@ class DistributedOptimizer(SavedOptimizer):
             raise SMPUserError("this optimizer is already wrapped in smp.DistributedOptimizer; wrap it once")
         self.loss_scale_args = {**DYNAMIC_DEFAULTS, **(dynamic_loss_args or {}), **loss_args}
         scaler = make_loss_scaler(static_loss_scale, dynamic_loss_scale, {**(dynamic_loss_args or {}), **loss_args})
-        self._session = sessions.current()
+        self._session = sessions.current_session()
         self._ranks = self._session.ranks
         # Only float16 overflows; other types train with a scale of 1.
         self.loss_scaler = scaler if self._ranks.cfg.fp16 else make_loss_scaler(1.0, False, {})
@@ -260,7 +260,7 @@ class DistributedOptimizer(SavedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients that the step has reduced; skipped on every rank after an overflow."""
-        notes = here()
+        notes = current_record()
         with self._session.ranks.control.doing("optimizer.step"), notes.within(OPTIMIZER):
             notes.update()
             for model in self._session.models:

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.optim.fused_kernels import are_fusible, counters_beside
-from smp_runtime.optim.gradient_norms import as_real, squares
+from smp_runtime.optim.gradient_norms import as_real, squared_norms
 
 #: Steps after which averages of any decay count as they are.
 _MANY = 1e12
@@ -93,7 +93,7 @@ class NormedOptimizer(_ApexOptimizer):
             tensors: pairs of a parameter and the tensor of its shape to measure.
         """
         if self._norms is None:
-            return squares([tensor for _, tensor in tensors])
+            return squared_norms([tensor for _, tensor in tensors])
         return self._norms.squares(tensors, self._known())
 
     def _known(self) -> list[torch.Tensor]:

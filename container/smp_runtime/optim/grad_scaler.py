@@ -30,7 +30,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str | None = None, **arguments: Any) -> None:
-        super().__init__(device or sessions.current().ranks.device.type, **arguments)
+        super().__init__(device or sessions.current_session().ranks.device.type, **arguments)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale; with sharded state those of this rank's share."""
@@ -52,17 +52,17 @@ class GradScaler(torch.amp.GradScaler):
     def _begin(self) -> None:
         """Initialize as PyTorch does when the first loss is scaled, since other stages never scale one."""
         if self._enabled and self._scale is None:
-            self._lazy_init_scale_growth_tracker(sessions.current().ranks.device)
+            self._lazy_init_scale_growth_tracker(sessions.current_session().ranks.device)
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
         # A rank that owns nothing has found nothing, and must say so to the others.
-        return found or {(device := sessions.current().ranks.device): torch.zeros((), device=device)}
+        return found or {(device := sessions.current_session().ranks.device): torch.zeros((), device=device)}
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        session = sessions.current()
+        session = sessions.current_session()
         if session.ranks.size(Group.WORLD) > 1:
             for found in optimizer_state["found_inf_per_device"].values():
                 session.ranks.collectives.all_reduce(found, session.ranks.groups.group(Group.WORLD)).wait()

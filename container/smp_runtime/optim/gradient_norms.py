@@ -220,7 +220,7 @@ class WholeNorms:
                 [[int(id(updated) not in split_ids), numbers[id(updated)]] for updated, _ in tensors], device="cpu"
             )
             rows, columns = to_device(places, vectors.device).unbind(1)
-            found = _stacked(squares([tensor for _, tensor in tensors]))
+            found = _stacked(squared_norms([tensor for _, tensor in tensors]))
             vectors[rows, columns] = found.to(vectors.device)
         vector = self._summed(vectors[0], Group.TP) + vectors[1]
         if state is not None and shared:
@@ -249,7 +249,7 @@ class WholeNorms:
         return vector
 
 
-def squares(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def squared_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the squared L2 norm of each tensor, in float64 for float64 tensors and in float32 otherwise."""
     numbers = [as_real(tensor) for tensor in tensors]
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}

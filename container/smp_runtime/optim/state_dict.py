@@ -14,7 +14,7 @@ from smp_runtime.optim.kinds.expected_state import refuse_state_of_others
 from smp_runtime.optim.whole_state import (
     HALF_KEY,
     NAMES_KEY,
-    copied,
+    copy_state,
     load_state,
     of_all_stages,
     own_parts,
@@ -175,7 +175,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         if self._ranks.size(Group.TP) > 1 and SHARD_KEY not in state_dict:
             state = own_parts(self._session.records, self._parameters(), state)
         if self._model is None or SHARD_KEY in state_dict:
-            self.optimizer.load_state_dict(copied(state, self._ranks.device))
+            self.optimizer.load_state_dict(copy_state(state, self._ranks.device))
         else:
             load_state(self.optimizer, self._originals, self._model.optimizer_shards or {}, state)
 

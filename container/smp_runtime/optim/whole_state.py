@@ -12,7 +12,7 @@ from smp_config import Group
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.parameters.registry import ParameterRecord, TensorSlice, part_of
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
-from smp_runtime.tensors.nested import unshared
+from smp_runtime.tensors.nested import copy_tensors
 from smp_runtime.tensors.torch_private import tree_map
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def load_state(
             f"optimizer has {[len(p) for p in originals]}; build it from the same parameter groups as when it was saved"
         )
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
-        group.update(unshared({key: value for key, value in settings.items() if key != "params"}))
+        group.update(copy_tensors({key: value for key, value in settings.items() if key != "params"}))
     optimizer.state.clear()
     for group, parameters, settings in zip(optimizer.param_groups, originals, saved, strict=True):
         on_device = bool(group.get("fused") or group.get("capturable"))
@@ -120,7 +120,7 @@ def load_state(
 
 def _of_shard(value: Any, parameter: nn.Parameter, shard: OptimizerShard | None, counters_on_device: bool) -> Any:
     if not isinstance(value, torch.Tensor):
-        return unshared(value)
+        return copy_tensors(value)
     if value.shape != parameter.shape or value.dim() == 0:
         # A counter, which optimizers keep on the CPU unless their kernel reads it.
         return value.to(parameter.device, copy=True) if counters_on_device else value.clone()
@@ -250,7 +250,7 @@ def own_parts(records: Records, parameters: Sequence[nn.Parameter], state: Mappi
     return {**state, "state": parts}
 
 
-def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def copy_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a state that shares no memory with ``state``.
 
     The tensors of ``state`` may lie in a mapped file or be parts of longer ones.

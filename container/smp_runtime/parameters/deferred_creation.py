@@ -337,7 +337,7 @@ class Deferrals(list[Deferral]):
 
 
 @contextlib.contextmanager
-def deferring(deferrals: Deferrals) -> Iterator[None]:
+def defer_creation(deferrals: Deferrals) -> Iterator[None]:
     """Defer creations inside the block, and append the record to the list.
 
     Inside another deferral, that one continues.

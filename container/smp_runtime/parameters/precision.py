@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from smp_runtime.parameters.running_buffers import is_running, keeps_statistics
-from smp_runtime.tensors.nested import mapped
+from smp_runtime.tensors.nested import map_leaves
 from smp_runtime.tensors.parameter_attributes import get_data
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
         return leaf.to(target) if isinstance(leaf, torch.Tensor) and leaf.dtype is source else leaf
 
-    return mapped(cast, value)
+    return map_leaves(cast, value)
 
 
 def _floating(owner: nn.Module) -> list[str]:

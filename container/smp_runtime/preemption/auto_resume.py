@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from smp_config.errors import kind_of
 from smp_config.recovery import wants_memory
-from smp_records.rank_record import SAVE, here
+from smp_records.rank_record import SAVE, current_record
 from smp_runtime.checkpoint.files.atomic_file import user_content_bytes
 from smp_runtime.checkpoint.files.manifest import PARTIAL, checkpoints_in, newest_name
 from smp_runtime.checkpoint.files.opened_files import local_path
@@ -162,14 +162,14 @@ class Progress:
         """Copy the state to shared memory, if the job wants that; see ``memory_checkpoint``."""
         copier = Copier.of(self._session)
         if copier is not None and self._state.model.partitioned:
-            with here().within(SAVE):
+            with current_record().within(SAVE):
                 copier.step(self._state.model, self._state.optimizer, self._content, moment)
 
     def _save_and_stop(self, moment: ScriptPosition | None) -> None:
         """Save; with a request to stop, end the process with exit code 0."""
         state, reason = self._state, self._stopped_by
         folder = state.folder / f"step{self.step}{PARTIAL}"
-        with self._session.ranks.control.doing("smp.auto_resume"), here().within(SAVE):
+        with self._session.ranks.control.doing("smp.auto_resume"), current_record().within(SAVE):
             Saver.of(self._session).save(
                 folder,
                 f"step{self.step}",

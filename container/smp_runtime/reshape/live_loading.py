@@ -10,11 +10,19 @@ import torch
 
 from smp_runtime.checkpoint.files.manifest import MASTER, MODULE, FoundCheckpoint
 from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
-from smp_runtime.checkpoint.live_state import Holding, buffers, extras, masters, saved_records, updated, weights
-from smp_runtime.checkpoint.load_partial import PartialLoad, always
+from smp_runtime.checkpoint.live_state import (
+    Holding,
+    live_buffers,
+    live_extras,
+    live_masters,
+    live_weights,
+    saved_records,
+    updated_parameters,
+)
+from smp_runtime.checkpoint.load_partial import PartialLoad, always_key
 from smp_runtime.parameters.optimizer_shards import store_all
 from smp_runtime.reshape.offers import UNSAVED
-from smp_runtime.tensors.nested import unshared
+from smp_runtime.tensors.nested import copy_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,10 +73,10 @@ class LiveLoading(PartialLoad):
             later = {source for rest in batches[number + 1 :] for name in rest for source in self._sources(name)}
             self._live.forget({source for name in names for source in self._sources(name)} - later)
         self._store_masters()
-        for name, module in extras(self._model):
+        for name, module in live_extras(self._model):
             value = self.reader.extra(name)
             if value is not None:
-                module.set_extra_state(unshared(value))
+                module.set_extra_state(copy_tensors(value))
         self.reader.close()
 
     def load_named(self, only: Container[str] | None) -> None:
@@ -110,15 +118,15 @@ class LiveLoading(PartialLoad):
         Weights are read from weights and masters from masters. Weights that have masters on this rank are left out,
         because they are copied from these.
         """
-        own = list(masters(self._model))
+        own = list(live_masters(self._model))
         covered = {(holding.name, holding.region) for holding in own}
-        for holding in weights(self._model):
+        for holding in live_weights(self._model):
             if (holding.name, holding.region) not in covered:
-                yield holding, always(MODULE)
+                yield holding, always_key(MODULE)
         for holding in own:
             yield holding, lambda name: MASTER if self.reader.holds(MASTER, name) else MODULE
-        for holding in buffers(self._model):
-            yield holding, always(MODULE)
+        for holding in live_buffers(self._model):
+            yield holding, always_key(MODULE)
 
     def _store_masters(self) -> None:
         store_all(shard for shard in (self._model.optimizer_shards or {}).values() if shard is not None)
@@ -135,13 +143,13 @@ class LiveLoading(PartialLoad):
     def _wanted_states(self, names: Container[str]) -> Iterator[Want]:
         if self._optimizer is None:
             return
-        for entry in updated(self._model, self._optimizer):
+        for entry in updated_parameters(self._model, self._optimizer):
             if entry.updated is None or entry.parameter.is_meta or entry.name not in names:
                 continue
             for source in self._sources(entry.name):
                 for key in self._state_keys.get(source, ()):
                     if not self.reader.is_object(key, source):
-                        yield from self._wanted(entry.name, entry.region, always(key), source)
+                        yield from self._wanted(entry.name, entry.region, always_key(key), source)
 
     def _wanted(
         self, name: str, region: TensorRegion, key: Callable[[str], str], only: str | None = None

@@ -16,7 +16,7 @@ from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_runtime.errors import CheckpointError
 from smp_runtime.reshape.offers import UNSAVED, Catalogue, Offer
-from smp_runtime.reshape.runs import Common, Runs, common, picked, put, runs_of
+from smp_runtime.reshape.runs import Common, Runs, intersect, runs_of, take_runs, write_runs
 
 if TYPE_CHECKING:
     from smp_runtime.checkpoint.files.manifest import Piece
@@ -97,8 +97,8 @@ class LiveReader(CheckpointReader):
         parts = [torch.empty(0, dtype=torch.uint8, device=self._ranks.device)]
         for key, name, region in wants:
             piece, tensor = self._mine.tensors[key, name]
-            share = common(self._runs_of(region), self._runs_of(self._region(name, piece)))
-            values = picked(tensor, share.there, share.lengths).to(self._ranks.device)
+            share = intersect(self._runs_of(region), self._runs_of(self._region(name, piece)))
+            values = take_runs(tensor, share.there, share.lengths).to(self._ranks.device)
             parts.append(values.contiguous().view(torch.uint8))
         return torch.cat(parts)
 
@@ -114,7 +114,7 @@ class LiveReader(CheckpointReader):
                 holders.setdefault(piece, []).append(int(rank))
         runs, covered, found = self._runs_of(wanted), 0, []
         for piece, ranks in holders.items():
-            share = common(runs, self._runs_of(self._region(name, piece)))
+            share = intersect(runs, self._runs_of(self._region(name, piece)))
             if not (elements := share.elements):
                 continue
             covered += elements
@@ -153,11 +153,11 @@ class LiveReader(CheckpointReader):
         flat = target.view(-1)
         own = self._mine.tensors.get((key, name))
         if own is not None:
-            share = common(self._runs_of(wanted), self._runs_of(self._region(name, own[0])))
-            values = picked(own[1], share.there, share.lengths)
-            put(flat, share.here, share.lengths, values.to(flat.device, flat.dtype))
+            share = intersect(self._runs_of(wanted), self._runs_of(self._region(name, own[0])))
+            values = take_runs(own[1], share.there, share.lengths)
+            write_runs(flat, share.here, share.lengths, values.to(flat.device, flat.dtype))
         for share, values in self._fetched.get((key, name, wanted), ()):
-            put(flat, share.here, share.lengths, values.to(flat.device, flat.dtype))
+            write_runs(flat, share.here, share.lengths, values.to(flat.device, flat.dtype))
 
     def whole(self, key: str, name: str) -> torch.Tensor:
         """See :class:`CheckpointReader`."""

@@ -11,13 +11,13 @@ from smp_config import Group
 from smp_runtime.checkpoint.files.manifest import EXTRA, MASTER, MODULE, Manifest, Piece, TensorRecord
 from smp_runtime.checkpoint.files.name_translation import translation_names
 from smp_runtime.checkpoint.live_state import (
-    buffers,
-    extras,
+    live_buffers,
+    live_extras,
+    live_masters,
+    live_weights,
     local_records,
-    masters,
     saved_records,
-    updated,
-    weights,
+    updated_parameters,
 )
 from smp_runtime.checkpoint.save_plan import optimizer_record
 from smp_runtime.errors import SMPUserError
@@ -77,7 +77,11 @@ class Offer:
                 at.tensor_axis,
                 record.parameter.requires_grad,
             )
-        for key, holdings in ((MODULE, weights(model)), (MASTER, masters(model)), (MODULE, buffers(model))):
+        for key, holdings in (
+            (MODULE, live_weights(model)),
+            (MASTER, live_masters(model)),
+            (MODULE, live_buffers(model)),
+        ):
             for holding in holdings:
                 made._add(key, holding.name, holding.region, holding.tensor.detach())
                 if holding.record is None:
@@ -88,7 +92,7 @@ class Offer:
             if name not in made.buffers and not buffer.is_meta:
                 made.tensors[UNSAVED, name] = (Piece(), buffer.detach().reshape(-1))
                 made.buffers[name] = TensorRecord(tuple(buffer.shape), _dtype(buffer), stage=stage, trained=False)
-        for name, module in extras(model):
+        for name, module in live_extras(model):
             made.objects[EXTRA, name] = (Piece(whole_object=True), module.get_extra_state())
         if optimizer is not None:
             made._add_states(model, optimizer)
@@ -96,7 +100,7 @@ class Offer:
 
     def _add_states(self, model: DistributedModel, optimizer: DistributedOptimizer) -> None:
         local = {id(parameter) for parameter in model.local_parameters()}
-        for entry in updated(model, optimizer):
+        for entry in updated_parameters(model, optimizer):
             if entry.updated is None or id(entry.parameter) not in local:
                 continue
             for key, value in optimizer.state.get(entry.updated, {}).items():
@@ -138,7 +142,7 @@ class Catalogue:
     objects: dict[tuple[str, str, str], Any]
 
 
-def catalogue(
+def exchange_offers(
     session: Session, model: DistributedModel, optimizer: DistributedOptimizer | None, mine: Offer
 ) -> Catalogue:
     """Exchange the offers of all ranks and return their catalogue; every rank calls it."""
@@ -152,7 +156,7 @@ def catalogue(
     )
     manifest = Manifest("", topology={}, translations=translation_names(session.module_manager.translate_functions))
     if optimizer is not None:
-        manifest.optimizer = optimizer_record(optimizer, updated(model, optimizer))
+        manifest.optimizer = optimizer_record(optimizer, updated_parameters(model, optimizer))
     dtypes: dict[Key, torch.dtype] = {}
     first: dict[tuple[str, str, tuple[int, ...] | None], int] = {}
     for rank, (tensors, objects, parameters, found) in enumerate(ranks.control.allgather(told, everyone)):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from smp_config.errors import ConfigError
 from smp_records.rank_record import FOLDER_VARIABLE
-from smp_records.reshaping import answer, asked, listens
+from smp_records.reshaping import answer, read_request, takes_requests
 from smp_runtime.errors import CheckpointError, SMPUserError
 from smp_runtime.job.session import at_init
 from smp_runtime.preemption.stop_agreement import StopAgreement
@@ -54,7 +54,7 @@ class ReshapeRequests:
         """Run rank 0's thread, which passes each request on once."""
         handed_on: StopAgreement | None = None
         while not self._over.wait(_LOOK_SECONDS):
-            if self._agreement is not handed_on and (text := asked(self._folder)) is not None:
+            if self._agreement is not handed_on and (text := read_request(self._folder)) is not None:
                 handed_on = self._agreement
                 handed_on.request(text)
 
@@ -84,7 +84,7 @@ class ReshapeRequests:
 
 def _begin(session: Session) -> None:
     folder = os.environ.get(FOLDER_VARIABLE, "")
-    if not listens(os.environ):
+    if not takes_requests(os.environ):
         return
     if not all(
         session.ranks.control.allgather(Path(folder).is_dir() and bool(folder), list(range(session.ranks.control.size)))

@@ -23,10 +23,10 @@ from smp_runtime.errors import ConnectionLostError, DeadlineError, RankLeftError
 from smp_runtime.model.distributed_model import DistributedModel
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.optim.distributed_optimizer import DistributedOptimizer
-from smp_runtime.parameters.deferred_creation import Deferrals, deferring
+from smp_runtime.parameters.deferred_creation import Deferrals, defer_creation
 from smp_runtime.reshape.live_loading import LiveLoading
 from smp_runtime.reshape.moving import LiveReader
-from smp_runtime.reshape.offers import UNSAVED, Catalogue, Offer, catalogue
+from smp_runtime.reshape.offers import UNSAVED, Catalogue, Offer, exchange_offers
 from smp_runtime.step.last_microbatch import LastMicrobatch
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
         if model is None:
             session.regroup(wanted)
         else:
-            found = catalogue(session, model, optimizer, offer)
+            found = exchange_offers(session, model, optimizer, offer)
             move = _Move(session, model, optimizer, offer, found, outcome)
             try:
                 move.to(wanted)
@@ -172,7 +172,7 @@ class _Move:
         if optimizer is not None:
             optimizer.release()
         session.regroup(parameters)
-        with _same_random_numbers(session), deferring(session.ranks.keep(Deferrals, Deferrals)):
+        with _same_random_numbers(session), defer_creation(session.ranks.keep(Deferrals, Deferrals)):
             # In half precision training the types of now are not the script's, whose weights begin in float32.
             types_stay = not model.precision.is_half
             module = model.blueprint.build(_parameter, torch.zeros_like, types_stay=types_stay)
@@ -270,7 +270,7 @@ class _Move:
 
 
 def _parameter(shape: ParameterShape) -> nn.Parameter:
-    """Return a parameter; inside :func:`deferring` its values are created later."""
+    """Return a parameter; inside :func:`defer_creation` its values are created later."""
     made = nn.Parameter(torch.zeros(shape.shape, dtype=shape.dtype, device="cpu"), shape.requires_grad)
     if shape.kind is not nn.Parameter:
         made.__class__ = shape.kind

@@ -71,7 +71,7 @@ class Common(NamedTuple):
         return int(self.lengths.sum())
 
 
-def common(here: Runs, there: Runs) -> Common:
+def intersect(here: Runs, there: Runs) -> Common:
     """Return the elements that two regions of one tensor share."""
     first = torch.searchsorted(there.starts + there.lengths, here.starts, right=True)
     last = torch.searchsorted(there.starts, here.starts + here.lengths)
@@ -85,7 +85,7 @@ def common(here: Runs, there: Runs) -> Common:
     )
 
 
-def picked(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def take_runs(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return runs of a flat tensor one after the other; a view if there is only one run."""
     if len(places) == 1:
         return flat.narrow(0, int(places[0]), int(lengths[0]))
@@ -95,7 +95,7 @@ def picked(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> t
     return torch.cat([block.reshape(-1) for block in blocks]) if blocks else flat[:0]
 
 
-def put(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor) -> None:
+def write_runs(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor) -> None:
     """Write values, one after the other, into runs of a flat tensor; types may differ."""
     blocks = _blocks(flat, places, lengths)
     if blocks is None:

@@ -10,13 +10,13 @@ from torch import nn
 
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
-from smp_runtime.tensors.nested import mapped, storage_of
+from smp_runtime.tensors.nested import map_leaves, storage_of
 
 if TYPE_CHECKING:
     from smp_runtime.sharding.flat_unit import ShardedUnit
 
 
-def lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
+def copy_views(output: Any, units: Sequence[ShardedUnit]) -> Any:
     """Return a call's output with views of its parameters copied, since their memory is freed after the call.
 
     Raises:
@@ -29,7 +29,7 @@ def lasting(output: Any, units: Sequence[ShardedUnit]) -> Any:
 
     if not any(map(is_view, tensors_in(output))):
         return output
-    output = mapped(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
+    output = map_leaves(lambda leaf: leaf.clone() if is_view(leaf) else leaf, output)
     if any(is_view(left) and not isinstance(left, nn.Parameter) for left in tensors_in(output)):
         raise SMPUserError(
             f"{units[0].name or 'the model'} returns {kind_of(output)} with a view of its parameter, whose memory is freed "

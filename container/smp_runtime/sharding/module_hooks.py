@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from smp_runtime.sharding.call_results import lasting, tensors_in
+from smp_runtime.sharding.call_results import copy_views, tensors_in
 from smp_runtime.sharding.flat_unit import ShardedUnit, UnitUse
 from smp_runtime.sharding.watched_parameters import REGISTERED, WatchedParameters, refuse_copy
 from smp_runtime.tensors.torch_private import (
@@ -249,7 +249,7 @@ class ModuleUses:
             if use.watched and unit.saves != use.saves_before:
                 use.saved = True
         if call.units:
-            output = lasting(output, call.units)
+            output = copy_views(output, call.units)
         if call.units and torch.is_grad_enabled():
             # A call inside one that needs the same unit, which is gathered and let go for the outer one.
             outer = [(unit, use) for unit, use in zip(call.units, call.uses, strict=False) if not use.is_inner]

@@ -42,7 +42,7 @@ class GatherItem:
             divides = whole.device.type == "cpu" and whole.dim() > 0 and whole.shape[0] % size == 0
             return list(whole.chunk(size)) if divides else [output]
 
-        return cls(tuple(rows), as_bytes(resolved(shard).contiguous()), [output], report, finish)
+        return cls(tuple(rows), as_bytes(resolve_values(shard).contiguous()), [output], report, finish)
 
     @classmethod
     def into_pieces(cls, output: torch.Tensor, shard: torch.Tensor, size: int, step: int) -> list[GatherItem]:
@@ -63,7 +63,7 @@ class GatherItem:
         """
         if len(outputs) != size or not all(_alike(o, shard) and o.numel() == shard.numel() for o in outputs):
             return None
-        mine, filled = as_bytes(resolved(shard).contiguous()), list(outputs)
+        mine, filled = as_bytes(resolve_values(shard).contiguous()), list(outputs)
         if through_one:
             whole = torch.empty((size, *shard.shape), dtype=shard.dtype, device=shard.device)
 
@@ -82,7 +82,7 @@ class GatherItem:
         return cls([as_bytes(tensor) for tensor in dense], mine, filled, lambda: filled, finish if moved else None)
 
 
-def resolved(tensor: torch.Tensor) -> torch.Tensor:
+def resolve_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its actual values in memory: not conjugated or negated only when they are read."""
     return tensor.resolve_conj().resolve_neg() if tensor.layout is torch.strided else tensor
 

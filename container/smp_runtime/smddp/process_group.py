@@ -13,7 +13,7 @@ import torch.distributed as dist
 from smp_config.smddp import BACKEND
 from smp_runtime.comm.collectives import Collectives, TorchCollectives, Work
 from smp_runtime.comm.devices import has_gpu
-from smp_runtime.smddp.items import GatherItem, resolved
+from smp_runtime.smddp.items import GatherItem, resolve_values
 from smp_runtime.smddp.layout import HostGrid, agree
 from smp_runtime.smddp.messages import MessageGather
 from smp_runtime.smddp.streams import StreamGather
@@ -125,7 +125,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """Gather the inputs of all ranks, in rank order, into ``output``, ``[size * input.numel()]`` elements."""
-        input = resolved(input)
+        input = resolve_values(input)
         works = self._phases([GatherItem.into_one(output, input, self.size())], opts)
         return works or all_gather_single(self._plain, output, input, *_given(opts))
 
@@ -133,7 +133,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         self, output_lists: list[torch.Tensor], input_list: list[torch.Tensor], opts: Any = None
     ) -> Any:
         """Run several :meth:`all_gather_single` at once."""
-        input_list = [resolved(shard) for shard in input_list]
+        input_list = [resolve_values(shard) for shard in input_list]
         pairs = zip(output_lists, input_list, strict=True)
         works = self._phases([GatherItem.into_one(output, shard, self.size()) for output, shard in pairs], opts)
         return works or all_gather_single_coalesced(self._plain, output_lists, input_list, *_given(opts))
@@ -143,7 +143,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         if isinstance(input_tensors, torch.Tensor):
             # The short form, whose third argument is a timeout.
             output_tensors, input_tensors, opts = [output_tensors], [input_tensors], None
-        input_tensors, item = [resolved(shard) for shard in input_tensors], None
+        input_tensors, item = [resolve_values(shard) for shard in input_tensors], None
         if len(input_tensors) == 1:
             outputs, shard = output_tensors[0], input_tensors[0]
             item = GatherItem.into_list(outputs, shard, self.size(), through_one=shard.device.type == "cuda")

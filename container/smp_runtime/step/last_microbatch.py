@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_runtime.tensors.nested import mapped
+from smp_runtime.tensors.nested import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -56,7 +56,7 @@ class LastMicrobatch:
         with contextlib.suppress(
             RuntimeError, TypeError
         ):  # of tensors without strides, and containers of the script's own
-            self._arguments = mapped(_remembered, (microbatch.args, microbatch.keywords))
+            self._arguments = map_leaves(_remembered, (microbatch.args, microbatch.keywords))
             self._step, self._course = weakref.ref(step), course
 
     def again(self) -> functools.partial[Any] | None:
@@ -65,7 +65,7 @@ class LastMicrobatch:
         if step is None:
             return None
         try:
-            args, kwargs = mapped(_recalled, self._arguments)
+            args, kwargs = map_leaves(_recalled, self._arguments)
         except _IsGone:
             return None
         return functools.partial(step.__wrapped__, *args, **kwargs)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import torch
 
 from smp_config import Group
-from smp_records.rank_record import BETWEEN, REDUCTION, here
+from smp_records.rank_record import BETWEEN, REDUCTION, current_record
 from smp_runtime.comm.devices import in_order_with_script, keep_for_script
 from smp_runtime.errors import SMPTypeError, SMPUserError
 from smp_runtime.job import session as sessions
@@ -19,7 +19,7 @@ from smp_runtime.pipeline.transport.messages import StepKind
 from smp_runtime.step.first_stage_inputs import Arguments, FirstStageInputs, probe
 from smp_runtime.step.last_microbatch import LastMicrobatch
 from smp_runtime.step.microbatches import StepOutput, batch_samples, merge_outputs, shapes_in, split_argument
-from smp_runtime.tensors.determinism import explaining
+from smp_runtime.tensors.determinism import explain_operations
 from smp_runtime.tensors.nested import leaves_of
 from smp_runtime.tensors.torch_private import tree_map
 
@@ -87,10 +87,10 @@ class StepFunction:
         return False
 
     def _call(self, bound: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        session = sessions.current()
+        session = sessions.current_session()
         for begin in session.before_step:
             begin()
-        notes = here()
+        notes = current_record()
         with session.ranks.control.doing(f"the step {self._name}"):
             notes.begin_step()
             result = self._step(session, bound, *args, **kwargs)
@@ -145,7 +145,7 @@ class StepFunction:
             for model in models:
                 model.abandon_step()
             raise
-        here().enter(REDUCTION)
+        current_record().enter(REDUCTION)
         trained = [model.finish_step() for model in models]
         merged = merge_outputs(returned, detach=self._detach)
         if any(trained):
@@ -188,7 +188,7 @@ class StepFunction:
         returned = []
         try:
             # Backward on the calling thread, as in a pipeline: recomputation finds there what forward has left.
-            with explaining(), torch.autograd.set_multithreading_enabled(False):
+            with explain_operations(), torch.autograd.set_multithreading_enabled(False):
                 for index, microbatch in enumerate(microbatches):
                     session.ranks.step.microbatch = index
                     returned.append(microbatch())

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel import collectives, traced
-from smp_runtime.tensor_parallel.masks import additive, agree_on_mask, agree_on_shape
+from smp_runtime.tensor_parallel.masks import agree_on_mask, agree_on_shape, to_additive
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
-from smp_runtime.tensor_parallel.split_functions import columns, rows
+from smp_runtime.tensor_parallel.split_functions import multiply_columns, multiply_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,11 +79,11 @@ class ActivationFlow(abc.ABC):
         self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
         """Compute this rank's features of all rows."""
-        return columns(hidden, self._group, self._dim, weights, biases)
+        return multiply_columns(hidden, self._group, self._dim, weights, biases)
 
     def rows(self, features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Turn this rank's features of all rows into activations as they are laid out inside the block."""
-        return rows(features, self._group, self._dim, weight, bias)
+        return multiply_rows(features, self._group, self._dim, weight, bias)
 
     @abc.abstractmethod
     def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -128,17 +128,17 @@ class ReplicatedFlow(ActivationFlow):
         if self._group.prescaled:
             return hidden
         self._check_shape(hidden)
-        return collectives.gathered(hidden, self._group, 0, partial=False)
+        return collectives.gather_slices(hidden, self._group, 0, partial=False)
 
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """See :class:`ActivationFlow`."""
-        return hidden if self._group.prescaled else collectives.sliced(hidden, self._group, 0)
+        return hidden if self._group.prescaled else collectives.take_slice(hidden, self._group, 0)
 
     def enter_mask(
         self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """See :class:`ActivationFlow`."""
-        mask = additive(mask, like.dtype)
+        mask = to_additive(mask, like.dtype)
         return mask if self._group.prescaled else self._mask_for_all_batches(mask, like, positions)
 
     def enter_ids(self, ids: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
@@ -164,20 +164,20 @@ class SlicedFlow(ActivationFlow):
             self._check_shape(hidden)
             return hidden
         missing = self._missing(hidden.shape[1])
-        return collectives.sliced(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
+        return collectives.take_slice(F.pad(hidden, (0, 0, 0, missing)) if missing else hidden, self._group, 1)
 
     def leave(self, hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """See :class:`ActivationFlow`."""
         if not self._group.prescaled:
             return hidden
-        whole = collectives.gathered(hidden, self._group, 1, partial=False)
+        whole = collectives.gather_slices(hidden, self._group, 1, partial=False)
         return whole if whole.shape[1] == like.shape[1] else whole[:, : like.shape[1]]
 
     def enter_mask(
         self, mask: torch.Tensor | None, like: torch.Tensor, causal: bool, positions: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """See :class:`ActivationFlow`."""
-        mask = additive(mask, like.dtype)
+        mask = to_additive(mask, like.dtype)
         if not self._group.prescaled:
             return self._mask_for_all_batches(mask, like, positions)
         missing = self._missing(like.shape[1])
@@ -200,7 +200,7 @@ class SlicedFlow(ActivationFlow):
     def shared(self, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
         """See :class:`ActivationFlow`."""
         # With a batch per rank, their gradients are averaged with those of ordinary layers, once per step.
-        return collectives.shared(self._group, *parameters) if self._group.prescaled else list(parameters)
+        return collectives.use_shared(self._group, *parameters) if self._group.prescaled else list(parameters)
 
     def _missing(self, length: int) -> int:
         return -length % self._group.size

@@ -22,7 +22,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.deferred import of_all_rows, of_own_rows
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker
-from smp_runtime.tensors.nested import leaves_of, mapped
+from smp_runtime.tensors.nested import leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,7 @@ class SharedInput:
             return x
         last = self._last
         if last is None or last[0] is not x:
-            self._last = last = (x, collectives.replicated(x, group))
+            self._last = last = (x, collectives.use_replicated(x, group))
         return last[1]
 
     def clear(self) -> None:
@@ -156,7 +156,7 @@ class BlockEntry:
         batch = call.batch
         if batch is None or result is None:
             return None
-        return mapped(lambda leaf: self._mine(block, leaf, batch), result)
+        return map_leaves(lambda leaf: self._mine(block, leaf, batch), result)
 
     def _gathered(self, block: nn.Module, batch: int, args: Any, kwargs: Any) -> Any:
         wholes = self._wholes()
@@ -178,11 +178,11 @@ class BlockEntry:
                 wholes.note(leaf, found)
             return found
 
-        return mapped(whole, args), mapped(whole, kwargs)
+        return map_leaves(whole, args), map_leaves(whole, kwargs)
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
         if mine.requires_grad:
-            return collectives.gathered(mine, self._group, 0, partial=False)
+            return collectives.gather_slices(mine, self._group, 0, partial=False)
         # Not every backend sends truth values.
         sent = mine.to(torch.uint8) if mine.dtype == torch.bool else mine
         return self._group.gather(sent, 0).to(mine.dtype)
@@ -194,7 +194,7 @@ class BlockEntry:
             return leaf
         if (own := of_own_rows(leaf)) is not None:
             return own
-        mine = collectives.sliced(leaf, self._group, 0)
+        mine = collectives.take_slice(leaf, self._group, 0)
         self._wholes().note(mine, leaf)
         return mine
 

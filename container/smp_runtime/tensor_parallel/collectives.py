@@ -13,7 +13,7 @@ import torch
 
 from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.masks import agree_on_shape
-from smp_runtime.tensor_parallel.traced import over
+from smp_runtime.tensor_parallel.traced import traced_group
 
 if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
@@ -29,7 +29,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return over(ctx.group).all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+        return traced_group(ctx.group).all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
 class _SumPartialTensors(torch.autograd.Function):
@@ -37,7 +37,7 @@ class _SumPartialTensors(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        return over(group).all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+        return traced_group(group).all_reduce(tensor.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -63,11 +63,11 @@ class _GatherSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.partial = group, dim, partial
-        return over(group).gather(tensor, dim)
+        return traced_group(group).gather(tensor, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        group = over(ctx.group)
+        group = traced_group(ctx.group)
         take = group.scatter_sum if ctx.partial else group.slice
         return take(gradient, ctx.dim), None, None, None
 
@@ -78,11 +78,11 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        return over(group).slice(tensor, dim).contiguous()
+        return traced_group(group).slice(tensor, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return over(ctx.group).gather(gradient, ctx.dim), None, None
+        return traced_group(ctx.group).gather(gradient, ctx.dim), None, None
 
 
 class _ScatterSum(_Slice):
@@ -91,7 +91,7 @@ class _ScatterSum(_Slice):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        return over(group).scatter_sum(tensor, dim)
+        return traced_group(group).scatter_sum(tensor, dim)
 
 
 class _Exchange(torch.autograd.Function):
@@ -100,11 +100,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, split: int, joined: int) -> torch.Tensor:
         ctx.group, ctx.split, ctx.joined = group, split, joined
-        return over(group).exchange(tensor, split, joined)
+        return traced_group(group).exchange(tensor, split, joined)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return over(ctx.group).exchange(gradient, ctx.joined, ctx.split), None, None, None
+        return traced_group(ctx.group).exchange(gradient, ctx.joined, ctx.split), None, None, None
 
 
 class _SumSharedGradients(torch.autograd.Function):
@@ -117,7 +117,7 @@ class _SumSharedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        flat = over(ctx.group).all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        flat = traced_group(ctx.group).all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         parts = flat.split([gradient.numel() for gradient in gradients])
         return None, *(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
 
@@ -125,37 +125,37 @@ class _SumSharedGradients(torch.autograd.Function):
 def agreeing_on_shape(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Return ``tensor`` after a check that the ranks' tensors, each of its own batch, have one shape."""
     if torch.compiler.is_compiling():
-        return traced.agreed(tensor)
+        return traced.check_agreement(tensor)
     agree_on_shape(group, tensor)
     return tensor
 
 
 def whole_batch(ids: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Gather all ranks' ids along the first dim; they have no gradient."""
-    return over(group).gather(ids, 0)
+    return traced_group(group).gather(ids, 0)
 
 
-def replicated(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+def use_replicated(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Return a replicated tensor for uses that differ between ranks: its gradients are summed."""
     return tensor if group.size == 1 else _Replicated.apply(tensor, group)
 
 
-def summed(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+def sum_partials(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Return the sum of partial tensors, replicated."""
     return tensor if group.size == 1 else _SumPartialTensors.apply(tensor, group)
 
 
-def once(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+def use_once(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Return a replicated tensor from a region with partial gradients: the ranks' gradients add up to the whole."""
     return tensor if group.size == 1 else _Once.apply(tensor, group)
 
 
-def gathered(tensor: torch.Tensor, group: TensorGroup, dim: int, *, partial: bool) -> torch.Tensor:
+def gather_slices(tensor: torch.Tensor, group: TensorGroup, dim: int, *, partial: bool) -> torch.Tensor:
     """Gather all ranks' slices along ``dim``; with ``partial``, the ranks use the whole in different ways."""
     return tensor if group.size == 1 else _GatherSlices.apply(tensor, group, dim, partial)
 
 
-def sliced(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
+def take_slice(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.Tensor:
     """Return this rank's slice along ``dim`` of a replicated tensor."""
     return tensor if group.size == 1 else _Slice.apply(tensor, group, dim)
 
@@ -165,12 +165,12 @@ def scatter_summed(tensor: torch.Tensor, group: TensorGroup, dim: int) -> torch.
     return tensor if group.size == 1 else _ScatterSum.apply(tensor, group, dim)
 
 
-def exchanged(tensor: torch.Tensor, group: TensorGroup, split: int, joined: int) -> torch.Tensor:
+def exchange_parts(tensor: torch.Tensor, group: TensorGroup, split: int, joined: int) -> torch.Tensor:
     """Send each rank its part along ``split``; join the received parts along ``joined``."""
     return tensor if group.size == 1 else _Exchange.apply(tensor, group, split, joined)
 
 
-def shared(group: TensorGroup, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
+def use_shared(group: TensorGroup, *parameters: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Return replicated parameters for use on each rank's own slice of the activations.
 
     Their gradients are summed over the ranks.

@@ -15,7 +15,7 @@ import torch
 
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensors.lazy_tensor import LazyTensor
-from smp_runtime.tensors.nested import mapped
+from smp_runtime.tensors.nested import map_leaves
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +84,7 @@ class _Defer(torch.autograd.Function):
         return ctx.parts.parted(gradient), None
 
 
-def deferred(mine: torch.Tensor, group: TensorGroup, dim: int, *, by_rows: bool = False) -> torch.Tensor:
+def defer_gather(mine: torch.Tensor, group: TensorGroup, dim: int, *, by_rows: bool = False) -> torch.Tensor:
     """Return a tensor that is gathered when it is used; each rank has a slice along ``dim``.
 
     Args:
@@ -99,13 +99,13 @@ def of_own_rows(value: torch.Tensor) -> torch.Tensor | None:
     parts = value.parts if isinstance(value, Deferred) else None
     if parts is None or parts.by_rows:
         return None
-    return deferred(parts.mine, parts.group, parts.dim, by_rows=True)
+    return defer_gather(parts.mine, parts.group, parts.dim, by_rows=True)
 
 
 def of_all_rows(value: torch.Tensor) -> torch.Tensor | None:
     """Return the rows of all batches of a deferred tensor with this rank's rows; None for other tensors."""
     parts = value.parts if isinstance(value, Deferred) else None
-    return deferred(parts.mine, parts.group, parts.dim) if parts is not None and parts.by_rows else None
+    return defer_gather(parts.mine, parts.group, parts.dim) if parts is not None and parts.by_rows else None
 
 
 def part_of(value: Any, group: TensorGroup, dim: int) -> torch.Tensor | None:
@@ -165,7 +165,7 @@ class SlicedCalls:
             value = given.get(part.place)
             if isinstance(value, torch.Tensor) and part.is_whole(value):
                 mine = part_of(value, self._group, part.dim)
-                given[part.place] = collectives.sliced(value, self._group, part.dim) if mine is None else mine
+                given[part.place] = collectives.take_slice(value, self._group, part.dim) if mine is None else mine
         return tuple(given[n] for n in range(len(args))), {name: given[name] for name in kwargs}
 
     def leave(self, block: nn.Module, args: Any, result: Any) -> Any:
@@ -178,9 +178,9 @@ class SlicedCalls:
             part = self._results.get(next(numbers)) if isinstance(leaf, torch.Tensor) else None
             if part is None or not part.here(leaf, self._group.size):
                 return leaf
-            return deferred(leaf, self._group, part.dim)
+            return defer_gather(leaf, self._group, part.dim)
 
-        return mapped(whole, result)
+        return map_leaves(whole, result)
 
     def __deepcopy__(self, memo: Any) -> SlicedCalls:
         return self

@@ -163,7 +163,7 @@ class TensorGroup:
 
     def start_scatter_sum(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, Work]:
         """Begin to sum over the group, each rank keeping its part along ``dim``, which the size divides."""
-        parts = part(tensor, self.size, dim).contiguous()
+        parts = split_dim(tensor, self.size, dim).contiguous()
         if self.is_tracing:
             return parts[self.rank].clone(), NOTHING
         mine = torch.empty_like(parts[0])
@@ -189,7 +189,7 @@ class TensorGroup:
         """Give every rank its part along dim ``split``; join what comes in along dim ``joined``."""
         if self.size == 1:
             return tensor
-        sent = part(tensor, self.size, split).contiguous()
+        sent = split_dim(tensor, self.size, split).contiguous()
         if self.is_tracing:
             return join(sent, joined)
         received = torch.empty_like(sent)
@@ -206,7 +206,7 @@ def join(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     return stacked.movedim(0, dim).reshape(shape)
 
 
-def part(tensor: torch.Tensor, count: int, dim: int) -> torch.Tensor:
+def split_dim(tensor: torch.Tensor, count: int, dim: int) -> torch.Tensor:
     """Turn ``shape`` into ``[count, *shape with dim divided]``; return a view."""
     dim %= tensor.dim()
     return tensor.unflatten(dim, (count, tensor.shape[dim] // count)).movedim(dim, 0)

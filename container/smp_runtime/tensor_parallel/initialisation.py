@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smp_runtime.parameters.deferred_creation import Deferral
-from smp_runtime.tensor_parallel.random_tracker import draw_seed, mixed
+from smp_runtime.tensor_parallel.random_tracker import draw_seed, mix_seeds
 from smp_runtime.tensors.torch_private import without_modes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def weight_stream(group: TensorGroup) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unwritten(waiting: dict[int, Callable[[], None]]) -> Iterator[None]:
+def without_values(waiting: dict[int, Callable[[], None]]) -> Iterator[None]:
     """Make parameters inside the block without values.
 
     For each parameter, by its id, ``waiting`` gets a function that draws its values. Call the functions that you
@@ -131,7 +131,7 @@ def _seed() -> int | torch.Tensor:
 def _part(seed: int, number: int, shape: tuple[int, ...], fill: Fill, where: TensorSlice | None) -> torch.Tensor:
     """Draw this rank's part of the weight ``number`` of a stream; the whole exists only inside this call."""
     whole = torch.empty(shape, dtype=torch.float32, device="cpu")
-    fill(whole, torch.Generator().manual_seed(mixed(seed, number)))
+    fill(whole, torch.Generator().manual_seed(mix_seeds(seed, number)))
     return whole if where is None else where.cut(whole)
 
 
@@ -150,12 +150,12 @@ def _write(
     target.copy_(_part(int(seed), number, shape, fill, where))
 
 
-def normal(std: float) -> Fill:
+def normal_fill(std: float) -> Fill:
     """Return a fill with normal numbers around 0."""
     return lambda whole, generator: whole.normal_(0.0, std, generator=generator)
 
 
-def constant(value: float) -> Fill:
+def constant_fill(value: float) -> Fill:
     """Return a fill with one number everywhere."""
     return lambda whole, generator: whole.fill_(value)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.group import TensorGroup
 
 
-def additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def to_additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """Return a mask as a summand for attention scores of type ``dtype``.
 
     Args:

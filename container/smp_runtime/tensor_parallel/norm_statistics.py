@@ -34,7 +34,7 @@ class SharedStatistics(DuringCalls):
 
     def _of_all(self, mean: torch.Tensor) -> torch.Tensor:
         """Return the mean of the ranks' means; each rank uses it on its own features."""
-        return collectives.replicated(collectives.summed(mean / self.group.size, self.group), self.group)
+        return collectives.use_replicated(collectives.sum_partials(mean / self.group.size, self.group), self.group)
 
     def _variance(
         self, x: torch.Tensor, dim: Any = -1, unbiased: bool = True, keepdim: bool = False, correction: Any = None

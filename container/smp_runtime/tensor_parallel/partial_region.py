@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_runtime.tensor_parallel import collectives
-from smp_runtime.tensors.nested import leaves_of, mapped
+from smp_runtime.tensors.nested import leaves_of, map_leaves
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ class PartialRegion:
 
         def replicated(value: Any) -> Any:
             has_gradient = isinstance(value, torch.Tensor) and value.requires_grad
-            return collectives.replicated(value, self._group) if has_gradient else value
+            return collectives.use_replicated(value, self._group) if has_gradient else value
 
         return tuple(map(replicated, args)), {name: replicated(value) for name, value in kwargs.items()}
 
@@ -51,10 +51,10 @@ class PartialRegion:
                 return value
             if not is_summed and value.numel() == given.numel() and value.shape[-1] == given.shape[-1]:
                 is_summed = True
-                return collectives.summed(value, self._group)
-            return collectives.once(value, self._group) if value.requires_grad else value
+                return collectives.sum_partials(value, self._group)
+            return collectives.use_once(value, self._group) if value.requires_grad else value
 
-        return mapped(whole, result)
+        return map_leaves(whole, result)
 
     def __deepcopy__(self, memo: Any) -> PartialRegion:
         return self

@@ -58,7 +58,7 @@ class RandomTracker:
         if found is None:
             state = torch.get_rng_state()
             # Replicas that draw the same weights, or are seeded alike, drop out different elements all the same.
-            base = mixed(group.agree(draw_seed()), group.ranks.rank_in(Group.RDP))
+            base = mix_seeds(group.agree(draw_seed()), group.ranks.rank_in(Group.RDP))
             torch.set_rng_state(state)  # a script's own numbers do not depend on which module was the first
             found = group.ranks.keep(cls, lambda: cls(base, group.rank, group.ranks.step))
         return found
@@ -85,7 +85,7 @@ class RandomTracker:
         if device.type == "meta":  # no values, no random numbers
             yield
             return
-        seed = mixed(self._base, *self._use(), stream)
+        seed = mix_seeds(self._base, *self._use(), stream)
         generator = generator_of(device)
         before = generator.get_state()
         generator.manual_seed(seed)
@@ -117,7 +117,7 @@ class RandomTracker:
         Older states counted all microbatches together; they continue with other numbers.
         """
         base, uses = state["base"], state["uses"]
-        self._base, self._uses = (base, Counter(uses)) if isinstance(uses, dict) else (mixed(base, uses), Counter())
+        self._base, self._uses = (base, Counter(uses)) if isinstance(uses, dict) else (mix_seeds(base, uses), Counter())
         self._marks.clear()
 
 
@@ -136,7 +136,7 @@ def draw_seed() -> int:
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
-def mixed(*numbers: int) -> int:
+def mix_seeds(*numbers: int) -> int:
     """Return a seed that depends on all of ``numbers``, with the finalizer of splitmix64.
 
     Close numbers lead to seeds that are far apart.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from smp_runtime.tensor_parallel import traced
 from smp_runtime.tensor_parallel.group import TensorGroup, join
-from smp_runtime.tensor_parallel.traced import over
+from smp_runtime.tensor_parallel.traced import traced_group
 from smp_runtime.tensors.nested import rows_of
 from smp_runtime.tensors.weight_gradients import weight_gradient_later
 
@@ -95,7 +95,7 @@ def _columns_backward(
     return [x.new_empty(0) if each is None else each.contiguous() for each in found]
 
 
-@traced.shapes("columns_backward")
+@traced.register_fake("columns_backward")
 def _(
     gradients: Sequence[torch.Tensor],
     x: torch.Tensor,
@@ -115,7 +115,7 @@ class _Columns(torch.autograd.Function):
         weights, biases = tensors[:count], tensors[count:]
         ctx.group, ctx.dim = group, dim
         ctx.save_for_backward(x, *weights)
-        full = x if dim is None else over(group).gather(x, dim)
+        full = x if dim is None else traced_group(group).gather(x, dim)
         return tuple(F.linear(full, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -142,7 +142,7 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if group.size == 1:
             return F.linear(x, weight, bias)
-        partial, ranks = F.linear(x, weight), over(group)
+        partial, ranks = F.linear(x, weight), traced_group(group)
         output = ranks.all_reduce(partial) if dim is None else ranks.scatter_sum(partial, dim)
         return output if bias is None else output.add_(bias)
 
@@ -150,7 +150,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         db = _bias_gradient(gradient) if ctx.needs_input_grad[4] else None
-        full = gradient if ctx.dim is None else over(ctx.group).gather(gradient, ctx.dim)
+        full = gradient if ctx.dim is None else traced_group(ctx.group).gather(gradient, ctx.dim)
         dx = full.matmul(weight.conj()) if ctx.needs_input_grad[0] else None
         may_wait = not torch.compiler.is_compiling()
         dw = _now_or_later(full, x, weight, may_wait) if ctx.needs_input_grad[3] else None
@@ -166,7 +166,7 @@ def _cast(*tensors: Any) -> list[Any]:
     return [tensor if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
-def columns(
+def multiply_columns(
     x: torch.Tensor,
     group: TensorGroup,
     dim: int | None,
@@ -186,7 +186,7 @@ def columns(
     return _Columns.apply(x, group, dim, len(weights), *rest)
 
 
-def rows(
+def multiply_rows(
     x: torch.Tensor, group: TensorGroup, dim: int | None, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the sum over ranks of ``x`` times ``weight``, plus ``bias``.

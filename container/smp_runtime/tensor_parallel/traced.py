@@ -52,7 +52,7 @@ def define(schema: str, tags: tuple[torch.Tag, ...] = ()) -> Callable[[Callable[
     return decorate
 
 
-def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the fake implementation of the operation of this name.
 
     It makes tensors of the shapes that the operation returns.
@@ -77,7 +77,7 @@ def _all_reduce(x: torch.Tensor) -> torch.Tensor:
     return group().all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
-@shapes("all_reduce")
+@register_fake("all_reduce")
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -87,7 +87,7 @@ def _gather(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return group().gather(x, dim).contiguous()
 
 
-@shapes("gather")
+@register_fake("gather")
 def _(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return x.new_empty(_longer(x, dim, size))
 
@@ -102,8 +102,8 @@ def _slice(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return group().slice(x, dim).clone(memory_format=torch.contiguous_format)
 
 
-@shapes("scatter_sum")
-@shapes("slice")
+@register_fake("scatter_sum")
+@register_fake("slice")
 def _(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return x.new_empty(_shorter(x, dim, size))
 
@@ -113,7 +113,7 @@ def _exchange(x: torch.Tensor, split: int, joined: int, size: int) -> torch.Tens
     return group().exchange(x, split, joined).contiguous()
 
 
-@shapes("exchange")
+@register_fake("exchange")
 def _(x: torch.Tensor, split: int, joined: int, size: int) -> torch.Tensor:
     shape = _longer(x, joined, size)
     shape[split] //= size
@@ -126,7 +126,7 @@ def _agreed(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-@shapes("agreed")
+@register_fake("agreed")
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
@@ -141,7 +141,7 @@ class _Agreed(torch.autograd.Function):
         return gradient
 
 
-def agreed(x: torch.Tensor) -> torch.Tensor:
+def check_agreement(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` after a check that the ranks' tensors have its shape.
 
     Use the result, or the compiler drops the check.
@@ -158,7 +158,7 @@ def _dropout_factors(like: torch.Tensor, probability: float, replicated: bool) -
         return F.dropout(torch.ones_like(like, memory_format=torch.contiguous_format), probability)
 
 
-@shapes("dropout_factors")
+@register_fake("dropout_factors")
 def _(like: torch.Tensor, probability: float, replicated: bool) -> torch.Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
@@ -202,6 +202,6 @@ class TracedGroup:
         return torch.ops.smp.exchange(tensor, split, joined, self._size)
 
 
-def over(found: TensorGroup) -> TensorGroup | TracedGroup:
+def traced_group(found: TensorGroup) -> TensorGroup | TracedGroup:
     """Return the group, or its traced operations while code that calls it is being compiled."""
     return TracedGroup(found.size) if torch.compiler.is_compiling() and found.size > 1 else found

@@ -134,7 +134,7 @@ def _has_no_seed(given: tuple[tuple[Any, ...], dict[str, Any]], name: str) -> bo
 
 
 @contextlib.contextmanager
-def explaining() -> Iterator[None]:
+def explain_operations() -> Iterator[None]:
     """Run the block, and report an operation without a deterministic implementation with the script's line.
 
     Raises:

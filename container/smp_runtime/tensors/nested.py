@@ -96,14 +96,14 @@ def leaves_of(value: Any) -> list[Any]:
     return [value]
 
 
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """Return nested containers with changed leaves; objects such as caches are leaves and are not copied."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(change, item) for item in value))
+        return type(value)(*(map_leaves(change, item) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(mapped(change, item) for item in value)
+        return type(value)(map_leaves(change, item) for item in value)
     if isinstance(value, Mapping):
-        changed = {key: mapped(change, item) for key, item in value.items()}
+        changed = {key: map_leaves(change, item) for key, item in value.items()}
         if type(value) is dict or not isinstance(value, dict):
             return changed
         value = copy.copy(value)  # the caller keeps its own
@@ -113,6 +113,6 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-def unshared(value: Any) -> Any:
+def copy_tensors(value: Any) -> Any:
     """Return an object with its tensors copied, so that none of them is in a mapped file."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -2,7 +2,7 @@
 
 The backward pass of a linear layer is two products. One computes the gradient of its input, which the layer
 before it needs at once. The other computes the gradient of its weight, which is not needed before the update.
-Inside :func:`splitting` the operations of :mod:`.split_operations` compute the first when backward comes to
+Inside :func:`split_inside` the operations of :mod:`.split_operations` compute the first when backward comes to
 them. They leave the second in a :class:`WeightGradients`, together with its inputs. So the caller of the pass
 can compute it in a moment in which it would idle otherwise (zero bubble: Qi et al., 2023).
 
@@ -115,7 +115,7 @@ _here = _CurrentWeightGradients()
 
 
 @contextlib.contextmanager
-def splitting(left: WeightGradients, operations: TorchFunctionMode) -> Iterator[None]:
+def split_inside(left: WeightGradients, operations: TorchFunctionMode) -> Iterator[None]:
     """Run the block so that, on the calling thread, gradients of weights go to ``left``.
 
     Args:

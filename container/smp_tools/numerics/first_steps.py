@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_config import Group
-from smp_runtime.checkpoint.live_state import updated
+from smp_runtime.checkpoint.live_state import updated_parameters
 from smp_runtime.errors import NumericsError, SMPUserError
 from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.nested import tensors_in
@@ -157,7 +157,7 @@ def gradients_of(models: Sequence[TrainedModel], optimizer: TrainedOptimizer) ->
     found: list[tuple[str, torch.Tensor]] = []
     for model in models:
         try:
-            entries = updated(model, optimizer)  # type: ignore[arg-type]  # the one class of each
+            entries = updated_parameters(model, optimizer)  # type: ignore[arg-type]  # the one class of each
         except SMPUserError:  # another model's
             continue
         for entry in entries:

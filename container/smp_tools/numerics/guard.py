@@ -17,7 +17,7 @@ import torch
 
 from smp_config import Group
 from smp_records.numerics import GRADIENT, GUARDS_VARIABLE, LOSS, OUTPUT, WEIGHT
-from smp_runtime.checkpoint.live_state import weights
+from smp_runtime.checkpoint.live_state import live_weights
 from smp_runtime.errors import NumericsError
 from smp_runtime.step.step import first_scalar
 from smp_runtime.tensors.lazy_tensor import LazyTensor
@@ -237,7 +237,7 @@ class UpdateGuard:
         return [
             self._bad(WEIGHT, holding.name)
             for model in self._models()
-            for holding in weights(model)
+            for holding in live_weights(model)
             if not _is_finite(holding.tensor)
         ]
 
@@ -295,7 +295,7 @@ class UpdateGuard:
         parts = [
             (f"{holding.name}|{part_name(holding.region)}", bits_of(holding.tensor.detach()))
             for model in self._models()
-            for holding in weights(model)
+            for holding in live_weights(model)
         ]
         values = torch.cat([bits for _, bits in parts]).tolist() if parts else []
         mine = {name: value for (name, _), value in zip(parts, values, strict=True)}

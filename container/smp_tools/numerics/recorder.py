@@ -34,7 +34,7 @@ from smp_records.numerics import (
     Head,
     Start,
 )
-from smp_runtime.checkpoint.live_state import Updated, updated, weights
+from smp_runtime.checkpoint.live_state import Updated, live_weights, updated_parameters
 from smp_runtime.errors import SMPUserError
 from smp_runtime.step.step import first_scalar
 from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
@@ -256,7 +256,7 @@ class NumericsRecorder:
         """Yield the parameters of each model that the optimizer updates on this rank, with the prefix of the model's names."""
         for number, model in enumerate(self._models()):
             try:
-                found = updated(model, optimizer)  # type: ignore[arg-type]  # the one class of them
+                found = updated_parameters(model, optimizer)  # type: ignore[arg-type]  # the one class of them
             except SMPUserError:  # another model's
                 continue
             yield from ((_prefix(number), entry) for entry in found)
@@ -272,7 +272,7 @@ class NumericsRecorder:
         self._state_of = self._position
         for number, model in enumerate(self._models()):
             prefix = _prefix(number)
-            for holding in weights(model):
+            for holding in live_weights(model):
                 place = ValueOwner(WEIGHT, prefix + holding.name, part=part_name(holding.region))
                 self._note(place, holding.tensor, region=holding.region)
             modules = dict(model.local_named_modules())

@@ -50,7 +50,7 @@ class TrialRun:
         for model in self._session.models:
             if id(model) not in self._stilled:
                 self._stilled.add(id(model))
-                still(model.module)
+                disable_dropout(model.module)
 
     def updated(self, optimizer: TrainedOptimizer) -> None:
         """End the script after the requested number of updates; all ranks end after the same update."""
@@ -130,7 +130,7 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-def still(module: nn.Module) -> list[str]:
+def disable_dropout(module: nn.Module) -> list[str]:
     """Set the dropout rates in a model to 0, those of layers and numbers that modules keep; returns their names."""
     found = []
     for path, part in module.named_modules():

@@ -21,7 +21,7 @@ from smp_runtime.tensors import computing_time
 from smp_runtime.tensors.torch_private import dispatch_modes, stay_in
 from smp_tools.rehearsal.fake_collectives import CollectiveLedger, CountedCollectives, DirectCollectives
 from smp_tools.rehearsal.fake_p2p import LinkCounter
-from smp_tools.rehearsal.memory import LiveMemory, by_kind, largest
+from smp_tools.rehearsal.memory import LiveMemory, by_kind, largest_holders
 from smp_tools.rehearsal.module_inventory import ModuleInventory
 from smp_tools.rehearsal.phases import Phases
 from smp_tools.rehearsal.skip_compute_mode import SkipComputeMode
@@ -267,7 +267,7 @@ class Counters:
             resident_bytes=memory.now,
             first_step_peak_bytes=self._first_step_peak or memory.peak,
             classes=by_kind(holders),
-            holders=largest(holders),
+            holders=largest_holders(holders),
             curve=memory.curve(),
             collectives=self.ledger.counts(),
             links=self.links.counts(),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from smp_records.rehearsal import CollectiveCount
 from smp_runtime.tensors.torch_private import group_of_operation
-from smp_tools.rehearsal.skip_compute_mode import PERFORMED_BYTES, tensors_of, unwatched
+from smp_tools.rehearsal.skip_compute_mode import PERFORMED_BYTES, perform_unwatched, tensors_of
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives, Work
@@ -232,7 +232,7 @@ class AbsentCollectives:
         """See :class:`Collectives`."""
         parts = torch.empty_like(full) if self._buffers else full
         if full.nbytes <= PERFORMED_BYTES:
-            with unwatched():
+            with perform_unwatched():
                 shard.detach().view(-1).copy_(full.detach().view(group.size(), -1)[group.rank()])
             _multiply(shard, group.size())
         return _FinishedWork(full, parts, shard)
@@ -240,7 +240,7 @@ class AbsentCollectives:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         if full.nbytes <= PERFORMED_BYTES:
-            with unwatched():
+            with perform_unwatched():
                 mine = shard.detach().clone().view(1, -1)
                 full.detach().view(group.size(), -1).copy_(mine.expand(group.size(), -1))
         return _FinishedWork(full, shard)
@@ -248,14 +248,14 @@ class AbsentCollectives:
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Work:
         """See :class:`Collectives`."""
         if sent.nbytes <= PERFORMED_BYTES:
-            with unwatched():
+            with perform_unwatched():
                 received.detach().copy_(sent.detach())
         return _FinishedWork(received, sent)
 
 
 def _multiply(tensor: torch.Tensor, times: int) -> None:
     """Multiply a tensor as a sum over equal ranks would, including flags and indices."""
-    with torch.no_grad(), unwatched():
+    with torch.no_grad(), perform_unwatched():
         tensor.detach().mul_(times)
 
 

@@ -261,7 +261,7 @@ class LiveMemory:
         return sorted(holders, key=lambda holder: -holder.bytes)
 
 
-def largest(holders: Sequence[PeakHolder]) -> list[PeakHolder]:
+def largest_holders(holders: Sequence[PeakHolder]) -> list[PeakHolder]:
     """Return the ten largest holders, for a report."""
     return list(holders[:_MOST_HOLDERS])
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from smp_config import ConfigError, ModelParallelParameters, Topology
-from smp_config.formats.values import dictionary
+from smp_config.formats.values import parse_dictionary
 from smp_config.machine.launchers import SECRET_VARIABLE
 from smp_emulation.installing import install_where_asked
 from smp_records.rate_card import RateCard
@@ -42,7 +42,7 @@ from smp_runtime.comm.control_transports import SoloTransport, StoreTransport
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
-from smp_runtime.microbatch_state.compiled_blocks import eagerly
+from smp_runtime.microbatch_state.compiled_blocks import run_eagerly
 from smp_runtime.pipeline.execution import root_stage
 from smp_runtime.pipeline.transport import tensor_channels
 from smp_runtime.tensors.torch_private import absent_store
@@ -224,7 +224,7 @@ class _Kind:
         self._counters.start()
         self._loaders.start()
         try:
-            with eagerly():  # what would be compiled computes on more than shapes
+            with run_eagerly():  # what would be compiled computes on more than shapes
                 runpy.run_path(script, run_name="__main__")
         except RehearsalOver:
             pass
@@ -407,7 +407,9 @@ def _rates(request: RehearsalRequest) -> RateCard | None:
 
 def _parameters_of_environment() -> ModelParallelParameters | None:
     carried = os.environ.get(PARAMETERS_VARIABLE)
-    return ModelParallelParameters.from_mp_parameters(dictionary(carried, PARAMETERS_VARIABLE)) if carried else None
+    return (
+        ModelParallelParameters.from_mp_parameters(parse_dictionary(carried, PARAMETERS_VARIABLE)) if carried else None
+    )
 
 
 def _line_of(error: BaseException) -> str:

@@ -259,7 +259,7 @@ class SkipComputeMode(TorchDispatchMode):
 _UNKNOWN = object()
 
 
-def unwatched() -> contextlib.AbstractContextManager[Any]:
+def perform_unwatched() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which operations of the calling thread are performed and not reported."""
     found: contextlib.AbstractContextManager[Any] = without_modes()
     return found

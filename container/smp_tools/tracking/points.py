@@ -70,7 +70,7 @@ class LaterPoint:
         return MetricPoint(self._step, self._when, {name: found[name] for name in self._order})
 
 
-def checked(values: Mapping[str, object]) -> dict[str, Number]:
+def check_values(values: Mapping[str, object]) -> dict[str, Number]:
     """Return the values that a script logs, as numbers and tensors of one element.
 
     Raises:
@@ -100,6 +100,6 @@ def _number(name: str, value: object) -> float:
     )
 
 
-def rounded(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return the value, or None if it is not finite: lines of the log cannot contain such numbers."""
     return value if math.isfinite(value) else None

@@ -15,7 +15,7 @@ import torch
 from smp_config import Group
 from smp_config.machine.processes import memory_of
 from smp_records import rank_record, time_breakdown
-from smp_records.rank_record import glance, here
+from smp_records.rank_record import current_record, read_glance
 from smp_records.records import format_pace
 from smp_runtime.comm.devices import peak_memory_bytes
 from smp_runtime.job.progress import processor_seconds
@@ -41,7 +41,7 @@ class RankTimes:
 
     def __init__(self, session: Session, every: float | None) -> None:
         self._session, self._every = session, every
-        self._read, self._processor = here().pace.read(), processor_seconds()
+        self._read, self._processor = current_record().pace.read(), processor_seconds()
         self._noted = float("-inf")
         session.after_update.append(self.updated)
         session.at_close.append(self.close)
@@ -53,7 +53,7 @@ class RankTimes:
         if now - self._noted >= _MEMORY_SECONDS:
             self._noted, device = now, self._session.ranks.device
             held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-            here().pace.tell(stage=self._session.ranks.rank_in(Group.PP), device_bytes=held)
+            current_record().pace.tell(stage=self._session.ranks.rank_in(Group.PP), device_bytes=held)
         if self._every is not None and now - self._read.when >= self._every:
             self._print()
 
@@ -63,7 +63,7 @@ class RankTimes:
             self._print()
 
     def _print(self) -> None:
-        read, used, ranks = here().pace.read(), processor_seconds(), self._session.ranks
+        read, used, ranks = current_record().pace.read(), processor_seconds(), self._session.ranks
         seconds = read.when - self._read.when
         more = {
             "host": os.environ.get("SMP_HOST") or os.environ.get("SM_CURRENT_HOST") or socket.gethostname(),
@@ -113,12 +113,12 @@ class HostValues:
         return found
 
     def _ranks(self) -> dict[int, tuple[int, TimeReading]]:
-        found = {self._rank: (os.getpid(), here().pace.read())}
+        found = {self._rank: (os.getpid(), current_record().pace.read())}
         if self._folder:
             for name in os.listdir(self._folder):
                 if (
                     name.isdecimal()
-                    and (seen := glance(Path(self._folder, name))) is not None
+                    and (seen := read_glance(Path(self._folder, name))) is not None
                     and seen.pace is not None
                 ):
                     found[int(name)] = seen.pid, seen.pace

@@ -10,7 +10,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session as sessions
 from smp_runtime.job.session import at_init
 from smp_tools.tracking.loggers.making import make_loggers
-from smp_tools.tracking.points import checked
+from smp_tools.tracking.points import check_values
 from smp_tools.tracking.profile import begin_profile
 from smp_tools.tracking.rank_times import HostValues, RankTimes
 from smp_tools.tracking.run import TrackedRun
@@ -39,12 +39,12 @@ def log(step: int | None = None, **values: object) -> None:
     Example:
         >>> smp.log(accuracy=0.93)
     """
-    session = sessions.current()
+    session = sessions.current_session()
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53):
         raise SMPUserError(
             f"smp.log got step={step!r}; it counts updates: give a whole number from 0, or leave it out for those until now"
         )
-    numbers = checked(values)
+    numbers = check_values(values)
     tracker = session.ranks.kept(UpdateTracker)
     if tracker is not None and numbers:
         tracker.log(numbers, session.progress.step if step is None else step)

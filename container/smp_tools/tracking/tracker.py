@@ -12,8 +12,8 @@ import torch
 from smp_config import Group
 from smp_config.machine.gpus import gpus
 from smp_records import time_breakdown
-from smp_records.rank_record import here
-from smp_tools.tracking.points import LaterPoint, Number, rounded
+from smp_records.rank_record import current_record
+from smp_tools.tracking.points import LaterPoint, Number, finite_or_none
 
 if TYPE_CHECKING:
     from smp_runtime.job.progress import Update
@@ -44,7 +44,7 @@ class UpdateTracker:
         self._own_step = 0
         self._line = _Rates()
         self._newest: dict[str, float] = {}  # what optimizers had in the newest update
-        self._read = here().pace.read()
+        self._read = current_record().pace.read()
         self._saved = self._read.seconds[time_breakdown.SAVE]
         self._save_seconds: float | None = None  # of the newest save, until a point has it
         self._last_save: float | None = None
@@ -66,7 +66,7 @@ class UpdateTracker:
         for rates in (self._rates, self._line):
             rates.add(update.samples)
         self._newest = self._of_optimizers()
-        saved = here().pace.read().seconds[time_breakdown.SAVE]
+        saved = current_record().pace.read().seconds[time_breakdown.SAVE]
         if saved > self._saved:
             self._save_seconds = self._last_save = saved - self._saved
             self._saved = saved
@@ -84,11 +84,11 @@ class UpdateTracker:
     def more(self) -> dict[str, Any]:
         """Return additional fields for the line of the log that is about to be printed."""
         found: dict[str, Any] = {
-            name: rounded(value)
+            name: finite_or_none(value)
             for name, value in {**self._newest, **self._throughput(self._line)}.items()
             if name in ("learning_rate", "gradient_norm", "loss_scale", "tokens_per_second", "mfu")
         }
-        before, self._read = self._read, here().pace.read()
+        before, self._read = self._read, current_record().pace.read()
         told = time_breakdown.record_between(before, self._read, self._session.ranks.rank)
         if told.seconds:
             found["idle_share"] = idle_share(told)
@@ -96,7 +96,7 @@ class UpdateTracker:
             found["checkpoint_seconds"] = self._last_save
         if self._own and not self._session.has_failed:  # then the device may not answer
             # A line is printed once a second at most, and waits for the loss anyway.
-            own = {name: rounded(float(value)) for name, value in self._own.items()}
+            own = {name: finite_or_none(float(value)) for name, value in self._own.items()}
             found["values"] = {name: value for name, value in own.items() if value is not None} or None
         return found
 

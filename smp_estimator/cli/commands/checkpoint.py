@@ -55,9 +55,9 @@ def _with_path(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--tensors", is_flag=True, help="List parameters and buffers too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
-    """Show the checkpoints in PATH: which is the newest, whether all of their files are there, what they hold.
+    """Show the checkpoints in PATH: the newest one, their contents, and whether all of their files exist.
 
-    The files' sizes are compared with those that were saved; what is in them is not read: verify does that.
+    The files' sizes are compared with the saved ones. Their contents are not read: verify does that.
 
     PATH is a folder of checkpoints, one of them (TAG_partial), or a folder above, such as a job's output.
     """
@@ -291,7 +291,7 @@ def convert(
             chosen = _choose(parent, found, tag, may_be_broken=False)
             if chosen is None or chosen.manifest is None:
                 raise AssertionError("a whole checkpoint has a manifest")
-            source = conversion.assembled(chosen.folder, chosen.manifest, config, dtype)
+            source = conversion.assemble_weights(chosen.folder, chosen.manifest, config, dtype)
             click.echo(f"from {chosen.folder}")
         files, count = conversion.write(source, target, form, dtype=dtype, largest_file=size)
     except OSError as error:

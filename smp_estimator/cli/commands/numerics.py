@@ -10,7 +10,7 @@ import click
 from rich.markup import escape
 
 from smp_config import ConfigError
-from smp_config.formats.values import dictionary
+from smp_config.formats.values import parse_dictionary
 from smp_estimator.cli.console import console
 from smp_estimator.numerics.comparison import Comparison, compare
 from smp_estimator.numerics.recorded_run import RecordedRun
@@ -132,10 +132,10 @@ def verify(
 ) -> None:
     """Run SCRIPT at the wanted degrees and in one process, and compare.
 
-    Both run on this machine's CPU for a few updates; the one process trains on the batches that the ranks have read, as one
-    batch each. WORDS, behind --, are the script's own. Exit code 1 when rounding does not explain a difference.
+    Both run on this machine's CPU for a few updates. The single process trains on the batches that the ranks have read, as one
+    batch each. WORDS, after --, are the script's own. Exit code 1 if rounding does not explain a difference.
     """
-    given = dictionary(parameters, "--parameters")
+    given = parse_dictionary(parameters, "--parameters")
     with tempfile.TemporaryDirectory(prefix="smp-verify-") as alone:
         place = _empty(folder, alone)
         planned = Verification.plan(script, words, given, processes, steps, seed, place)

@@ -1,4 +1,4 @@
-"""``smp-estimator plan`` and ``suggest``: whether a model fits, and on what."""
+"""``smp-estimator plan`` and ``suggest``: whether a model fits, and on which cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from smp_config import ConfigError
-from smp_config.formats.values import dictionary
+from smp_config.formats.values import parse_dictionary
 from smp_config.machine.instances import GIB
 from smp_estimator.cli.console import console
 
@@ -79,7 +79,7 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _model(text: str) -> Any:
     """Parse MODEL: a shape or configuration as a dictionary, a path, a count such as 7b or 350m, or a shape's name."""
     if text.lstrip().startswith("{"):
-        return dictionary(text, "MODEL")
+        return parse_dictionary(text, "MODEL")
     number = re.fullmatch(r"([\d.]+(?:e\d+)?)([mbt]?)", text.lower())
     if number is not None:
         try:
@@ -107,7 +107,7 @@ def _job(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _price(text: str) -> tuple[str, float]:
-    """Type and price of ``ml.p4d.24xlarge=25``; raises ConfigError for anything else."""
+    """Parse the instance type and the price in ``ml.p4d.24xlarge=25``; raises ConfigError for anything else."""
     name, _, number = text.partition("=")
     try:
         return name.strip(), float(number)
@@ -136,7 +136,7 @@ def plan(parameters: str, as_json: bool, **given: Any) -> None:
     """
     from smp_estimator import planning
 
-    made = planning.plan(parameters=dictionary(parameters, "--parameters"), **_job(given))
+    made = planning.plan(parameters=parse_dictionary(parameters, "--parameters"), **_job(given))
     _show(made, made.verdict, as_json=as_json)
 
 
@@ -179,15 +179,15 @@ def suggest(
 ) -> None:
     """Pick degrees for MODEL, in the order of the best practices, and a cluster if none is given.
 
-    MODEL: as for plan. With --instance-type alone the fewest instances of it are looked for. Exit code 1 when MODEL does
-    not fit on the cluster that was given; the clusters on which it would are named.
+    MODEL: as for plan. With --instance-type alone, the smallest number of instances that fits is searched. Exit code 1 if MODEL
+    does not fit on the given cluster; the output then names clusters on which it fits.
 
-    With --script the degrees are looked for with which the script is fastest on a cluster, by rehearsing it:
+    With --script, the degrees with which the script is fastest on a cluster are searched, by rehearsing it:
     suggest --script train.py --instance-type T --instance-count N --global-batch B -- --batch-size {batch}
     """
     from smp_estimator import planning
 
-    current = None if parameters is None else dictionary(parameters, "--parameters")
+    current = None if parameters is None else parse_dictionary(parameters, "--parameters")
     if script is not None:
         _suggest_for_script(script, (given["model"], *arguments), current, tensor, budget, given, as_json=as_json)
         return

@@ -1,4 +1,4 @@
-"""``smp-estimator profile``: what PyTorch's profiler recorded on all ranks, as one trace."""
+"""``smp-estimator profile``: the records of PyTorch's profiler on all ranks, as one trace."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from smp_estimator.cli.console import console
 @click.argument("job_output")
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write one trace of all ranks for ui.perfetto.dev.")
 def profile(job_output: str, trace: str | None) -> None:
-    """Show and join what PyTorch's profiler recorded on the ranks of a job.
+    """Show and merge the records of PyTorch's profiler on the ranks of a job.
 
-    JOB_OUTPUT is what a job left: its output path or folder, or output.tar.gz. Ranks record with
-    environment={"SMP_PROFILE": "10-12"}, the steps. Where they have also recorded the timeline of a pipeline
-    (SMP_TIMELINE), it stands above each rank's threads, by the same clock.
+    JOB_OUTPUT is the job's output: its path or folder, or output.tar.gz. Ranks record with
+    environment={"SMP_PROFILE": "10-12"}, the steps. If they have also recorded the timeline of a pipeline
+    (SMP_TIMELINE), it is shown above each rank's threads, on the same clock.
     """
     from smp_estimator.timeline.profiles import merged_trace, profile_table, read_profiles, timeline_beside
 

@@ -67,8 +67,8 @@ def rehearse(
 ) -> None:
     """Run a few steps of SCRIPT as it would run on a cluster, without the cluster.
 
-    One process stands for all ranks of a pipeline stage. Tensors have shapes but no memory, collectives count what they would send.
-    ARGUMENTS, behind --, are the script's own. Exit code 1 when a stage does not fit or the script fails.
+    One process represents all ranks of a pipeline stage. Tensors have shapes but no memory; collectives count the bytes that
+    they would send. ARGUMENTS, after --, are the script's own. Exit code 1 if a stage does not fit or the script fails.
     """
     from smp_estimator.planning import Verdict
     from smp_estimator.rehearsal import rehearse as run

@@ -10,8 +10,8 @@ import click
 
 from smp_config import ConfigError
 from smp_estimator.cli.console import console
-from smp_launch.watch.running import named
-from smp_records.reshaping import VARIABLE, answered, ask
+from smp_launch.watch.running import find_running_job
+from smp_records.reshaping import VARIABLE, ask, read_answer
 
 _EXAMPLE = '{"microbatches": 4}'
 
@@ -26,10 +26,10 @@ def reshape(job: str, parameters: str, timeout: float) -> None:
     For jobs that run as processes of this machine, of the same user, with SMP_RESHAPE_REQUESTS=1 in their environment. All ranks
     finish the same update, and go on with the other degrees. Exit code 1 when the job goes on as it was.
     """
-    found = named(job)
+    found = find_running_job(job)
     ask(found.folder, _read(parameters))
     deadline = time.monotonic() + timeout
-    while (said := answered(found.folder)) is None:
+    while (said := read_answer(found.folder)) is None:
         if not found.folder.is_dir():
             raise ConfigError(f"job {found.name!r} has ended before it came to the request")
         if time.monotonic() > deadline:

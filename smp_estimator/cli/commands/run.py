@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from smp_config import ConfigError
-from smp_config.error_codes import marked
+from smp_config.error_codes import append_code
 from smp_config.errors import suggest
-from smp_config.formats.values import dictionary
+from smp_config.formats.values import parse_dictionary
 from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
 from smp_estimator.cli.console import printable
 from smp_estimator.local.bootstrap import is_foreign
@@ -37,7 +37,7 @@ _CHECKPOINTS_VARIABLE = "SMP_CHECKPOINT_DIR"
 
 
 def pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
-    """Names and values of an option that may be repeated, ``name=value``; raises ConfigError for anything else."""
+    """Yield the name and value of each ``name=value`` of a repeatable option; raises ConfigError for anything else."""
     for value in values:
         name, sign, text = value.partition("=")
         if not sign or not name:
@@ -92,11 +92,11 @@ def run(
     checkpoints: str | None,
     **given: Any,
 ) -> None:
-    """Run SCRIPT as a training job of processes on this machine. Exit code 1 when it fails.
+    """Run SCRIPT as a training job of processes on this machine. Exit code 1 if it fails.
 
-    ARGUMENTS, behind --, are the script's own, behind its hyperparameters: run train.py --processes 2 -- --lr 0.1
+    ARGUMENTS, after --, are the script's own, after its hyperparameters: run train.py --processes 2 -- --lr 0.1
 
-    The ranks have this shell's environment, without what the launcher itself sets.
+    The ranks have this shell's environment, except for the variables that the launcher sets.
     """
     path = Path(script).absolute()
     if source_dir and Path(source_dir).absolute() not in path.parents:
@@ -109,7 +109,7 @@ def run(
         "hyperparameters": {name: _value(text) for name, text in pairs(given["hyperparameter"], "--hyperparameter")},
         "distribution": {
             "smdistributed": {
-                "modelparallel": {"enabled": True, "parameters": dictionary(given["parameters"], "--parameters")}
+                "modelparallel": {"enabled": True, "parameters": parse_dictionary(given["parameters"], "--parameters")}
             },
             "mpi": {"enabled": True, "processes_per_host": given["processes"]},
         },
@@ -130,7 +130,7 @@ def run(
     try:
         _train(settings, channels)
     except ConfigError as error:
-        raise click.ClickException(printable(marked(_in_words_of_options(str(error)), error))) from None
+        raise click.ClickException(printable(append_code(_in_words_of_options(str(error)), error))) from None
 
 
 def _in_words_of_options(sentence: str) -> str:

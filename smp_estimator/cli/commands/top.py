@@ -1,4 +1,4 @@
-"""``smp-estimator top``: what each rank of a running job spends its time on, and who holds the others up."""
+"""``smp-estimator top``: how each rank of a running job spends its time, and which ranks slow down the others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from smp_config import ConfigError
 from smp_estimator.cli.console import console
 from smp_estimator.watching.rank_table import json_of, rows_of, table_of
 from smp_estimator.watching.stragglers import Stragglers
-from smp_launch.watch.pace import between, look
-from smp_launch.watch.running import RunningJob, named
+from smp_launch.watch.pace import compare_records, read_records
+from smp_launch.watch.running import RunningJob, find_running_job
 from smp_records.records import PaceRecord, parse_pace
 from smp_records.tracking import RECORDS_VARIABLE
 
@@ -38,10 +38,10 @@ Views = Iterator[list[PaceRecord]]
 )
 @click.option("--cloud", is_flag=True, help="Read the log of a job in the cloud.")
 def top(job: str, once: bool, as_json: bool, seconds: float, log: IO[str] | None, cloud: bool) -> None:
-    """Show what each rank spends its time on. JOB is the job's name, or the beginning of it.
+    """Show how each rank spends its time. JOB is the job's name, or the beginning of it.
 
-    Without --log and --cloud: of a job that runs as processes of this machine, which goes on undisturbed. The others
-    need lines of the ranks, which environment={"SMP_RANK_RECORDS": "10"} makes them print every 10 seconds.
+    Without --log and --cloud, the job runs as processes of this machine, and is not disturbed. The other sources
+    need lines from the ranks, which environment={"SMP_RANK_RECORDS": "10"} makes them print every 10 seconds.
     """
     name, views = _views(job, seconds, log, cloud)
     stragglers, newest, shown = Stragglers(), {}, 0
@@ -70,17 +70,17 @@ def _views(job: str, seconds: float, log: IO[str] | None, cloud: bool) -> tuple[
         return job or str(getattr(log, "name", "the log")), _of_lines(log)
     if cloud:
         return job, _of_cloud(job, seconds)
-    found = named(job)
+    found = find_running_job(job)
     return found.name or "a job without a name", _of_machine(found, seconds)
 
 
 def _of_machine(job: RunningJob, seconds: float) -> Views:
     began = time.monotonic()
-    before = look(job.folder)
+    before = read_records(job.folder)
     while before or time.monotonic() - began < _START_SECONDS:
         time.sleep(seconds)
-        after = look(job.folder)
-        if records := between(before, after):
+        after = read_records(job.folder)
+        if records := compare_records(before, after):
             yield records
         before = after
 
@@ -110,7 +110,7 @@ def _of_cloud(job: str, seconds: float) -> Views:
 
 
 class _Session:
-    """What a reader of logs asks of a session of the SDK."""
+    """The part of an SDK session that a reader of logs uses."""
 
     def __init__(self, boto_session: Any) -> None:
         self.boto_session = boto_session

@@ -1,4 +1,4 @@
-"""``smp-estimator where``: what each rank of a running job is doing now, and which line of the script keeps it."""
+"""``smp-estimator where``: the current activity of each rank of a running job, and its line in the script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 
 from smp_estimator.cli.console import console
 from smp_launch.watch.report import describe
-from smp_launch.watch.running import named, positions_of
+from smp_launch.watch.running import find_running_job, positions_of
 
 
 @click.command()
@@ -15,9 +15,10 @@ from smp_launch.watch.running import named, positions_of
 def where(job: str, stacks: bool) -> None:
     """Ask a running job where its ranks are. JOB is its name, or the beginning of it.
 
-    For jobs that run as processes of this machine, of the same user; the job goes on meanwhile. Exit code 1 when no such job runs.
+    Works for jobs that run as processes of this machine, of the same user. The job continues meanwhile. Exit code 1 if no such
+    job runs.
     """
-    found = named(job)
+    found = find_running_job(job)
     positions, verdict = positions_of(found)
     out = console()
     out.print(f"job {found.name or 'without a name'}: {len(positions)} ranks", markup=False, highlight=False)

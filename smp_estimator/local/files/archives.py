@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from smp_config import ConfigError
-from smp_config.errors import shown
+from smp_config.errors import show_value
 from smp_config.formats import strict_json
 
 #: Bytes of all files of a source archive, and their number.
@@ -94,7 +94,7 @@ def _checked(archive: tarfile.TarFile, where: str, most: int) -> list[tarfile.Ta
         name = posixpath.normpath(member.name)
         if why := _why_refused(member, name, kinds):
             raise ConfigError(
-                f"{where} holds {shown(member.name)}, {why}; its files are unpacked into the job's code folder, and nothing "
+                f"{where} holds {show_value(member.name)}, {why}; its files are unpacked into the job's code folder, and nothing "
                 "else: pack plain files below one folder with tar czf"
             )
         if size > most or len(members) > MOST_FILES:
@@ -121,9 +121,9 @@ def _why_refused(member: tarfile.TarInfo, name: str, kinds: dict[str, bool]) -> 
     if any(kinds.get("/".join(parents[:count])) for count in range(1, len(parents) + 1)):
         return "which lies behind a link"
     if member.issym() and _leads_out(member.linkname, len(parents)):
-        return f"a link to {shown(member.linkname)}, which lies outside"
+        return f"a link to {show_value(member.linkname)}, which lies outside"
     if member.islnk() and posixpath.normpath(member.linkname) not in kinds:
-        return f"a link to {shown(member.linkname)}, which is no earlier file of the archive"
+        return f"a link to {show_value(member.linkname)}, which is no earlier file of the archive"
     return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_config import ConfigError
-from smp_config.errors import shown, suggest
+from smp_config.errors import show_value, suggest
 from smp_estimator.local.files.uris import is_file_uri, is_s3_uri, path_of, require_address
 
 _SHARDED = "ShardedByS3Key"
@@ -83,7 +83,8 @@ def _refuse_settings(name: str, entry: Mapping[str, Any], source: Mapping[str, A
     for key, value in given.items():
         if key not in _KNOWN:
             raise ConfigError(
-                f"channel {name!r} has {key} {shown(value)}, but a job on this machine reads the files of a folder as they are, on "
+                f"channel {name!r} has {key} {show_value(value)}, but a job on this machine reads the files of a folder as "
+                "they are, on "
                 "all hosts; leave it out"
             )
 

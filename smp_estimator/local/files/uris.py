@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from smp_config import ConfigError
-from smp_config.errors import shown
+from smp_config.errors import show_value
 from smp_config.formats import strict_json
 
 #: Bytes of a path, and of one name in it.
@@ -65,14 +65,15 @@ def require_nameable(path: str, what: str) -> None:
     longest = max(len(part.encode()) for part in path.split("/"))
     if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
         raise ConfigError(
-            f"{what} is {shown(path)}, a path of {len(path.encode()):,} bytes with a name of {longest:,}; file systems have at "
+            f"{what} is {show_value(path)}, a path of {len(path.encode()):,} bytes with a name of {longest:,}; file systems "
+            "have at "
             f"most {_LONGEST_PATH:,} and {_LONGEST_NAME:,}: give a shorter path"
         )
     try:
         Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{what} is {shown(path)}, and there is no such home folder ({error}): write the path out"
+            f"{what} is {show_value(path)}, and there is no such home folder ({error}): write the path out"
         ) from None
 
 
@@ -91,6 +92,6 @@ def require_address(value: object, what: str) -> str:
             f"addresses: write 'file://{Path(value).expanduser().absolute()}'"
         )
     raise ConfigError(
-        f"{what} is {shown(value)} ({type(value).__name__}), which is neither a file:// nor an s3:// address; a job on this "
+        f"{what} is {show_value(value)} ({type(value).__name__}), which is neither a file:// nor an s3:// address; a job on this "
         "machine reads and writes only these two: write 'file:///absolute/path' or 's3://bucket/prefix'"
     )

@@ -1,4 +1,4 @@
-"""What SDK v3's ``ModelTrainer`` starts on every host of a job with ``ModelParallel``.
+"""The program that SDK v3's ``ModelTrainer`` starts on every host of a job with ``ModelParallel``.
 
 It lies in the container beside the runtime's wheel, and needs nothing but Python until that is unpacked. Then it becomes
 the launcher, in the same process, so that a signal to it is a signal to the launcher.
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _launch() -> None:
-    """Become the launcher; raises ImageError where there is none."""
+    """Become the launcher; raises ImageError if there is none."""
     try:
         from smp_launch.sagemaker import model_trainer
     except ModuleNotFoundError as error:
@@ -63,7 +63,7 @@ def _launch() -> None:
 
 
 def missing(requirements: Iterable[str]) -> list[str]:
-    """Those of ``requirements`` (``name>=version``) that this Python lacks, or has too old."""
+    """Return the ``requirements`` (``name>=version``) that this Python lacks, or has in a version that is too old."""
     return [wanted for wanted in requirements if not _is_there(wanted)]
 
 
@@ -96,7 +96,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def _tell(error: BaseException) -> None:
-    """Say why the job failed, in the log and in the failure file, whose first line becomes the job's failure reason."""
+    """Report why the job failed, in the log and in the failure file; its first line becomes the job's failure reason."""
     base = os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
     text = f"the job cannot start: {error}"
     if not isinstance(error, _PLAIN):

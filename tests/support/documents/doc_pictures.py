@@ -234,7 +234,7 @@ CALL_OF_A_MODULE = Messages(
 
 PLACEMENTS = {"placement": Placement(Topology(16, pipeline=2, tensor=4), 8)}
 
-#: Of the table in `docs/pipeline-parallelism.md`, with its costs.
+#: Of the table in `docs/how-it-works/pipeline-parallelism.md`, with its costs.
 PARTITION = Partition(
     2,
     {

@@ -60,7 +60,7 @@ def _read_back(names: Names) -> None:
     names["reader"].close()
 
 
-@scene("checkpoints.md", "reader.whole", config=DDP, then=_read_back)
+@scene("how-it-works/checkpoints.md", "reader.whole", config=DDP, then=_read_back)
 def _(names: Names) -> None:
     training(names)
     names["smp"].save_checkpoint("checkpoints", tag="100")
@@ -382,8 +382,9 @@ def _(names: Names) -> None:
     Path("run_clm.py").write_text("from transformers import Trainer\n")
 
 
-scene("training-scripts.md", "model.cuda()", config=DDP)(training)
-scene("training-scripts.md", "register_comm_hook", config=DDP, ranks=2, full=True)(training)
+scene("how-it-works/training-scripts.md", "model.cuda()", config=DDP)(training)
+scene("how-it-works/training-scripts.md", "register_comm_hook", config=DDP, ranks=2, full=True)(training)
+scene("how-it-works/training-scripts.md", "p.clamp_", config=DDP)(training)
 scene("training-scripts.md", "smp.compile", config=DDP)(nothing)
 scene("training-scripts.md", "progress = smp.auto_resume", config=DDP)(training)
 scene("training-scripts.md", "first_step = 0", config=DDP)(training)

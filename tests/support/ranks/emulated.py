@@ -37,7 +37,7 @@ def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], 
     from smp_runtime.job import session
 
     def there(result: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(session.current().ranks.device), result)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(session.current_session().ranks.device), result)
 
     def moved(own: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given, **named: there(own(*given, **named))

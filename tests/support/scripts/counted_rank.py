@@ -46,7 +46,7 @@ def main(folder, steps, instance, script, *words):
         runpy.run_path(script, run_name="__main__")
     except RehearsalOver:
         pass
-    ranks = sessions.current().ranks
+    ranks = sessions.current_session().ranks
     report = counters.report(ranks.topology.coordinates(ranks.rank).pp, ranks.rank, 1)
     Path(folder, f"rank-{ranks.rank}.json").write_text(report.model_dump_json())
     sessions.shutdown()

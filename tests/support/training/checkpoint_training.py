@@ -142,9 +142,9 @@ class Training:
 
 def held(run: Training) -> list[torch.Tensor]:
     """Copies of what this rank itself has of the model and of the optimizer's state, parts of sharded tensors too."""
-    from smp_runtime.checkpoint.live_state import buffers, masters, weights
+    from smp_runtime.checkpoint.live_state import live_buffers, live_masters, live_weights
 
-    found = [h.tensor for kind in (weights, masters, buffers) for h in kind(run.model)]
+    found = [h.tensor for kind in (live_weights, live_masters, live_buffers) for h in kind(run.model)]
     return [
         value.clone() for value in (*found, *(v for values in run.optimizer.state.values() for v in values.values()))
     ]

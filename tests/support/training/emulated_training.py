@@ -46,7 +46,7 @@ def writing() -> dict[str, Any]:
     torch.manual_seed(0)
     model = smp.DistributedModel(TiedNet())
     optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
-    step, device = training_step(model), session.current().ranks.device
+    step, device = training_step(model), session.current_session().ranks.device
     for batch in token_batches(0, STEPS, BATCH):
         ids, targets = (part.chunk(smp.dp_size())[smp.dp_rank()].to(device) for part in batch)
         optimizer.zero_grad()
@@ -88,7 +88,7 @@ def scaling() -> dict[str, Any]:
     torch.manual_seed(0)
     model = smp.DistributedModel(TiedNet())
     optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
-    device = session.current().ranks.device
+    device = session.current_session().ranks.device
     scaler = smp.amp.GradScaler(init_scale=2.0**4, growth_interval=2)
 
     @smp.step
@@ -157,13 +157,13 @@ def gathering() -> dict[str, Any]:
     torch.manual_seed(0)
     model = smp.DistributedModel(sharded_training.Blocks())
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    device = session.current().ranks.device
+    device = session.current_session().ranks.device
     for index in range(STEPS):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * index + smp.rank()))
         optimizer.zero_grad()
         model(x.to(device)).square().mean().backward()
         optimizer.step()
-    group = session.current().groups.group(Group.SHARD)
+    group = session.current_session().groups.group(Group.SHARD)
     return {"weights": model.state_dict(), "phases": group.in_phases}
 
 
@@ -189,7 +189,7 @@ def dividing() -> dict[str, Any]:
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(sgd(model.parameters()))
     step = training_step(model, lambda model, x: model(x).square().mean())
-    device, losses = session.current().ranks.device, []
+    device, losses = session.current_session().ranks.device, []
     for index in range(STEPS):
         x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(index)).to(device)
         optimizer.zero_grad()
@@ -214,7 +214,7 @@ def reading_late() -> dict[str, Any]:
         model.backward(loss)
         return scores, loss
 
-    device = session.current().ranks.device
+    device = session.current_session().ranks.device
     total = torch.zeros((), device=device)
     # All of them first: the host waits for a copy from its memory.
     batches = [tuple(tensor.to(device) for tensor in batch) for batch in token_batches(0, 2 * STEPS, BATCH)]

@@ -80,7 +80,7 @@ def train_alone(steps: int, dtype: str = "float32") -> list[float]:
 
 def elements_here(run: Training) -> dict[tuple[str, str], tuple[torch.Tensor, int]]:
     """Which elements of every tensor this rank has, as a mask of the whole, and the bytes of one; found by brute force."""
-    from smp_runtime.checkpoint.live_state import buffers, masters, updated, weights
+    from smp_runtime.checkpoint.live_state import live_buffers, live_masters, live_weights, updated_parameters
 
     found: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
 
@@ -91,15 +91,15 @@ def elements_here(run: Training) -> dict[tuple[str, str], tuple[torch.Tensor, in
         mask[mine] = True
         found[kind, name] = mask, size
 
-    exact = {holding.name for holding in masters(run.model)}
+    exact = {holding.name for holding in live_masters(run.model)}
     for kind, holdings in (
-        ("weight", weights(run.model)),
-        ("master", masters(run.model)),
-        ("buffer", buffers(run.model)),
+        ("weight", live_weights(run.model)),
+        ("master", live_masters(run.model)),
+        ("buffer", live_buffers(run.model)),
     ):
         for h in holdings:
             note(kind, h.name, h.region, h.tensor.element_size())
-    for entry in updated(run.model, run.optimizer):
+    for entry in updated_parameters(run.model, run.optimizer):
         state = run.optimizer.state.get(entry.updated, {}) if entry.updated is not None else {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and entry.name in (exact or {entry.name}):

@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from smp_runtime.checkpoint import object_files as objects
 from smp_runtime.checkpoint import save_and_resume as checkpoints
-from smp_runtime.job.session import Session, current
+from smp_runtime.job.session import Session, current_session
 from smp_runtime.preemption import auto_resume as preemption
 from smp_runtime.reshape import reshape as reshaping
 from smp_tools.numerics import start as numerics
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 def _of_current_session(function: Callable[Concatenate[Session, _Arguments], _Result]) -> Callable[_Arguments, _Result]:
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        session = current()
+        session = current_session()
         with session.ranks.control.doing(f"smp.{function.__name__}"):
             return function(session, *args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smp_runtime.comm.messages import CommGroup, RankType
-from smp_runtime.job.session import current
+from smp_runtime.job.session import current_session
 
 WORLD = CommGroup.WORLD
 MP_GROUP = CommGroup.MP_GROUP
@@ -30,7 +30,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
         >>> if smp.rank() == 1:
         ...     smp.send({"best": 0.25}, 0, smp.RankType.WORLD_RANK)
     """
-    current().messages.send(obj, dest_rank, rank_type)
+    current_session().messages.send(obj, dest_rank, rank_type)
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
@@ -51,7 +51,7 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
         >>> if smp.rank() == 1:
         ...     best = smp.recv_from(0, smp.RankType.WORLD_RANK)
     """
-    return current().messages.recv_from(src_rank, rank_type)
+    return current_session().messages.recv_from(src_rank, rank_type)
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
@@ -70,7 +70,7 @@ def broadcast(obj: Any, group: CommGroup) -> None:
         ... else:
         ...     settings = smp.recv_from(0, smp.RankType.WORLD_RANK)
     """
-    current().messages.broadcast(obj, group)
+    current_session().messages.broadcast(obj, group)
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
@@ -90,7 +90,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     Example:
         >>> losses = smp.allgather(0.25, smp.DP_GROUP)
     """
-    return current().messages.allgather(obj, group)
+    return current_session().messages.allgather(obj, group)
 
 
 def barrier(group: CommGroup = WORLD) -> None:
@@ -107,7 +107,7 @@ def barrier(group: CommGroup = WORLD) -> None:
         >>> smp.barrier()  # of all ranks
         >>> smp.barrier(smp.TP_GROUP)  # of those that share layers with this one
     """
-    current().messages.barrier(group)
+    current_session().messages.barrier(group)
 
 
 def dp_barrier() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from smp_config import Group
-from smp_runtime.job.session import current
+from smp_runtime.job.session import current_session
 
 
 def rank() -> int:
@@ -16,7 +16,7 @@ def rank() -> int:
         ...     print("one line for the whole job")
         one line for the whole job
     """
-    return current().ranks.rank
+    return current_session().ranks.rank
 
 
 def size() -> int:
@@ -25,7 +25,7 @@ def size() -> int:
     Example:
         >>> samples_per_rank = 1024 // smp.size()
     """
-    return current().ranks.size(Group.WORLD)
+    return current_session().ranks.size(Group.WORLD)
 
 
 def local_rank() -> int:
@@ -35,7 +35,7 @@ def local_rank() -> int:
         >>> if smp.local_rank() == 0:  # once on each host
         ...     os.makedirs("cache", exist_ok=True)
     """
-    return current().ranks.local_rank
+    return current_session().ranks.local_rank
 
 
 def local_size() -> int:
@@ -44,7 +44,7 @@ def local_size() -> int:
     Example:
         >>> threads = max(1, os.cpu_count() // smp.local_size())
     """
-    return current().ranks.local_size
+    return current_session().ranks.local_size
 
 
 def tp_rank() -> int:
@@ -53,7 +53,7 @@ def tp_rank() -> int:
     Example:
         >>> is_first_of_its_layer = smp.tp_rank() == 0
     """
-    return current().ranks.rank_in(Group.TP)
+    return current_session().ranks.rank_in(Group.TP)
 
 
 def tp_size() -> int:
@@ -62,7 +62,7 @@ def tp_size() -> int:
     Example:
         >>> hidden_size_here = 4096 // smp.tp_size()
     """
-    return current().ranks.size(Group.TP)
+    return current_session().ranks.size(Group.TP)
 
 
 def pp_rank() -> int:
@@ -71,7 +71,7 @@ def pp_rank() -> int:
     Example:
         >>> reads_data = smp.pp_rank() == 0
     """
-    return current().ranks.rank_in(Group.PP)
+    return current_session().ranks.rank_in(Group.PP)
 
 
 def pp_size() -> int:
@@ -80,7 +80,7 @@ def pp_size() -> int:
     Example:
         >>> is_last_stage = smp.pp_rank() == smp.pp_size() - 1
     """
-    return current().ranks.size(Group.PP)
+    return current_session().ranks.size(Group.PP)
 
 
 def rdp_rank() -> int:
@@ -89,7 +89,7 @@ def rdp_rank() -> int:
     Example:
         >>> saves = smp.rdp_rank() == 0  # one of the ranks that hold the same
     """
-    return current().ranks.rank_in(Group.RDP)
+    return current_session().ranks.rank_in(Group.RDP)
 
 
 def rdp_size() -> int:
@@ -98,7 +98,7 @@ def rdp_size() -> int:
     Example:
         >>> copies_of_each_parameter = smp.rdp_size()  # without sharded data parallelism
     """
-    return current().ranks.size(Group.RDP)
+    return current_session().ranks.size(Group.RDP)
 
 
 def mp_rank() -> int:
@@ -107,7 +107,7 @@ def mp_rank() -> int:
     Example:
         >>> stands_for_its_replica = smp.mp_rank() == 0
     """
-    return current().ranks.rank_in(Group.MP)
+    return current_session().ranks.rank_in(Group.MP)
 
 
 def mp_size() -> int:
@@ -116,7 +116,7 @@ def mp_size() -> int:
     Example:
         >>> replicas = smp.size() // smp.mp_size()
     """
-    return current().ranks.size(Group.MP)
+    return current_session().ranks.size(Group.MP)
 
 
 def dp_rank() -> int:
@@ -125,7 +125,7 @@ def dp_rank() -> int:
     Example:
         >>> sampler = DistributedSampler(dataset, num_replicas=smp.dp_size(), rank=smp.dp_rank())
     """
-    return current().ranks.rank_in(Group.DP)
+    return current_session().ranks.rank_in(Group.DP)
 
 
 def dp_size() -> int:
@@ -134,7 +134,7 @@ def dp_size() -> int:
     Example:
         >>> global_batch_size = 32 * smp.dp_size()
     """
-    return current().ranks.size(Group.DP)
+    return current_session().ranks.size(Group.DP)
 
 
 def get_mp_group() -> list[int]:
@@ -144,7 +144,7 @@ def get_mp_group() -> list[int]:
         >>> smp.get_mp_group()  # the replica that this rank belongs to: in one process, rank 0
         [0]
     """
-    return current().ranks.members(Group.MP)
+    return current_session().ranks.members(Group.MP)
 
 
 def get_dp_group() -> list[int]:
@@ -154,7 +154,7 @@ def get_dp_group() -> list[int]:
         >>> smp.get_dp_group()  # ranks that read different data: in one process, rank 0
         [0]
     """
-    return current().ranks.members(Group.DP)
+    return current_session().ranks.members(Group.DP)
 
 
 def get_tp_group() -> list[int]:
@@ -164,7 +164,7 @@ def get_tp_group() -> list[int]:
         >>> smp.get_tp_group()  # those with whom this rank shares layers: in one process, rank 0
         [0]
     """
-    return current().ranks.members(Group.TP)
+    return current_session().ranks.members(Group.TP)
 
 
 def get_pp_group() -> list[int]:
@@ -174,7 +174,7 @@ def get_pp_group() -> list[int]:
         >>> smp.get_pp_group()  # the stages of this replica: in one process, rank 0
         [0]
     """
-    return current().ranks.members(Group.PP)
+    return current_session().ranks.members(Group.PP)
 
 
 def get_rdp_group() -> list[int]:
@@ -184,7 +184,7 @@ def get_rdp_group() -> list[int]:
         >>> smp.get_rdp_group()  # ranks with the same part of the model: in one process, rank 0
         [0]
     """
-    return current().ranks.members(Group.RDP)
+    return current_session().ranks.members(Group.RDP)
 
 
 def get_world_process_group() -> dist.ProcessGroup:
@@ -194,7 +194,7 @@ def get_world_process_group() -> dist.ProcessGroup:
         >>> value = torch.ones(1)
         >>> dist.all_reduce(value, group=smp.get_world_process_group())
     """
-    return current().ranks.groups.group(Group.WORLD)
+    return current_session().ranks.groups.group(Group.WORLD)
 
 
 def get_mp_process_group() -> dist.ProcessGroup:
@@ -204,7 +204,7 @@ def get_mp_process_group() -> dist.ProcessGroup:
         >>> value = torch.ones(1)
         >>> dist.all_reduce(value, group=smp.get_mp_process_group())
     """
-    return current().ranks.groups.group(Group.MP)
+    return current_session().ranks.groups.group(Group.MP)
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
@@ -214,7 +214,7 @@ def get_dp_process_group() -> dist.ProcessGroup:
         >>> value = torch.ones(1)
         >>> dist.all_reduce(value, group=smp.get_dp_process_group())
     """
-    return current().ranks.groups.group(Group.DP)
+    return current_session().ranks.groups.group(Group.DP)
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
@@ -224,7 +224,7 @@ def get_tp_process_group() -> dist.ProcessGroup:
         >>> value = torch.ones(1)
         >>> dist.all_reduce(value, group=smp.get_tp_process_group())
     """
-    return current().ranks.groups.group(Group.TP)
+    return current_session().ranks.groups.group(Group.TP)
 
 
 def get_pp_process_group() -> dist.ProcessGroup:
@@ -234,7 +234,7 @@ def get_pp_process_group() -> dist.ProcessGroup:
         >>> value = torch.ones(1)
         >>> dist.all_reduce(value, group=smp.get_pp_process_group())
     """
-    return current().ranks.groups.group(Group.PP)
+    return current_session().ranks.groups.group(Group.PP)
 
 
 def get_rdp_process_group() -> dist.ProcessGroup:
@@ -244,4 +244,4 @@ def get_rdp_process_group() -> dist.ProcessGroup:
         >>> value = torch.ones(1)
         >>> dist.all_reduce(value, group=smp.get_rdp_process_group())
     """
-    return current().ranks.groups.group(Group.RDP)
+    return current_session().ranks.groups.group(Group.RDP)

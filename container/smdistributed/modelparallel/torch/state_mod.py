@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from smp_runtime.job.session import current
+from smp_runtime.job.session import current_session
 from smp_runtime.optim.whole_state import names_by_index
 
 
@@ -19,15 +19,15 @@ class _State:
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
         """Return, for each tensor parallel rank, a dict from parameter index in the optimizer to parameter name."""
-        return names_by_index(current())
+        return names_by_index(current_session())
 
     @property
     def param_name_to_index_tp_group(self) -> list[dict[str, int]]:
         """Return, for each tensor parallel rank, a dict from parameter name to parameter index in the optimizer."""
-        return [{name: index for index, name in names.items()} for names in names_by_index(current())]
+        return [{name: index for index, name in names.items()} for names in names_by_index(current_session())]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(current(), name)
+        return getattr(current_session(), name)
 
 
 state = _State()

@@ -15,7 +15,7 @@ import torch
 from smp_emulation.checked.streams.clocks import HOST, Access, VectorClock
 from smp_emulation.checked.streams.execution import Executor, Lane, QueuedWork
 from smp_emulation.checked.streams.memory import Memory, StoragePlace, span_of
-from smp_emulation.checked.streams.sites import site
+from smp_emulation.checked.streams.sites import find_site
 from smp_emulation.errors import CudaCallError
 
 #: Attribute of tensors of subclasses that have no elements: the number of their device.
@@ -65,7 +65,7 @@ class Devices:
     def new_lane(self, device: int, name: str = "") -> Lane:
         """Create another stream of a device."""
         actor = next(self._numbers)
-        lane = Lane(actor, name or f"stream {actor} of cuda:{device}, made at {site()}")
+        lane = Lane(actor, name or f"stream {actor} of cuda:{device}, made at {find_site()}")
         self.executor.add(lane)
         self.lanes[device].append(lane)
         return lane
@@ -106,7 +106,7 @@ class Devices:
             lane.clock.join(self.host)
             time = lane.clock.get(lane.actor, 0) + 1
             lane.clock[lane.actor] = time
-            line = site()
+            line = find_site()
             for is_write, touched in ((False, reads), (True, writes)):
                 for tensor, place in touched:
                     history = place.history if place.block is None else place.block.history
@@ -123,7 +123,7 @@ class Devices:
         self, lane: Lane, run: Callable[[], None] | None, what: str, needs: tuple[QueuedWork, ...] = ()
     ) -> QueuedWork:
         """Put work behind all that the stream has."""
-        return self.executor.queue(lane, QueuedWork(run, needs, f"{what}, asked for at {site()}"))
+        return self.executor.queue(lane, QueuedWork(run, needs, f"{what}, asked for at {find_site()}"))
 
     def host_touches(self, tensor: torch.Tensor, place: StoragePlace, what: str, *, writes: bool) -> None:
         """Record that the host reads or writes memory that streams use.
@@ -134,7 +134,7 @@ class Devices:
         with self.lock:
             self.host[HOST] += 1
             start, stop = span_of(tensor)
-            access = Access(HOST, self.host[HOST], "the host", what, site(), writes, start, stop)
+            access = Access(HOST, self.host[HOST], "the host", what, find_site(), writes, start, stop)
             place.history.note(access, self.host, str(place))
 
     def wait_on_host(self, kind: str, lanes: Iterable[Lane]) -> None:
@@ -142,7 +142,7 @@ class Devices:
         with self.lock:
             lanes = list(lanes)
             items = [lane.last for lane in lanes]
-            self.waits[kind, site()] += 1
+            self.waits[kind, find_site()] += 1
             reached = [VectorClock(lane.clock) for lane in lanes]
         self.executor.finish(items)
         with self.lock:

@@ -11,7 +11,7 @@ import torch
 
 from smp_emulation.checked.streams.clocks import History
 from smp_emulation.checked.streams.faults import StreamFault
-from smp_emulation.checked.streams.sites import site
+from smp_emulation.checked.streams.sites import find_site
 
 if TYPE_CHECKING:
     from smp_emulation.checked.streams.execution import Lane
@@ -101,7 +101,7 @@ class Memory:
         def died(_: object, places: dict[int, StoragePlace] = self._places) -> None:
             if places.get(key) is place:
                 del places[key]
-            self._release(place, site())
+            self._release(place, find_site())
 
         place.storage = weakref.ref(storage, died)
         self._places[key] = place
@@ -117,7 +117,7 @@ class Memory:
         former = place.block
         if former is not None and former.elements.numel() == size:
             return
-        self._release(place, site())
+        self._release(place, find_site())
         if size and place.device is not None:
             place.block = self.allocate(place.device, size, lane)
             if former is not None:
@@ -141,7 +141,8 @@ class Memory:
                 if fault := block.history.unknown_to(lane.clock, block.users):
                     raise StreamFault(
                         f"memory of cuda:{device} that was allocated at {block.line} is given back at {block.freed} and "
-                        f"used again on {lane.name} at {site()}, while nothing says that the last use by another stream is over: "
+                        f"used again on {lane.name} at {find_site()}, while nothing says that the last use by another stream "
+                        "is over: "
                         f"{fault}. Call record_stream on the tensor for {fault.name}, or let {lane.name} wait for it before the "
                         "tensor is freed"
                     )
@@ -155,7 +156,7 @@ class Memory:
             fresh.fill_(_POISON)
         self.allocated[device] = self.allocated.get(device, 0) + size
         self.peak[device] = max(self.peak.get(device, 0), self.allocated[device])
-        return MemoryBlock(fresh, lane, site())
+        return MemoryBlock(fresh, lane, find_site())
 
     def clear(self) -> None:
         """Forget all storages."""

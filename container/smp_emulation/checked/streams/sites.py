@@ -29,7 +29,7 @@ class _BackwardCaller(threading.local):
 _here = _BackwardCaller()
 
 
-def site() -> str:
+def find_site() -> str:
     """Return the innermost line of the running thread outside PyTorch and this package.
 
     The form is ``folder/file.py:12 in function``.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_emulation.checked.streams.clocks import VectorClock
-from smp_emulation.checked.streams.sites import site
+from smp_emulation.checked.streams.sites import find_site
 
 if TYPE_CHECKING:
     from smp_emulation.checked.streams.device import Devices
@@ -129,7 +129,7 @@ class EmulatedEvent:
         """Block the host until the event has happened."""
         with self.devices.lock:
             clock, item = VectorClock(self._clock), self._item
-            self.devices.waits["Event.synchronize", site()] += 1
+            self.devices.waits["Event.synchronize", find_site()] += 1
         self.devices.executor.finish([item])
         with self.devices.lock:
             self.devices.host.join(clock)

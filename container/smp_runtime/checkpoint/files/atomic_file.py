@@ -295,12 +295,12 @@ def marked_state(state: Mapping[str, Any], save_id: str | None) -> OrderedDict[s
     return marked
 
 
-def wrapped(content: Any, save_id: str, positions: Mapping[str, Any]) -> dict[str, Any]:
+def wrap_content(content: Any, save_id: str, positions: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user content with the save id, and with the positions in data sets if there are any."""
     return {SAVE_ID: save_id, _CONTENT: content, **({_POSITIONS: dict(positions)} if positions else {})}
 
 
-def unwrapped(content: Any) -> tuple[Any, str | None, Any]:
+def unwrap_content(content: Any) -> tuple[Any, str | None, Any]:
     """Return the user content, its save id and the positions in data sets.
 
     The id is None, and the positions are empty, for content that is not wrapped.

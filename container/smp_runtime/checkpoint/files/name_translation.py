@@ -216,7 +216,7 @@ _COMPUTED = re.compile(
 )
 
 
-def renamed(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def rename_prefixes(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """Return ``state`` with its prefixes changed to match the names of ``module``.
 
     States of other wrappers start with ``module.``. States of Transformers may lack the base model's name, or

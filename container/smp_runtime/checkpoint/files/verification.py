@@ -29,7 +29,7 @@ def problems_of(found: FoundCheckpoint) -> list[str]:
     reader = CheckpointReader(found.folder, found.manifest, found.identity)
     try:
         problems = verify(reader.files, found.manifest)
-        problems += uncovered(found.manifest)
+        problems += find_uncovered(found.manifest)
         if not problems:  # files that are damaged cannot be opened, and have been named
             problems += _unreadable(reader)
     except CheckpointError as error:
@@ -55,7 +55,7 @@ def _unreadable(reader: CheckpointReader) -> Iterator[str]:
                 yield f"{key!r} of {name} cannot be read from {files}, though the checksums agree: {why}"
 
 
-def uncovered(manifest: Manifest) -> list[str]:
+def find_uncovered(manifest: Manifest) -> list[str]:
     """Return descriptions of missing or duplicate parts; empty if each weight and state is there exactly once.
 
     A weight may exist in the model's type, in float32, or in both, but each of these must be complete. An

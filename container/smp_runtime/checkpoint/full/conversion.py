@@ -77,7 +77,7 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
     )
 
 
-def assembled(folder: Path, manifest: Manifest, config: str | None, dtype: str | None) -> Weights:
+def assemble_weights(folder: Path, manifest: Manifest, config: str | None, dtype: str | None) -> Weights:
     """Return the weights of a partial checkpoint.
 
     Args:

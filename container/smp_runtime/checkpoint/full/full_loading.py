@@ -23,7 +23,7 @@ from smp_runtime.checkpoint.files.reader import CheckpointReader
 from smp_runtime.checkpoint.load_partial import PartialLoad
 from smp_runtime.errors import CheckpointError
 from smp_runtime.optim.whole_state import HALF_KEY, does_clash
-from smp_runtime.tensors.nested import unshared
+from smp_runtime.tensors.nested import copy_tensors
 
 if TYPE_CHECKING:
     from smp_runtime.checkpoint.full.named_optimizer import NamedState
@@ -149,7 +149,7 @@ class FullLoading(PartialLoad):
 def load_full_settings(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> None:
     """Load the settings of groups, and the loss scale."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update(unshared({key: value for key, value in saved.items() if key not in ("params", "param_names")}))
+        group.update(copy_tensors({key: value for key, value in saved.items() if key not in ("params", "param_names")}))
     optimizer.load_loss_scale((state.get(HALF_KEY) or {}).get("loss_scaler"))
 
 

@@ -160,7 +160,7 @@ def _values_of(
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def fitted(
+def fit_state(
     session: Session,
     model: DistributedModel,
     optimizer: DistributedOptimizer,

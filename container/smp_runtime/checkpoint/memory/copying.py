@@ -25,7 +25,7 @@ from smp_config.recovery import (
     restart_count,
     wants_memory,
 )
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 from smp_runtime.checkpoint.live_state import ScriptPosition, random_file
 from smp_runtime.checkpoint.memory.host_folder import (
     CopyProgress,
@@ -334,7 +334,7 @@ class Copier:
                 "files": files,
                 "texts": files_of_job(model, content(), moment) if self._rank == 0 else {},
                 "steps": session.progress.step,
-                "step": here().step,
+                "step": current_record().step,
                 "saved": time.time(),
             }
             self._rooms.complete(index, generation, head)

@@ -165,7 +165,7 @@ def head_path(folder: Path, generation: Generation, rank: int) -> Path:
 
 def write_head(path: Path, content: Any) -> None:
     """Write a complete head, or nothing."""
-    write_whole(path, packed(content))
+    write_whole(path, serialize(content))
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -175,15 +175,15 @@ def write_whole(path: Path, content: bytes) -> None:
     temporary.rename(path)
 
 
-def packed(content: Any) -> bytes:
+def serialize(content: Any) -> bytes:
     """Serialize plain objects and tensors to bytes."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def unpacked(content: bytes) -> Any:
-    """Deserialize the bytes of :func:`packed`; raise the errors of ``torch.load``."""
+def deserialize(content: bytes) -> Any:
+    """Deserialize the bytes of :func:`serialize`; raise the errors of ``torch.load``."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 

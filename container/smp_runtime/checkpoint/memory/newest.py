@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from smp_config.recovery import FOLDER_VARIABLE, restart_count
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 from smp_runtime.checkpoint.files.atomic_file import UNREADABLE
 from smp_runtime.checkpoint.files.manifest import FileRecord, FoundCheckpoint, Manifest, OptimizerRecord
 from smp_runtime.checkpoint.files.reader import CheckpointReader
@@ -25,11 +25,11 @@ from smp_runtime.checkpoint.memory.host_folder import (
     Generation,
     StoredTensor,
     copies_in,
+    deserialize,
     head_path,
     of_rank,
     ranks_of_start,
     stand_ins,
-    unpacked,
     with_tensors,
 )
 from smp_runtime.checkpoint.save_partial import Described, Report, merge
@@ -75,7 +75,7 @@ class _RankCopy:
     @classmethod
     def of(cls, rank: int, host: int, folder: Path | None, raw: tuple[bytes, str]) -> _RankCopy:
         """Return a copy from the content of its two files; ``folder`` is this host's folder if it has the copy."""
-        head, told = unpacked(raw[0]), json.loads(raw[1])
+        head, told = deserialize(raw[0]), json.loads(raw[1])
         described = told.get("described")
         if described is not None:
             optimizer = described["optimizer"]
@@ -237,7 +237,7 @@ class Recovery:
     def is_loaded(self, state: MemoryState) -> None:
         """Record that training continues from this state, and continue its step count."""
         self.number = state.generation.number
-        here().go_on(state.step)
+        current_record().go_on(state.step)
         self.end()
 
     def end(self) -> None:
@@ -300,7 +300,7 @@ def _raw(folder: Path, generation: Generation) -> dict[int, tuple[bytes, str]]:
         if other == generation:
             with contextlib.suppress(*UNREADABLE):
                 head = head_path(folder, generation, of).read_bytes()
-                found[of] = head, (folder / str(unpacked(head)["layout"])).read_text()
+                found[of] = head, (folder / str(deserialize(head)["layout"])).read_text()
     return found
 
 

@@ -24,7 +24,7 @@ from smp_runtime.checkpoint.memory.host_folder import (
     StoredTensor,
     head_path,
     of_rank,
-    packed,
+    serialize,
     write_whole,
 )
 from smp_runtime.comm.control import timeout_seconds
@@ -167,7 +167,7 @@ class PeerReplication:
     def _exchange(self, outgoing: Outgoing | None, ends: bool) -> None:
         head, layout = b"", b""
         if outgoing is not None:
-            head = packed(outgoing.head)
+            head = serialize(outgoing.head)
             if outgoing.layout.name != self._layout:
                 layout = f"{outgoing.layout.name}\n{outgoing.layout.read_text()}".encode()
         size = 0 if outgoing is None else outgoing.data.numel()

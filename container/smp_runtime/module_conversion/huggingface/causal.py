@@ -16,7 +16,7 @@ from smp_runtime.module_conversion.huggingface.generating import generate_as, pa
 from smp_runtime.module_conversion.registration import Arguments, Registration, register
 from smp_runtime.nn.distributed_module import NotDistributableError
 from smp_runtime.nn.lm_head import DistributedTransformerLMHead, additive_mask
-from smp_runtime.tensor_parallel.masks import additive
+from smp_runtime.tensor_parallel.masks import to_additive
 
 if TYPE_CHECKING:
     from smp_runtime.module_conversion.huggingface.translation import CausalNames
@@ -146,7 +146,7 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     A mask of four dims is additive already, or boolean.
     """
     if mask is None or mask.dim() == 4:
-        return additive(mask, dtype)
+        return to_additive(mask, dtype)
     return additive_mask(mask == 0, dtype)
 
 
@@ -314,7 +314,7 @@ def rotary_settings(config: Any, head_size: int, *, share: float = 1.0) -> Mappi
     }
 
 
-def activation(name: Any) -> str:
+def activation_name(name: Any) -> str:
     """Return the name of an activation if distributed layers have it.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_conversion.huggingface.causal import (
-    activation,
+    activation_name,
     given_arguments,
     refuse_cross_attention,
     was_initialised,
@@ -55,7 +55,7 @@ def init_hook(config: Any, *_: Any, **__: Any) -> Arguments:
         "intermediate_size": config.intermediate_size,
         "attention_dropout_prob": config.attention_probs_dropout_prob,
         "hidden_dropout_prob": config.hidden_dropout_prob,
-        "activation": activation(config.hidden_act),
+        "activation": activation_name(config.hidden_act),
         "layernorm_epsilon": config.layer_norm_eps,
         "initializer_range": config.initializer_range,
         "use_normal_initialization": True,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.module_conversion.huggingface.causal import (
-    activation,
+    activation_name,
     common_settings,
     refuse_cross_attention,
     register_causal,
@@ -60,7 +60,7 @@ def settings(config: Any) -> dict[str, Any]:
         "attention_dropout_prob": config.attn_pdrop,
         "hidden_dropout_prob": config.resid_pdrop,
         "embedding_dropout_prob": config.embd_pdrop,
-        "activation": activation(config.activation_function),
+        "activation": activation_name(config.activation_function),
         "layernorm_epsilon": config.layer_norm_epsilon,
         "output_initializer_range": config.initializer_range / math.sqrt(2 * config.n_layer),
         "scale_attention_scores": config.scale_attn_weights,

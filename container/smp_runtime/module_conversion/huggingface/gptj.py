@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smp_runtime.module_conversion.huggingface.causal import activation, register_causal
+from smp_runtime.module_conversion.huggingface.causal import activation_name, register_causal
 from smp_runtime.module_conversion.huggingface.translation import CausalNames, LayerNames, parameter_names, translators
 from smp_runtime.nn.distributed_module import NotDistributableError
 
@@ -39,7 +39,7 @@ def settings(config: Any) -> dict[str, Any]:
         "attention_dropout_prob": config.attn_pdrop,
         "hidden_dropout_prob": config.resid_pdrop,
         "embedding_dropout_prob": config.embd_pdrop,
-        "activation": activation(config.activation_function),
+        "activation": activation_name(config.activation_function),
         "layernorm_epsilon": config.layer_norm_epsilon,
         "lm_head_bias": True,
         "attention_in_fp32": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from smp_runtime.module_conversion.huggingface.causal import activation, register_causal
+from smp_runtime.module_conversion.huggingface.causal import activation_name, register_causal
 from smp_runtime.module_conversion.huggingface.translation import CausalNames, LayerNames, parameter_names, translators
 
 NAMES = CausalNames(
@@ -36,7 +36,7 @@ def settings(config: Any) -> dict[str, Any]:
         "attention_dropout_prob": float(config.attention_dropout),
         "hidden_dropout_prob": float(config.resid_dropout),
         "embedding_dropout_prob": float(config.embed_dropout),
-        "activation": activation(config.activation_function),
+        "activation": activation_name(config.activation_function),
         "layernorm_epsilon": config.layer_norm_epsilon,
         "attention_in_fp32": True,
         "scale_attention_scores": False,

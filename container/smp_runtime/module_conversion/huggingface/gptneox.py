@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from smp_runtime.module_conversion.huggingface.causal import activation, register_causal, rotary_settings
+from smp_runtime.module_conversion.huggingface.causal import activation_name, register_causal, rotary_settings
 from smp_runtime.module_conversion.huggingface.translation import (
     CausalNames,
     LayerNames,
@@ -49,7 +49,7 @@ def settings(config: Any) -> dict[str, Any]:
         "attention_dropout_prob": config.attention_dropout,
         "hidden_dropout_prob": config.hidden_dropout,
         "embedding_dropout_prob": config.hidden_dropout,
-        "activation": activation(config.hidden_act),
+        "activation": activation_name(config.hidden_act),
         "layernorm_epsilon": config.layer_norm_eps,
         "parallel_attn_output": config.use_parallel_residual,
         "fused_qkv": True,

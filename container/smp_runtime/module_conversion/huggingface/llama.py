@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from smp_runtime.module_conversion.huggingface.causal import activation, register_causal, rotary_settings
+from smp_runtime.module_conversion.huggingface.causal import activation_name, register_causal, rotary_settings
 from smp_runtime.module_conversion.huggingface.translation import CausalNames, LayerNames, parameter_names, translators
 
 NAMES = CausalNames(
@@ -42,7 +42,7 @@ def settings(config: Any) -> dict[str, Any]:
         "padding_idx": config.pad_token_id,
         "attention_dropout_prob": config.attention_dropout,
         "hidden_dropout_prob": 0.0,
-        "activation": activation(config.hidden_act),
+        "activation": activation_name(config.hidden_act),
         "layernorm_epsilon": config.rms_norm_eps,
         "rms_norm": True,
         "gated_mlp": True,

@@ -358,7 +358,7 @@ def translators(names: CausalNames | EncoderNames | BlockNames, model: str) -> t
 def _wrapped_heads(names: CausalNames) -> dict[str, bool]:
     """Return the places of distributed models of this kind in wrapped models, and whether they have a head."""
     found: dict[str, set[bool]] = {}
-    for model in sessions.current().models if sessions.is_initialized() else ():
+    for model in sessions.current_session().models if sessions.is_initialized() else ():
         for path, part in model.module.named_modules(remove_duplicate=False):
             if getattr(part, "state_names", None) is names:
                 found.setdefault(f"{path}." if path else "", set()).add(bool(part.add_lm_head))

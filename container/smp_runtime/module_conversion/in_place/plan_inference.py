@@ -150,7 +150,7 @@ def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, 
                 }
 
 
-def narrow(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], split: Container[str]) -> set[str]:
+def find_narrow(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], split: Container[str]) -> set[str]:
     """Return small maps in front of maps that are split: it is better to keep them whole."""
     sources = _sources(block, seen)
     found: set[str] = set()
@@ -166,7 +166,7 @@ def _size(block: nn.Module, path: str) -> int:
     return math.prod(features_of(block.get_submodule(path)))
 
 
-def single(block: nn.Module, paths: Sequence[str]) -> Iterator[SplitUnit]:
+def single_units(block: nn.Module, paths: Sequence[str]) -> Iterator[SplitUnit]:
     """Yield units of linear maps outside other units, each split separately with its output gathered.
 
     The units are all maps together, those of each module, and each map alone. Small ones are not worth it: together at

@@ -18,9 +18,9 @@ from smp_runtime.module_conversion.in_place.blocks import PlannedBlock, blocks_o
 from smp_runtime.module_conversion.in_place.capture import BATCH, calls_of
 from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, EquivalenceCheck, NotEqualError
 from smp_runtime.module_conversion.in_place.experts import expert_splits
-from smp_runtime.module_conversion.in_place.plan_inference import SplitUnit, inferred_units, narrow, single
-from smp_runtime.module_conversion.in_place.split_variants import is_divisible, joint_numbers, variants
-from smp_runtime.module_conversion.in_place.tp_plan_messages import line_of, listed, title, wrong_plan
+from smp_runtime.module_conversion.in_place.plan_inference import SplitUnit, find_narrow, inferred_units, single_units
+from smp_runtime.module_conversion.in_place.split_variants import is_divisible, joint_numbers, list_variants
+from smp_runtime.module_conversion.in_place.tp_plan_messages import block_title, line_of, list_maps, wrong_plan
 from smp_runtime.module_conversion.in_place.uncalled_modules import with_twins
 from smp_runtime.module_conversion.splitting import BlockSplit, Number
 
@@ -66,7 +66,7 @@ class _BlockChoice:
         return cls(tuple(block.path for block in blocks), split, line, blocks[0].leaves is not None)
 
 
-def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module], bool]) -> dict[int, BlockSplit]:
+def plan_splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module], bool]) -> dict[int, BlockSplit]:
     """Return the split of each block that is split in place, by its ``id``; all ranks of the group call it.
 
     Args:
@@ -83,7 +83,7 @@ def splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module],
         if not shared(block):
             blocks[block.path] = block
         elif group.rank == 0 and block.leaves is not None:
-            logger.warning("%s is not split in place: it shares a weight with another module", title([block]))
+            logger.warning("%s is not split in place: it shares a weight with another module", block_title([block]))
     if not blocks:
         return {}
     # One rank decides, since whether numbers are equal is not for each to find out by itself.
@@ -171,12 +171,12 @@ def _choice(blocks: list[PlannedBlock], call: BlockCall | None, group: TensorGro
                 _BlockChoice.of(blocks, split, None, [], group.size), error=wrong_plan(first, failed, group.size)
             )
         if not first.is_scripts:
-            whole = {*split.leaves, *narrow(proof.block, proof.seen, split.leaves)}
+            whole = {*split.leaves, *find_narrow(proof.block, proof.seen, split.leaves)}
             left = [path for path in dict(proof.seen) if path not in whole and first.is_marked(path)]
-            split, _ = _grown(proof, first.module, split, list(single(first.module, left)), group.size)
+            split, _ = _grown(proof, first.module, split, list(single_units(first.module, left)), group.size)
         if not first.is_scripts:
             split = with_twins(proof, split, group.size)
-        why += [f"{listed(unit)} {_fate(unit, split)}: {reason}" for unit, reason in failed]
+        why += [f"{list_maps(unit)} {_fate(unit, split)}: {reason}" for unit, reason in failed]
     elif first.is_scripts and group.prescaled:
         split = _together(unit for unit in units if is_divisible(first.module, unit, group.size) is None)
     proven = None if proof is None else proof.dtype
@@ -278,7 +278,7 @@ def _candidates(
     proof: EquivalenceCheck, block: nn.Module, unit: SplitUnit, beside: BlockSplit, size: int
 ) -> Iterator[BlockSplit]:
     """Yield splits that add one unit to the present split, the likelier first."""
-    for variant, numbers, tables in variants(block, unit, size):
+    for variant, numbers, tables in list_variants(block, unit, size):
         yield from _with_arguments(proof, _together([variant], beside, numbers), numbers, tables)
 
 

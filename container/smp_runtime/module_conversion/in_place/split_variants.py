@@ -27,7 +27,7 @@ _NO_FEATURES = re.compile(r"bucket|num_|max|vocab|position|length|kernel|window|
 _HEAD_SIZE = re.compile(r"head_?(dim|size)|d_kv$|dim_head|size_per_head")
 
 
-def variants(
+def list_variants(
     block: nn.Module, unit: SplitUnit, size: int
 ) -> Iterator[tuple[SplitUnit, tuple[Number, ...], dict[str, Tables]]]:
     """Yield variants of a unit over ``size`` ranks, the likelier first.

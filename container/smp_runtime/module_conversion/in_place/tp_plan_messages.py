@@ -23,9 +23,9 @@ def line_of(
     """Return the log line for blocks that are alike: how they are split, why not otherwise, what was proven."""
     first = blocks[0]
     if not split.leaves and not split.tables:
-        said = f"{title(blocks)}: {first.source}, but not split in place; each linear map is split by itself"
+        said = f"{block_title(blocks)}: {first.source}, but not split in place; each linear map is split by itself"
     else:
-        said = f"{title(blocks)}: {first.source}, {len(split.leaves)} of {_linears(first.module)} linear maps"
+        said = f"{block_title(blocks)}: {first.source}, {len(split.leaves)} of {_linears(first.module)} linear maps"
         said += f", {_share(first.module, split):.0%} of its parameters are split over {size} ranks"
         for path in split.regions:
             said += f"; {path or 'it'} {'has whole experts on each rank' if _is_spread(split) else 'has a part of each expert'}"
@@ -40,7 +40,7 @@ def line_of(
 
 def wrong_plan(block: PlannedBlock, failed: list[tuple[SplitUnit, str]], size: int) -> str:
     """Return the error text for an invalid tensor parallel plan."""
-    reasons = [f"{listed(unit)}: {why}" for unit, why in failed]
+    reasons = [f"{list_maps(unit)}: {why}" for unit, why in failed]
     return (
         f"the plan of {kind_of(block.module)} ({block.path or 'the model'}) over {size} ranks makes it compute something "
         f"else than the whole one: {'; '.join(reasons)}. It was tried with all parts in one process, on random numbers in float64: "
@@ -55,13 +55,13 @@ def _is_spread(split: BlockSplit) -> bool:
     )
 
 
-def listed(unit: SplitUnit) -> str:
+def list_maps(unit: SplitUnit) -> str:
     """Return the names of a unit's linear maps, for a message."""
     paths = list(unit.leaves)
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
-def title(blocks: Sequence[PlannedBlock]) -> str:
+def block_title(blocks: Sequence[PlannedBlock]) -> str:
     """Return the number of blocks, their class and their place, for a message."""
     first = blocks[0]
     times = f"{len(blocks)} × " if len(blocks) > 1 else ""

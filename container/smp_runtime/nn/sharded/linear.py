@@ -12,7 +12,7 @@ from smp_runtime.nn.distributed_module import ReadByOthers
 from smp_runtime.parameters.registry import TensorSlice, cut
 from smp_runtime.tensor_parallel import collectives
 from smp_runtime.tensor_parallel.initialisation import uniform_for
-from smp_runtime.tensor_parallel.split_functions import rows
+from smp_runtime.tensor_parallel.split_functions import multiply_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,9 +63,9 @@ class LinearSplit:
             bias = None if bias is None else cut(bias, 0, self.runs[group.rank])
         if self.columns:
             features = F.linear(shared.of(x, group), matrix, bias)
-            return collectives.gathered(features, group, -1, partial=False) if self.joins else features
+            return collectives.gather_slices(features, group, -1, partial=False) if self.joins else features
         shared.clear()
-        return rows(collectives.sliced(x, group, -1) if self.joins else x, group, None, matrix, bias)
+        return multiply_rows(collectives.take_slice(x, group, -1) if self.joins else x, group, None, matrix, bias)
 
     def slice(self, shape: tuple[int, ...], dim: int, rank: int, size: int) -> TensorSlice:
         """Return a rank's slice of a weight or bias."""

@@ -14,8 +14,8 @@ from smp_runtime.nn.embedding import rows_of_all
 from smp_runtime.nn.sharded.linear import has_own_weight
 from smp_runtime.nn.sharded.tables import inherit_attributes
 from smp_runtime.parameters.registry import TensorSlice
-from smp_runtime.tensor_parallel.collectives import exchanged, gathered, replicated
-from smp_runtime.tensor_parallel.initialisation import normal, uniform_for
+from smp_runtime.tensor_parallel.collectives import exchange_parts, gather_slices, use_replicated
+from smp_runtime.tensor_parallel.initialisation import normal_fill, uniform_for
 from smp_runtime.tensor_parallel.masks import agree_on_shape
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class PlannedEmbedding(ReadByOthers, _WithoutWeight):
         DistributedModule.__init__(self)
         _refuse_settings(original)
         inherit_attributes(original, self)
-        tie.give_weight(self, original.num_embeddings, original.embedding_dim, normal(1.0))
+        tie.give_weight(self, original.num_embeddings, original.embedding_dim, normal_fill(1.0))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of the ids ``[batch, …]``, as ``[batch, …, embedding_dim]``."""
@@ -110,12 +110,14 @@ class PlannedHead(ReadByOthers):
             return F.linear(input, self._own_part("weight"), self.bias)
         missing = self.tensor_slices["weight"].size - self._own_part("weight").shape[0]
         if group.prescaled:
-            mine = F.linear(replicated(input, group), self._own_part("weight"))
-            logits = gathered(F.pad(mine, (0, missing)), group, -1, partial=False)
+            mine = F.linear(use_replicated(input, group), self._own_part("weight"))
+            logits = gather_slices(F.pad(mine, (0, missing)), group, -1, partial=False)
         else:
             agree_on_shape(group, input)
-            rows = gathered(input, group, 0, partial=True)
-            logits = exchanged(F.pad(F.linear(rows, self._own_part("weight")), (0, missing)), group, split=0, joined=-1)
+            rows = gather_slices(input, group, 0, partial=True)
+            logits = exchange_parts(
+                F.pad(F.linear(rows, self._own_part("weight")), (0, missing)), group, split=0, joined=-1
+            )
         logits = logits.narrow(-1, 0, self.out_features)
         return logits if self.bias is None else logits + self.bias
 

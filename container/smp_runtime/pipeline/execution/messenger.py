@@ -20,8 +20,8 @@ from smp_runtime.pipeline.transport.messages import (
     Fail,
     Release,
     Stamped,
-    named,
-    plain,
+    from_plain,
+    to_plain,
 )
 from smp_runtime.pipeline.transport.transport import PipelineTransport
 
@@ -108,14 +108,14 @@ class Messenger:
     def stamp(self, stage: int, message: Any) -> Stamped:
         """Return a message of this step in the form in which it is sent to a stage, with the pending news for that stage."""
         if isinstance(message, UNCOUNTED):
-            return self.step, plain(message), ()
+            return self.step, to_plain(message), ()
         if not self.counts and not self._news:  # without the lock: what is added meanwhile goes with the next message
-            return self.step, None if message is None else plain(message), ()
+            return self.step, None if message is None else to_plain(message), ()
         with self._lock:
             if self.counts:
                 self.sent[stage] += 1
-            news = tuple(plain(each) for each in self._news.pop(stage, ()))
-            return self.step, None if message is None else plain(message), news
+            news = tuple(to_plain(each) for each in self._news.pop(stage, ()))
+            return self.step, None if message is None else to_plain(message), news
 
     def tell_later(self, stage: int, news: Done | Release) -> None:
         """Queue the news of an end for a stage; it goes with the next message, or when there is nothing to do.
@@ -182,7 +182,7 @@ class Messenger:
     def receive(self, sender: int, stamped: Stamped, tensors: list[torch.Tensor]) -> None:
         """Handle, keep or drop a received message; called on a receiver's thread."""
         step, fields, news = stamped
-        message = None if fields is None else named(fields)
+        message = None if fields is None else from_plain(fields)
         with self._lock:
             if step < self.step or (step == self.step and not self._is_open):
                 return
@@ -190,7 +190,7 @@ class Messenger:
                 self._early.append((sender, stamped, tensors))
                 return
         for each in news:
-            self._handle(sender, named(each), [])
+            self._handle(sender, from_plain(each), [])
         if message is not None:
             self._handle(sender, message, tensors)
         if self.counts and not isinstance(message, UNCOUNTED):

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from smp_records.rank_record import BACKWARD, here
+from smp_records.rank_record import BACKWARD, current_record
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.execution.output_metadata_cache import (
     MOST_KINDS,
     OutputMetadata,
-    described,
-    difference,
+    describe_difference_of,
+    describe_tensors,
     outcome_of,
 )
 from smp_runtime.pipeline.execution.stage_context import StageContext, in_modes
@@ -276,7 +276,7 @@ class ModuleServer:
 
     def _backward(self, task: Task, back: Back) -> None:
         self._begins(back.microbatch)
-        here().enter(BACKWARD, back.microbatch)
+        current_record().enter(BACKWARD, back.microbatch)
         with self._context.lock:
             graph = self.graphs.pop((back.microbatch, back.path), None)
         if graph is None:
@@ -356,8 +356,8 @@ class ModuleServer:
 
     def _compared(self, slots: Sequence[TensorSlot | None], head: bytes, expected: bytes) -> str:
         if (before := self._expected.get(expected)) is None:
-            return f"{described([None if slot is None else slot.meta for slot in slots])} and not the same"
-        return difference(before, slots, head)
+            return f"{describe_tensors([None if slot is None else slot.meta for slot in slots])} and not the same"
+        return describe_difference_of(before, slots, head)
 
     def _warn_if_written(self, task: Task, given: Arguments, outputs: Sequence[torch.Tensor]) -> None:
         """Log a warning, once per module, if a module changes an argument in place; its caller does not see the change."""

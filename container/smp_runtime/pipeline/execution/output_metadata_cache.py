@@ -74,21 +74,21 @@ def outcome_of(
     return OutputMetadata(head, templates, nameable)
 
 
-def difference(before: OutputMetadata, slots: Sequence[TensorSlot | None], head: bytes) -> str:
+def describe_difference_of(before: OutputMetadata, slots: Sequence[TensorSlot | None], head: bytes) -> str:
     """Return text for a message: the actual result, and the expected one where they differ."""
     then = [None if template is None else template.meta for template in before.templates]
     now = [None if slot is None else slot.meta for slot in slots]
     if then != now:
-        return f"{described(now)} and not {described(then)}"
+        return f"{describe_tensors(now)} and not {describe_tensors(then)}"
     if before.head == head:
-        return f"{described(now)}, but from other places (an argument as it was, or a result of its own)"
+        return f"{describe_tensors(now)}, but from other places (an argument as it was, or a result of its own)"
     old, new = (_shown(each, now) for each in (before.head, head))
     start = next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
     start = 0 if start < _SHOWN // 2 else start - _SHOWN // 4
     return f"{new[start : start + _SHOWN]} and not {old[start : start + _SHOWN]}"
 
 
-def described(metas: Sequence[TensorMetadata | None]) -> str:
+def describe_tensors(metas: Sequence[TensorMetadata | None]) -> str:
     """Return types, shapes and ``requires_grad`` of tensors as text."""
     return ", ".join("none" if meta is None else _text(meta) for meta in metas) or "no tensors"
 

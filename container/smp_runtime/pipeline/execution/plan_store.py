@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, nominal, smooth
+from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment, nominal_durations, smooth
 from smp_runtime.pipeline.schedule.planner import plan as make_plan
 from smp_runtime.pipeline.schedule.simulation import simulate
 
@@ -156,7 +156,7 @@ class PlanStore:
         self, segments: Sequence[Segment], present: Mapping[int, tuple[Action, ...]] | None
     ) -> dict[int, tuple[Action, ...]] | None:
         try:
-            smoothed = nominal(segments) if self.is_repeatable else smooth(segments)
+            smoothed = nominal_durations(segments) if self.is_repeatable else smooth(segments)
             made = make_plan(smoothed, policy=self._policy, active=self._active, latency=LATENCY)
             if present is not None:
                 now = simulate(present, smoothed, active=self._active, latency=LATENCY).makespan

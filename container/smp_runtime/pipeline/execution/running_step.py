@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPUserError
 from smp_runtime.pipeline.agreement.departure import FIRST_LOOK, Departure, StageLinks
@@ -355,7 +355,7 @@ class RunningStep:
             of: returns the stages without which it cannot come.
         """
         whom = tuple(self._context.ranks[other] for other in of())
-        with here().waiting(f"the pipeline, {what},", whom):
+        with current_record().waiting(f"the pipeline, {what},", whom):
             while not self._has_come(is_true, what, of):
                 if self._departure is not None:  # without the lock, since the other pipelines take their time
                     self._departure.lead()

@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError
 from smp_runtime.pipeline.execution.task import Abandoned, Order, Task, TaskWatch
 from smp_runtime.pipeline.schedule.actions import Action, Event, Segment, TaskKind
 from smp_runtime.tensors import computing_time
-from smp_runtime.tensors.determinism import explaining
+from smp_runtime.tensors.determinism import explain_operations
 from smp_runtime.tensors.split_operations import SplitOperations
-from smp_runtime.tensors.weight_gradients import splitting
+from smp_runtime.tensors.weight_gradients import split_inside
 
 if TYPE_CHECKING:
     from smp_runtime.microbatch_state.attributes import Attributes
@@ -285,7 +285,7 @@ class TaskScheduler:
 
     def _end_segment(self, task: Task) -> None:
         now = computing_time.now()
-        here().pace.add_task(now - task.began)
+        current_record().pace.add_task(now - task.began)
         self.last_progress = time.perf_counter()
         if self.records:
             self.record.append(
@@ -309,7 +309,7 @@ class TaskScheduler:
     def _pause_segment(self, task: Task) -> None:
         self.last_progress, now = time.perf_counter(), computing_time.now()
         task.spent += now - task.began
-        here().pace.add_task(now - task.began)
+        current_record().pace.add_task(now - task.began)
         if self._watch is not None:
             self._watch.segment_ended(task, task.began, now)
 
@@ -415,7 +415,7 @@ class TaskScheduler:
         try:
             if task.random is not None:
                 task.random.restore()
-            with explaining(), torch.autograd.set_multithreading_enabled(False), self._splitting(task):
+            with explain_operations(), torch.autograd.set_multithreading_enabled(False), self._splitting(task):
                 if task.context is not None:
                     task.context.run(task.work, task)
                 else:
@@ -429,7 +429,7 @@ class TaskScheduler:
     def _splitting(self, task: Task) -> contextlib.AbstractContextManager[None]:
         if not self._policy.splits_backward or task.kind is TaskKind.WEIGHTS:
             return contextlib.nullcontext()
-        return splitting(task.weight_gradients, SplitOperations())
+        return split_inside(task.weight_gradients, SplitOperations())
 
     def _ended(self, task: Task, error: BaseException | None) -> Callable[[], None] | None:
         """Handle the end of a task's work, and return a function to call without the lock, or None.

@@ -196,8 +196,8 @@ class Assignment:
         missing = [path for path in known if path not in self._placement]
         unknown = sorted(set(self._placement) - set(known))
         if missing or unknown:
-            lacks = [f"lacks {some(map(repr, missing))}"] if missing else []
-            has = [f"has {some(map(repr, unknown))}, which the model has not"] if unknown else []
+            lacks = [f"lacks {list_first(map(repr, missing))}"] if missing else []
+            has = [f"has {list_first(map(repr, unknown))}, which the model has not"] if unknown else []
             raise SMPUserError(
                 f"the partition does not belong to this model of {len(known)} modules: it {' and '.join(lacks + has)}; "
                 "load the partition of this model, or let it be partitioned anew"
@@ -254,7 +254,7 @@ def _called(path: str) -> str:
     return f"module {path!r}" if path else "the model itself"
 
 
-def some(items: Iterable[str]) -> str:
+def list_first(items: Iterable[str]) -> str:
     """Return the first three items as text, and the number of the others."""
     found = list(items)
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

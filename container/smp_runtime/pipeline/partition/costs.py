@@ -152,11 +152,11 @@ class CostModel:
         return [charge for charge in charges if charge.cost > 0]
 
 
-def callees(node: ModuleNode) -> list[ModuleNode]:
+def find_callees(node: ModuleNode) -> list[ModuleNode]:
     """Return the modules that a module calls: its children, and those of its containers."""
     found: list[ModuleNode] = []
     for child in node.children:
-        found += callees(child) if child.is_container else [child]
+        found += find_callees(child) if child.is_container else [child]
     return found
 
 

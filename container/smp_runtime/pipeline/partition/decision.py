@@ -13,9 +13,9 @@ from torch import nn
 
 from smp_config.schedules import in_flight_counts
 from smp_runtime.errors import SMPError, SMPRuntimeError, SMPUserError
-from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages, some
+from smp_runtime.pipeline.partition.assignment import Assignment, idle_stages, list_first
 from smp_runtime.pipeline.partition.costs import CostSettings
-from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, note_replaced, untraced
+from smp_runtime.pipeline.partition.module_tree import Trace, note_recomputed, note_replaced, tree_without_tracing
 from smp_runtime.pipeline.partition.partitioner import partition
 from smp_runtime.pipeline.partition.report import describe
 from smp_runtime.pipeline.partition.tracing import ValuesNeededError, module_that_raised, settle, trace
@@ -175,7 +175,7 @@ def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane, failures
         if theirs != found[0][3]:
             differing = sorted({path for path, _ in set(theirs) ^ set(found[0][3])})
             raise SMPUserError(
-                f"{what}, and ranks 0 and {rank} have other modules then ({some(map(repr, differing))}), since their batches "
+                f"{what}, and ranks 0 and {rank} have other modules then ({list_first(map(repr, differing))}), since their batches "
                 f"differ; {way_out}"
             )
 
@@ -200,9 +200,11 @@ def _decided(
         assignment.check(module, stages)
         manual.review(module, assignment)
         _warn_of_idle(
-            assignment, untraced(module), "partition_file has no module there; let the model be partitioned anew"
+            assignment,
+            tree_without_tracing(module),
+            "partition_file has no module there; let the model be partitioned anew",
         )
-        return assignment, describe(untraced(module), assignment, settings)
+        return assignment, describe(tree_without_tracing(module), assignment, settings)
     seen = _traced(module, tracing, parameters)
     if seen.replaced and not is_settled:
         raise _Unsettled
@@ -272,7 +274,7 @@ def _warn_of_idle(assignment: Assignment, trace: Trace, how: str) -> None:
 
 def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParameters) -> Trace:
     if parameters.skip_tracing or tracing.run is None:
-        return untraced(module)
+        return tree_without_tracing(module)
     try:
         with tracing.placed():
             seen = trace(module, tracing.run, device=tracing.device, times=tracing.times, memory=tracing.memory)
@@ -282,7 +284,7 @@ def _traced(module: nn.Module, tracing: Tracing, parameters: ModelParallelParame
             "false to have it traced",
             str(error).partition("\n")[0],
         )
-        return untraced(module)
+        return tree_without_tracing(module)
     except torch.cuda.OutOfMemoryError as error:
         size = sum(parameter.nbytes for parameter in module.parameters()) / 2**30
         raise SMPUserError(

@@ -14,9 +14,9 @@ from torch import nn
 
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
-from smp_runtime.microbatch_state.construction_marks import marking
-from smp_runtime.pipeline.partition.assignment import Assignment, check_together, some
-from smp_runtime.pipeline.partition.module_tree import ModuleNode, ModuleTree, Trace, untraced
+from smp_runtime.microbatch_state.construction_marks import mark_constructed
+from smp_runtime.pipeline.partition.assignment import Assignment, check_together, list_first
+from smp_runtime.pipeline.partition.module_tree import ModuleNode, ModuleTree, Trace, tree_without_tracing
 
 logger = logging.getLogger("smp")
 
@@ -62,7 +62,7 @@ class ManualAssignment:
         """
         self._check(stage, "smp.partition")
         self.used_contexts = True
-        with marking(_BUILT_IN, stage, copies=True):
+        with mark_constructed(_BUILT_IN, stage, copies=True):
             yield
 
     def set_partition(self, module: nn.Module, stage: int) -> None:
@@ -94,7 +94,7 @@ class ManualAssignment:
             logger.warning(
                 "smp.set_partition has no effect for %s: no such module is in the model that was wrapped; call it for modules of "
                 "that model, such as model.module.encoder, and after all that copies or replaces them",
-                some(foreign),
+                list_first(foreign),
             )
         moved = [
             f"{node.path or '(model)'} ({', then '.join(f'stage {stage}' for _, stage in calls)})"
@@ -104,7 +104,7 @@ class ManualAssignment:
         if moved and loaded is None:
             logger.warning(
                 "smp.set_partition was called with different stages for %s; the last call counts: remove the others",
-                some(moved),
+                list_first(moved),
             )
         apart = [
             f"{node.path or '(model)'} (stage {calls[-1][1]}, but {loaded.stage_of(node.path)} in the file)"
@@ -115,7 +115,7 @@ class ManualAssignment:
             logger.warning(
                 "smp.set_partition has no effect for %s: load_partition is true, so the stages are those of partition_file; set "
                 "load_partition to false to place modules",
-                some(apart),
+                list_first(apart),
             )
 
     def pins(self, model: nn.Module) -> dict[str, int]:
@@ -148,7 +148,7 @@ class ManualAssignment:
 
         visit(tree.root, None)
         assignment = Assignment(self.stages, placement)
-        check_together(assignment, trace or untraced(model))
+        check_together(assignment, trace or tree_without_tracing(model))
         return assignment
 
     def _check(self, stage: int, where: str) -> None:

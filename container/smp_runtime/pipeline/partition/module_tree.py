@@ -230,7 +230,7 @@ class ModuleTree:
             node.parameters.append(HeldParameter(first, parameter.numel(), size, parameter.requires_grad))
 
 
-def untraced(model: nn.Module) -> Trace:
+def tree_without_tracing(model: nn.Module) -> Trace:
     """Return the tree without running the model: order of registration, costs from the number of parameters only.
 
     For ``skip_tracing``. It is not known then which modules use parameters of others directly. Modules that

@@ -47,7 +47,7 @@ def partition(
 
     Args:
         trace: the model, from :func:`~smp_runtime.pipeline.partition.tracing.trace` or
-            :func:`~smp_runtime.pipeline.partition.module_tree.untraced`.
+            :func:`~smp_runtime.pipeline.partition.module_tree.tree_without_tracing`.
         pinned: stages that were set by hand, by path; modules in a pinned module go with it unless they are pinned
             themselves.
         pieces: number of pieces that each stage owns: piece k of all is on stage k modulo ``stages``.

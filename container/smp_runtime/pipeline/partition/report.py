@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, StageCost, balance, callees
+from smp_runtime.pipeline.partition.costs import CostModel, CostSettings, StageCost, balance, find_callees
 from smp_runtime.pipeline.partition.module_tree import ModuleNode, Trace, together_with_reasons
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def describe(trace: Trace, assignment: Assignment, settings: CostSettings | None
         for paths, reason in _few(together_with_reasons(trace))
     ]
     return "\n".join(
-        ["Partition assignments:", *table(rows), *together, *_summary(costs, model.settings.memory_weight)]
+        ["Partition assignments:", *format_table(rows), *together, *_summary(costs, model.settings.memory_weight)]
     )
 
 
@@ -57,7 +57,7 @@ def _rows(
             where = f"{_ranges(stages)}, own code {assignment.stage_of(first.path)}"
         yield "  " * depth + name, type_name, f"{elements:,}", f"{share:.1%}", where
         if len(stages) > 1:
-            yield from _rows(model, assignment, callees(first), depth + 1)
+            yield from _rows(model, assignment, find_callees(first), depth + 1)
             yield from _own_code(model, assignment, first, depth + 1)
 
 
@@ -107,10 +107,10 @@ def _summary(costs: Sequence[StageCost], memory_weight: float) -> list[str]:
         shares = (f"{cost.memory:.1%}", f"{cost.work:.1%}", f"{cost.traffic:.1%}", f"{cost.cost:.1%}")
         rows.append((str(stage), f"{cost.elements:,}", *shares))
     how = f"  cost = {memory_weight:g} × memory + {1 - memory_weight:g} × work + traffic, which comes on top of the 100% above"
-    return [*table(rows), how, f"  predicted balance (greatest ÷ mean cost of a stage): {balance(costs):.2f}"]
+    return [*format_table(rows), how, f"  predicted balance (greatest ÷ mean cost of a stage): {balance(costs):.2f}"]
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return rows as lines with aligned columns; columns of figures are aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

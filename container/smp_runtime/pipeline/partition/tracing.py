@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from smp_runtime.errors import SMPUserError
 from smp_runtime.microbatch_state.attribute_watch import AttributeWatch
 from smp_runtime.microbatch_state.entries import ModuleSlot, Taken
-from smp_runtime.microbatch_state.snapshot import Snapshot, restored
+from smp_runtime.microbatch_state.snapshot import Snapshot, restore_afterwards
 from smp_runtime.pipeline.partition.meta_device import values_left_out
 from smp_runtime.pipeline.partition.module_times import median_times, run_repeatedly
 from smp_runtime.pipeline.partition.module_tree import (
@@ -91,7 +91,7 @@ def trace(
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     device = torch.device(device)
     try:
-        with restored(model) as before, _NoBackward():
+        with restore_afterwards(model) as before, _NoBackward():
             recorder = _Recorder(tree, _MACHINE_BALANCE.get(device.type, _ACCELERATOR_BALANCE), memory)
             with recorder.running(), values_left_out(device) if on_meta else contextlib.nullcontext():
                 run()
@@ -125,7 +125,7 @@ def settle(model: nn.Module, run: Callable[[], object]) -> None:
 
     Everything else is afterwards as before.
     """
-    with restored(model, keeps_tree=True), _NoBackward():
+    with restore_afterwards(model, keeps_tree=True), _NoBackward():
         run()
 
 
@@ -144,7 +144,7 @@ def _measure_times(model: nn.Module, tree: ModuleTree, run: Callable[[], object]
 
     def once() -> _Stopwatch:
         watch = _Stopwatch(tree, device)
-        with restored(model), _NoBackward(), watch.running():
+        with restore_afterwards(model), _NoBackward(), watch.running():
             run()
         return watch
 

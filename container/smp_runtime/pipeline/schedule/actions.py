@@ -109,7 +109,7 @@ _NOMINAL = {TaskKind.STEP: 0.01, TaskKind.BACKWARD: 0.02, TaskKind.WEIGHTS: 0.01
 _NOMINAL_BEGIN = 0.0001
 
 
-def nominal(segments: Iterable[Segment]) -> list[Segment]:
+def nominal_durations(segments: Iterable[Segment]) -> list[Segment]:
     """Return the segments with durations that depend only on their phase, so each run plans from the same ones.
 
     The events that a segment gives are spread over it evenly, in the order in which they came.

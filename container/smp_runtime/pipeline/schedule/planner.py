@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
 from smp_runtime.pipeline.schedule.recorded_step import RecordedStep
-from smp_runtime.pipeline.schedule.simulation import ScheduleSimulator, SegmentGraph, replay, summary
+from smp_runtime.pipeline.schedule.simulation import ScheduleSimulator, SegmentGraph, replay, summarize_run
 
 if TYPE_CHECKING:
     from smp_runtime.pipeline.schedule.policies import Policy
@@ -76,7 +76,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
     best = _search(facts)
     graph = facts.graph
     sequence = best.clock.order
-    run = summary(graph, replay(graph, sequence, active))  # without the waits that the rule chose
+    run = summarize_run(graph, replay(graph, sequence, active))  # without the waits that the rule chose
     return SchedulePlan(
         orders={rank: tuple(graph.segments[i].action for i in sequence[r]) for r, rank in enumerate(graph.ranks)},
         makespan=run.makespan,

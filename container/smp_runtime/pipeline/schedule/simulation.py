@@ -46,7 +46,7 @@ def simulate(orders: Orders, segments: Iterable[Segment], *, active: int, latenc
     """
     graph = SegmentGraph(segments, latency)
     sequence = _sequence(orders, graph)
-    return summary(graph, replay(graph, sequence, active))
+    return summarize_run(graph, replay(graph, sequence, active))
 
 
 # ---- the graph ----
@@ -344,7 +344,7 @@ def replay(graph: SegmentGraph, sequence: Sequence[Sequence[int]], active: int) 
     return clock
 
 
-def summary(graph: SegmentGraph, clock: ScheduleSimulator) -> SimulatedRun:
+def summarize_run(graph: SegmentGraph, clock: ScheduleSimulator) -> SimulatedRun:
     """Return the figures of a finished clock, in seconds and real rank numbers."""
     actions = [segment.action for segment in graph.segments]
     busy = [0] * len(graph.ranks)

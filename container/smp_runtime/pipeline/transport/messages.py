@@ -217,7 +217,7 @@ _SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (Forward
 _MODES = ForwardCall._fields.index("modes")
 
 
-def plain(message: Any) -> tuple[Any, ...]:
+def to_plain(message: Any) -> tuple[Any, ...]:
     """Return a message as plain tuples: the number of its kind, then its fields."""
     kind = type(message)
     fields = list(message)
@@ -230,8 +230,8 @@ def plain(message: Any) -> tuple[Any, ...]:
     return _CODES[kind], *fields
 
 
-def named(fields: tuple[Any, ...]) -> Any:
-    """Return the message from its plain form, the reverse of :func:`plain`."""
+def from_plain(fields: tuple[Any, ...]) -> Any:
+    """Return the message from its plain form, the reverse of :func:`to_plain`."""
     kind = _KINDS[fields[0]]
     if (place := _SLOTS.get(kind)) is None:
         return kind(*fields[1:])

@@ -61,12 +61,12 @@ _CPU = torch.device("cpu")
 
 
 def announce(tensor: torch.Tensor, channel: int) -> Announcement:
-    """Return the announcement of a tensor that :func:`dense` returned."""
+    """Return the announcement of a tensor that :func:`to_dense` returned."""
     stride = None if tensor.is_contiguous() else tensor.stride()
     return Announcement(channel, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), stride)
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def to_dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor if its elements fill one piece of memory, in any order of dimensions, else a dense copy.
 
     Raises:

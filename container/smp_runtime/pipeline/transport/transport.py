@@ -26,8 +26,8 @@ from smp_runtime.pipeline.transport.tensor_channels import (
     bytes_of,
     channel_of,
     choose_channels,
-    dense,
     meet,
+    to_dense,
     use_device,
 )
 from smp_runtime.tensors.nested import tensor_bytes
@@ -184,7 +184,7 @@ class PipelineTransport:
         size = 0
         for given in tensors:
             channel = channel_of(given, peer.out, self._device)
-            tensor = dense(given)
+            tensor = to_dense(given)
             announced.append(tuple(announce(tensor, channel)))
             inline = peer.out[channel].inline(tensor)
             # Memory that was made on the way here belongs to nobody else.
