@@ -63,7 +63,7 @@ def _replace(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [
-        (find_checkpoint, "uncovered", False),
+        (find_checkpoint, "find_uncovered", False),
         (find_checkpoint, "missing_files", False),
         (find_checkpoint, "verify", False),
         (find_checkpoint, "verify", True),

@@ -217,6 +217,7 @@ def _output() -> None:
 
 _STEP_AND_JOB = {"JOB_OUTPUT": "out", "--step 7": "--step 2"}
 SCENES: dict[Key, Scene] = {
+    ("accelerate.md", "smp-estimator run"): Scene(_script("accelerate.md", "accelerator.prepare")),
     ("checkpoints.md", "checkpoint inspect"): Scene(_checkpoint, {"PATH": "saved", "OUT": "out"}),
     ("generation.md", "examples/generate.py"): Scene(instead={"examples/": f"{ROOT}/examples/"}),
     ("hangs.md", "smp-estimator where"): Scene(instead={"JOB --stacks": "{job} --stacks"}, job=True),

@@ -14,7 +14,7 @@ from smp_runtime.job import session
 from smp_runtime.pipeline.observe.recorder import recorder_of_job
 
 smp.init()
-recorder = recorder_of_job(smp.rank(), session.current().control)
+recorder = recorder_of_job(smp.rank(), session.current_session().control)
 for number in range(5):
     smp.barrier()
     recorder.begin_step(number)

@@ -157,7 +157,7 @@ def test_what_variables_may_say():
 FAILS = """
 import os, signal, time
 from pathlib import Path
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 rank, count = os.environ["SMP_RANK"], int(os.environ["SMP_RESTART_COUNT"])
 folder = Path(os.environ["SMP_MEMORY_FOLDER"])
 Path(f"../output/data/{rank}.{count}").write_text(str(folder))
@@ -168,11 +168,11 @@ while not (folder / f"kept-{count}").exists():
     time.sleep(0.01)
 if count:
     assert (folder / "kept-0").exists()
-here().begin_step()
+current_record().begin_step()
 if count < 2:
-    here().begin_step()
+    current_record().begin_step()
     for _ in range(count):
-        here().begin_step()
+        current_record().begin_step()
     Path("../output/failure").write_text("of the script itself")
     if rank == "1":
         os.kill(os.getpid(), signal.SIGKILL) if count == 0 else time.sleep(100)

@@ -231,9 +231,9 @@ def test_what_cannot_start_is_told_before_anything_does(folder, capfd, words, en
 
 FAILS = """
 import os, sys, time
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 count = int(os.environ["SMP_RESTART_COUNT"])
-here().begin_step()
+current_record().begin_step()
 print("rank", os.environ["SMP_RANK"], "start", count, len(os.environ["SMP_JOB_SECRET"]), flush=True)
 started = f"started-{count}"  # rank 1 must not fail before rank 0 has said that it is there
 if os.environ["SMP_RANK"] == "0":

@@ -34,10 +34,10 @@ PATIENCE = 30.0
 SCRIPT = """
 import os, json, signal, sys, threading, time, random
 import helper
-from smp_records.rank_record import here
+from smp_records.rank_record import current_record
 
-here().begin_step()
-here().begin_step()
+current_record().begin_step()
+current_record().begin_step()
 parent = open(f"/proc/{os.getppid()}/cmdline").read()
 print(json.dumps({
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(), "environ": dict(os.environ),

@@ -128,7 +128,7 @@ def test_parameters_of_all_kinds_are_recorded(
     assert {(GRADIENT, "phases"), (UPDATE, "weights.5"), (GRADIENT, "single")} <= names
 
 
-@pytest.mark.parametrize("place", ["sketch_of", "weights", "argument_tensors", "owner_of"])
+@pytest.mark.parametrize("place", ["sketch_of", "live_weights", "argument_tensors", "owner_of"])
 def test_an_error_of_the_recorder_ends_the_recording_only(
     solo: Callable[..., Any],
     tmp_path: Path,

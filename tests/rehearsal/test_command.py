@@ -125,7 +125,7 @@ def test_a_report_is_the_same_after_json():
 
 
 def test_the_document_has_every_key_of_the_file():
-    page = (ROOT / "docs" / "rehearsal.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-it-works" / "rehearsal.md").read_text(encoding="utf-8")
     records = [
         Rehearsal,
         RehearsalRequest,

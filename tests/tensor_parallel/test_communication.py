@@ -56,7 +56,7 @@ def _measured(layers):
     return found[-1]
 
 
-#: Collectives per layer forward and backward, and per transformer; see docs/tensor-parallelism.md.
+#: Collectives per layer forward and backward, and per transformer; see docs/how-it-works/tensor-parallelism.md.
 LAYER = {
     ("speed", True): ({"all_reduce": 2}, {"all_reduce": 2}),
     ("speed", False): ({"all_reduce": 2}, {"all_reduce": 2}),

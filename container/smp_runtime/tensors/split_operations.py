@@ -291,7 +291,7 @@ _TAKEN = {F.multi_head_attention_forward, *_BACKWARD}
 
 
 class SplitOperations(TorchFunctionMode):
-    """A mode that takes the calls of operations that can be split; for :func:`.weight_gradients.splitting`."""
+    """A mode that takes the calls of operations that can be split; for :func:`.weight_gradients.split_inside`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -88,7 +88,7 @@ def _(names: Names) -> None:
     names["dataset"] = torch.utils.data.TensorDataset(torch.randn(24, WIDTH))
 
 
-scene("generation.md", "model.generate", config=DDP, full=True)(wrapped_gpt2)
+scene("generation.md", "do_sample=True", config=DDP, full=True)(wrapped_gpt2)
 
 
 @scene("hangs.md", "long_phase", config=DDP)
@@ -138,7 +138,14 @@ def _(names: Names) -> None:
     names["smp"].barrier()
 
 
-@scene("pipeline-parallelism.md", "model.module.student", config=_PIPELINE, ranks=2, full=True, instead={"...": "go()"})
+@scene(
+    "how-it-works/pipeline-parallelism.md",
+    "model.module.student",
+    config=_PIPELINE,
+    ranks=2,
+    full=True,
+    instead={"...": "go()"},
+)
 def _(names: Names) -> None:
     smp = names["smp"]
     names["model"] = smp.DistributedModel(names["model"])
@@ -172,7 +179,7 @@ def _scales(names: Names) -> None:
     assert torch.autograd.gradcheck(names["Scale"].apply, (x.requires_grad_(), weight.requires_grad_()))
 
 
-scene("pipeline-parallelism.md", "class Scale", config=DDP, then=_scales)(nothing)
+scene("how-it-works/pipeline-parallelism.md", "class Scale", config=DDP, then=_scales)(nothing)
 scene("planning.md", "from smp_estimator.planning import plan, suggest", full=True)(nothing)
 
 
@@ -311,7 +318,7 @@ def _(names: Names) -> None:
     names["return_hook"] = lambda found: found
 
 
-@scene("tensor-parallelism.md", "get_hf_gpt2_transformer_layer_hooks", config=_TENSOR, ranks=2, full=True)
+@scene("how-it-works/tensor-parallelism.md", "get_hf_gpt2_transformer_layer_hooks", config=_TENSOR, ranks=2, full=True)
 def _(names: Names) -> None:
     names["model"] = gpt2()
 
