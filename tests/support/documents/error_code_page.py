@@ -38,7 +38,7 @@ def page() -> str:
         parts.append(f"## {family}\n")
         for row in catalogue().values():
             if row.code[3] == digit:
-                name = row.page.partition("#")[0].removesuffix(".md").replace("-", " ")
+                name = row.page.partition("#")[0].rpartition("/")[2].removesuffix(".md").replace("-", " ")
                 parts.append(
                     f"### {row.code}\n\n**{row.title}.**\n\n*Cause:* {row.cause}\n\n*Cure:* {row.cure}\n\n"
                     f"More: [{name}]({row.page})\n"
