@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from smp_estimator.models.outcomes import ALONE, MODES, FamilyOutcomes, Matrix, cell, parsed
+from smp_estimator.models.outcomes import ALONE, MODES, FamilyOutcomes, Matrix, format_cell, parse_matrix
 
 ROOT = Path(__file__).parents[1]
 OUTCOMES = ROOT / "smp_estimator" / "models" / "outcomes.json"
@@ -55,7 +55,7 @@ def write_document() -> None:
 
 def tables() -> str:
     """The generated part of the document, from the file."""
-    matrix = parsed(json.loads(OUTCOMES.read_text()))
+    matrix = parse_matrix(json.loads(OUTCOMES.read_text()))
     return "\n".join(line for major in sorted(matrix.versions) for line in _of_version(matrix, major)) + "\n"
 
 
@@ -89,7 +89,7 @@ def _of_version(matrix: Matrix, major: str) -> Iterator[str]:
     yield f"| family | kind | {' | '.join(MODES)} |"
     yield f"|---|---|{'---|' * len(MODES)}"
     for family in trained:
-        cells = " | ".join(cell(family.majors[major].get(mode)) for mode in MODES)
+        cells = " | ".join(format_cell(family.majors[major].get(mode)) for mode in MODES)
         yield f"| {family.model_type} | {family.kind} | {cells} |"
     yield ""
     reasons = list(_reasons(trained, major))

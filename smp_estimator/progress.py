@@ -183,7 +183,7 @@ class ProgressTracker:
         """Return the known values as (name, value) pairs in display order."""
         record = self.record
         if record is None:
-            return [("elapsed", clock(self.elapsed_seconds))]
+            return [("elapsed", format_duration(self.elapsed_seconds))]
         known = [("step", f"{record.step}/{record.total_steps}" if record.total_steps else str(record.step))]
         if record.loss is not None:
             known.append(("loss", f"{record.loss:.4f}"))
@@ -193,10 +193,10 @@ class ProgressTracker:
             known.append(("samples/s", f"{record.samples_per_second:,.1f}"))
         if record.memory_bytes is not None:
             known.append(("memory", f"{record.memory_bytes / 2**30:.2f} GiB"))
-        known.append(("elapsed", clock(self.elapsed_seconds)))
+        known.append(("elapsed", format_duration(self.elapsed_seconds)))
         eta = self.eta_seconds
         if eta is not None:
-            known.append(("ETA", clock(eta)))
+            known.append(("ETA", format_duration(eta)))
         return known
 
     def compact(self) -> str:
@@ -331,7 +331,7 @@ def render(tracker: ProgressTracker) -> Any:
     return rows
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as ``1:02:03``."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

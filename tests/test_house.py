@@ -216,7 +216,8 @@ def test_the_session_is_asked_for_by_what_scripts_touch():
         str(path.relative_to(folder))
         for path in _files("smp_runtime")
         if re.search(
-            r"\bsessions?\.(current_session|is_initialized|is_tracing)\(|session import .*\bcurrent_session\b", path.read_text()
+            r"\bsessions?\.(current_session|is_initialized|is_tracing)\(|session import .*\bcurrent_session\b",
+            path.read_text(),
         )
     }
     assert asking == TOUCHED_BY_SCRIPTS

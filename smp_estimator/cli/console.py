@@ -13,13 +13,13 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 116, soft_wrap=False)
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Escape, as Python does, characters that would move a terminal's cursor or cannot be written."""
     return "".join(
         each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
     )
 
 
-def shown(text: str) -> str:
+def escape_text(text: str) -> str:
     """Escape a text from outside, such as a name in a file, so that :func:`console` finds no markup in it."""
-    return escape(printable(text))
+    return escape(make_printable(text))

@@ -29,7 +29,7 @@ from smp_estimator.cli.commands.reshape import reshape
 from smp_estimator.cli.commands.run import run
 from smp_estimator.cli.commands.top import top
 from smp_estimator.cli.commands.where import where
-from smp_estimator.cli.console import console, printable
+from smp_estimator.cli.console import console, make_printable
 from smp_estimator.cli.help import completion, explain
 from smp_estimator.sdk.installed import SDKMissing
 
@@ -58,7 +58,7 @@ class _ErrorReportingGroup(click.Group):
         except (click.exceptions.Exit, click.Abort):  # RuntimeErrors too, but not ours
             raise
         except (ConfigError, RuntimeError, SDKMissing) as error:
-            raise click.ClickException(printable(append_code(str(error), error))) from None
+            raise click.ClickException(make_printable(append_code(str(error), error))) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by topic, in the order in which users need them."""

@@ -77,18 +77,18 @@ class ImageError(RuntimeError):
 def main() -> None:
     """Prepare this rank and run the script with the arguments of the command line."""
     code = os.path.dirname(os.path.abspath(__file__))
-    data_parallel = bool(carried().get(_DATA_PARALLEL))
+    data_parallel = bool(read_parameters().get(_DATA_PARALLEL))
     check_versions(_DATA_PARALLEL_FLOOR if data_parallel else TORCH_FLOOR)
     _check_requirements()
-    site = unpacked(wheel_in(code))
+    site = unpack_wheel(wheel_in(code))
     prefer(site)
-    os.environ.setdefault("SMP_HOST", host())
+    os.environ.setdefault("SMP_HOST", host_name())
     if os.environ.get(_EMULATE, "0") != "0":
         emulate(site)
     if data_parallel:
         discover(os.path.join(site, _DISCOVERY))
         os.environ.update(rank_variables(os.environ))
-        os.environ.setdefault("MASTER_ADDR", leader())
+        os.environ.setdefault("MASTER_ADDR", leading_host())
         os.environ.setdefault("MASTER_PORT", _PORT)
     program = os.path.join(code, user_program())
     if program.endswith(".sh"):
@@ -116,7 +116,7 @@ def emulate(site: str) -> None:
         print(f"[smp] {EMULATION_LINE}", flush=True)
 
 
-def unpacked(wheel: str) -> str:
+def unpack_wheel(wheel: str) -> str:
     """Return the folder with the wheel's files, unpacking the wheel if no rank of the host has done so.
 
     The folder's name depends only on the user and on the wheel's content, so that all ranks of a host find it. If
@@ -218,15 +218,15 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def host() -> str:
+def host_name() -> str:
     """Return this host's name; the platform's own variables hold the leader's name on every host."""
     return str(_resources().get("current_host") or socket.gethostname())
 
 
-def leader() -> str:
+def leading_host() -> str:
     """Return the host of rank 0: the first host that trains."""
     resources = _resources()
-    chosen = carried().get("sagemaker_distribution_instance_groups") or ()
+    chosen = read_parameters().get("sagemaker_distribution_instance_groups") or ()
     for group in resources.get("instance_groups") or ():
         if isinstance(group, dict) and group.get("instance_group_name") in chosen and group.get("hosts"):
             return str(group["hosts"][0])
@@ -244,7 +244,7 @@ def _resources() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def carried() -> dict[str, Any]:
+def read_parameters() -> dict[str, Any]:
     """Return the platform's parameters of the job; raise ImageError if they cannot be parsed."""
     text = os.environ.get("SM_FRAMEWORK_PARAMS") or "{}"
     try:
@@ -259,7 +259,7 @@ def carried() -> dict[str, Any]:
 
 def user_program() -> str:
     """Return the user's script, relative to the code directory; raise ImageError if the job does not name one."""
-    parameters = carried()
+    parameters = read_parameters()
     if USER_PROGRAM not in parameters:
         raise ImageError(
             f"the job does not say which script to run: {USER_PROGRAM} is missing in SM_FRAMEWORK_PARAMS, which has "

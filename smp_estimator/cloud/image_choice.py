@@ -11,7 +11,7 @@ from typing import Any
 from smp_config import ConfigError
 from smp_estimator.cloud import image_table, images
 from smp_estimator.cloud.image_table import TrainingImage
-from smp_estimator.cloud.images import DATA_PARALLEL_FLOOR, TORCH_FLOOR, number
+from smp_estimator.cloud.images import DATA_PARALLEL_FLOOR, TORCH_FLOOR, version_numbers
 from smp_estimator.sdk.functions import config_for_framework, retrieve_image
 
 #: From this version on, the Trainer of Transformers no longer works with the library.
@@ -79,7 +79,7 @@ class ImageChoice:
         """
         known, _ = _training_images("pytorch")
         there = [version for version, row in known.items() if region in row["registries"]] or list(known)
-        version = self.framework_version if self.image.by_name else max(there, key=number)
+        version = self.framework_version if self.image.by_name else max(there, key=version_numbers)
         python = self.py_version if self.image.by_name else _pythons(known[version])[-1]
         found = retrieve_image("pytorch", region, version=version, py_version=python, instance_type=instance_type)
         if self.image.by_name:
@@ -116,7 +116,7 @@ def choose_pytorch(
             image.
     """
     known, aliases = _pytorch_images()
-    usable = {v: image for v, image in known.items() if number(v) >= floor and (image.by_name or not by_name)}
+    usable = {v: image for v, image in known.items() if version_numbers(v) >= floor and (image.by_name or not by_name)}
     if framework_version is None:
         fitting = [image for image in usable.values() if image.suits(gpus, region)] or list(usable.values())
         image = _newest(fitting, day or images.today())
@@ -132,7 +132,7 @@ def choose_pytorch(
 
 def _newest(fitting: Iterable[PyTorchImage], day: date) -> PyTorchImage:
     """Return the newest image, preferring patched images over others, then images that the SDK knows."""
-    return max(fitting, key=lambda each: (not each.has_ended(day), each.of_sdk, number(each.version)))
+    return max(fitting, key=lambda each: (not each.has_ended(day), each.of_sdk, version_numbers(each.version)))
 
 
 def _pytorch_images() -> tuple[dict[str, PyTorchImage], dict[str, str]]:
@@ -164,7 +164,7 @@ def _add(
 ) -> None:
     """Add a version that is selected by address, unless one with the same first two numbers exists."""
     row = next(iter(rows.values()))
-    short = _text(number(row.torch)[:2])
+    short = _text(version_numbers(row.torch)[:2])
     if aliases.get(short, short) in found:
         return
     pythons = (row.python,) if row.python is not None else ()
@@ -238,7 +238,7 @@ def _chosen_huggingface(
     for transformers, rows in known.items():
         for name, row in rows.items():
             version = name.removeprefix("pytorch")
-            if name.startswith("pytorch") and number(version) >= floor:
+            if name.startswith("pytorch") and version_numbers(version) >= floor:
                 by_torch.setdefault(version, {})[transformers] = row
     if not by_torch:
         raise ConfigError(
@@ -249,12 +249,12 @@ def _chosen_huggingface(
     if full is not None:
         by_torch = {torch: {full: rows[full]} for torch, rows in by_torch.items() if full in rows} or by_torch
     if pytorch_version is not None:
-        short = {torch.rsplit(".", 1)[0]: torch for torch in sorted(by_torch, key=number)}
+        short = {torch.rsplit(".", 1)[0]: torch for torch in sorted(by_torch, key=version_numbers)}
         _require("pytorch_version", pytorch_version, by_torch, short, floor)
         by_torch = {pytorch_version: by_torch[short.get(pytorch_version, pytorch_version)]}
     pairs = sorted(
         ((torch, transformers) for torch, rows in by_torch.items() for transformers in rows),
-        key=lambda pair: (number(pair[1]), number(pair[0])),
+        key=lambda pair: (version_numbers(pair[1]), version_numbers(pair[0])),
     )
     if full is not None:
         if not any(transformers == full for _, transformers in pairs):
@@ -266,7 +266,7 @@ def _chosen_huggingface(
             )
         pairs = [pair for pair in pairs if pair[1] == full]
     else:
-        pairs = [pair for pair in pairs if number(pair[1]) < TRANSFORMERS_CEILING] or pairs
+        pairs = [pair for pair in pairs if version_numbers(pair[1]) < TRANSFORMERS_CEILING] or pairs
     torch, transformers = pairs[-1]
     row = by_torch[torch][transformers]
     return transformers, torch, _python(py_version, _pythons(row), f"pytorch_version {torch}")
@@ -294,15 +294,15 @@ def check_torch(
     Raises:
         ConfigError: naming the nearest version that has an image.
     """
-    if not version or number(version) >= floor:
+    if not version or version_numbers(version) >= floor:
         return
     known, _ = _training_images("pytorch")
-    ask = together or {v: f"{name}={v!r}" for v in known if number(v) >= floor}
+    ask = together or {v: f"{name}={v!r}" for v in known if version_numbers(v) >= floor}
     what = "the backend smddp" if floor == DATA_PARALLEL_FLOOR else "the runtime"
     raise ConfigError(
         f"{name} is {version}, but {what} needs PyTorch {_text(floor)} or newer (it is shipped with the code and uses the "
-        f"image's PyTorch); set {ask[min(ask, key=number)]}, the nearest that there is an image of, or "
-        f"{ask[max(ask, key=number)]}, the newest"
+        f"image's PyTorch); set {ask[min(ask, key=version_numbers)]}, the nearest that there is an image of, or "
+        f"{ask[max(ask, key=version_numbers)]}, the newest"
     )
 
 
@@ -320,7 +320,7 @@ def _require(
     together: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse a version of PyTorch that no usable image has; arguments as of :func:`check_torch`."""
-    usable = sorted(usable, key=number)
+    usable = sorted(usable, key=version_numbers)
     if aliases.get(version, version) in usable:
         return
     check_torch(version, name, floor, together)
@@ -366,10 +366,10 @@ def _text(version: tuple[int, ...]) -> str:
 
 def _nearest(version: str, offered: Iterable[str]) -> str:
     """Return the offered version nearest to ``version``, comparing the most significant part first."""
-    wanted = number(version)
+    wanted = version_numbers(version)
 
     def distance(other: str) -> tuple[int, ...]:
-        return tuple(abs(a - b) for a, b in zip(_padded(wanted), _padded(number(other)), strict=True))
+        return tuple(abs(a - b) for a, b in zip(_padded(wanted), _padded(version_numbers(other)), strict=True))
 
     return min(offered, key=distance)
 

@@ -83,7 +83,7 @@ def has_own_data_parallel(image_uri: Any, version: Any) -> bool:
         version = image_uri.rpartition(":")[2].split("-")[0]
     elif image_uri:
         return False
-    old = isinstance(version, str) and number(version) < DATA_PARALLEL_FLOOR
+    old = isinstance(version, str) and version_numbers(version) < DATA_PARALLEL_FLOOR
     if not old:
         return False
     row = image_table.row_of(image_uri)
@@ -104,7 +104,7 @@ def check_stock_version(image_uri: Any, floor: tuple[int, int]) -> None:
         ConfigError: the tag names an older version.
     """
     said = re.match(r"\d+\.\d+(\.\d+)?", image_uri.rpartition(":")[2]) if is_stock(image_uri) else None
-    if said is None or "@" in image_uri or number(said[0]) >= floor:
+    if said is None or "@" in image_uri or version_numbers(said[0]) >= floor:
         return
     what = "the backend smddp" if floor == DATA_PARALLEL_FLOOR else "the runtime"
     oldest, newer = ".".join(map(str, floor)), newest_patched(today())
@@ -145,7 +145,7 @@ def newest_patched(day: date, gpu: str | None = None, *, huggingface: bool = Fal
         if row.processor == "gpu" and (row.transformers is not None) is huggingface
         if not row.has_ended(day) and not is_too_new(row.cuda, gpu)
     ]
-    return max(rows, key=lambda row: number(row.torch), default=None)
+    return max(rows, key=lambda row: version_numbers(row.torch), default=None)
 
 
 def patches_ended(row: TrainingImage, day: date, argument: str | None = None, gpu: str | None = None) -> str | None:
@@ -178,6 +178,6 @@ def patches_ended(row: TrainingImage, day: date, argument: str | None = None, gp
     return f"{ended}: no stock image{kind} that is known here is still patched; build one of your own, and name it by image_uri"
 
 
-def number(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """Return a version as numbers that can be compared, ``(2, 13, 0)``."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

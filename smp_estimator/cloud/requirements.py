@@ -40,7 +40,7 @@ _WITH_TORCH = {"torch": "2.{minor}", "torchaudio": "2.{minor}", "torchvision": "
 _PATCHES = 10
 
 
-def combined(path: Path, needed: Sequence[str], image: TrainingImage | None = None) -> str:
+def combine_requirements(path: Path, needed: Sequence[str], image: TrainingImage | None = None) -> str:
     """Return the user's ``requirements.txt``, which need not exist, followed by the runtime's requirements.
 
     Args:

@@ -44,7 +44,7 @@ _attaching: ContextVar[bool] = ContextVar("attaching", default=False)
 
 
 @contextmanager
-def attaching() -> Iterator[None]:
+def attach_inside() -> Iterator[None]:
     """Let estimators made inside the block stand for jobs that exist."""
     token = _attaching.set(True)
     try:
@@ -69,7 +69,7 @@ def lenient_when_attaching(say: Callable[[str], None]) -> Iterator[None]:
         say(f"the job was made with settings that this version would refuse: {error}")
 
 
-def completed(job_details: dict[str, Any]) -> dict[str, Any]:
+def complete_description(job_details: dict[str, Any]) -> dict[str, Any]:
     """Add fields to a description that the SDK requires and the service may leave out.
 
     That is a key, instances beside groups, and hyperparameters of the SDK's own, as JSON. Jobs that boto3 or a state machine
@@ -95,7 +95,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def restored(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, Any]:
+def restore_parameters(params: dict[str, Any], job_details: dict[str, Any]) -> dict[str, Any]:
     """Return ``params`` after adding or moving the values that the SDK loses or misplaces; changes it in place."""
     groups = job_details["ResourceConfig"].get("InstanceGroups")
     if groups:

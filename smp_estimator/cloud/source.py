@@ -88,7 +88,7 @@ def with_runtime(entry_point: str, source_dir: str | None, image: TrainingImage 
 
 def _add_requirements(path: Path, image: TrainingImage | None) -> None:
     """Append the runtime's requirements to the user's; the platform installs them before it starts the program."""
-    text = requirements.combined(path, travelling_requirements(), image)
+    text = requirements.combine_requirements(path, travelling_requirements(), image)
     if path.is_symlink():
         path.unlink()
     path.write_text(text, encoding="utf-8")

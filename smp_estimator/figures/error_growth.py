@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, colour_axes, figure_for, save
 from smp_records.numerics import PHASES
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def save_picture(found: Comparison, path: str, theme: Theme = LIGHT) -> Path:
         PackageMissing: matplotlib is not installed.
     """
     figure = figure_for(path, 12.0, 5.0, theme)
-    axes = coloured(figure.add_subplot(), theme)
+    axes = colour_axes(figure.add_subplot(), theme)
     shown = [each for each in found.compared if math.isfinite(each.allowed)]
     for number, phase in enumerate(PHASES):
         points = [(at, each) for at, each in enumerate(shown) if each.key.phase == phase]

@@ -65,7 +65,7 @@ def figure_for(path: str | Path, width: float, height: float, theme: Theme = LIG
     return figure
 
 
-def coloured(axes: Any, theme: Theme) -> Any:
+def colour_axes(axes: Any, theme: Theme) -> Any:
     """Apply a theme's colors to axes and return them. Titles and labels that are added later need their own colors."""
     axes.set_facecolor(theme.background)
     axes.tick_params(colors=theme.ink, labelsize=8)

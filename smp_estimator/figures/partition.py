@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from smp_config import ConfigError
-from smp_estimator.figures.svg import WIDTH, box, colour, ink_on, legend, picture, shortened, text
+from smp_estimator.figures.svg import WIDTH, box, colour, ink_on, legend, picture, shorten, text
 
 #: Of a module whose parts lie on several stages.
 _SEVERAL = "#6e7781"
@@ -108,7 +108,7 @@ class Partition:
         yield box(x, y, wide - 2, max(high - 1.5, 0.5), fill, f"{node.path or 'model'}: {where}{part}")
         if high >= _READABLE:
             label = f"{node.name} · {listed}" if len(node.stages) > 1 else node.name
-            yield text(x + 5, y + min(high / 2 + 4, 15), shortened(label, wide - 12), ink=ink_on(fill))
+            yield text(x + 5, y + min(high / 2 + 4, 15), shorten(label, wide - 12), ink=ink_on(fill))
         if columns == 1 or not node.weight:
             return
         shown = [child for child in node.children.values() if child.weight]

@@ -60,7 +60,7 @@ def legend(y: float, entries: Iterable[tuple[str, str]], x: float = 4) -> list[s
     return parts
 
 
-def shortened(words: str, room: float, size: float = 12) -> str:
+def shorten(words: str, room: float, size: float = 12) -> str:
     """Cut a text to fit into ``room`` units of width; return an empty string if not even three letters fit."""
     letters = int(room / (0.56 * size))
     if len(words) <= letters:

@@ -113,7 +113,7 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
     return target
 
 
-def appearance(topology: Topology, group: Group, members: list[int]) -> tuple[int, int]:
+def group_appearance(topology: Topology, group: Group, members: list[int]) -> tuple[int, int]:
     """Return a group's color and fill pattern as numbers counted from 0.
 
     Groups with the same color hold the same part of the model; the fill pattern is the replica's number. If a kind's groups are
@@ -146,7 +146,7 @@ def _draw(axes: Any, topology: Topology, group: Group, per_node: int, rows: int)
     colours, hatches = colormaps["tab20"], ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "**")
     prefix, words = _NAMES[group]
     for number, members in enumerate(topology.groups(group)):
-        colour, replica = appearance(topology, group, members)
+        colour, replica = group_appearance(topology, group, members)
         for rank in members:
             row, column = divmod(rank, per_node)
             axes.add_patch(

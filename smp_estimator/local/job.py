@@ -18,7 +18,7 @@ from smp_config.job import STOP_GRACE_SECONDS
 from smp_config.limits import HANG_VARIABLE, LEAST_HANG_SECONDS, hang_seconds
 from smp_config.machine.disk_space import full_disk
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
-from smp_estimator.local.files.artifacts import address, deliver, failure_text, merged_files
+from smp_estimator.local.files.artifacts import artifact_address, deliver, failure_text, merged_files
 from smp_estimator.local.files.tree import written_on_the_machine
 from smp_estimator.local.log import JobLog
 from smp_estimator.local.stop import kill_job
@@ -155,7 +155,7 @@ class ProcessJob:
     @property
     def model_address(self) -> str:
         """Return the model's address; it is known before the model is written."""
-        return address(self._destination, "model", self.name, compressed=self._compressed)
+        return artifact_address(self._destination, "model", self.name, compressed=self._compressed)
 
     def describe(self) -> dict[str, Any]:
         """Return the job's description in the format of ``DescribeTrainingJob``."""

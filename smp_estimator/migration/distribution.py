@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from smp_estimator.migration.source import call, literal
+from smp_estimator.migration.source import call, literal_value
 
 if TYPE_CHECKING:
     from smp_estimator.migration.source import ScriptSource
 
 
-def distributed(
+def translate_distribution(
     source: ScriptSource, node: ast.expr, indent: int, more: list[tuple[str, str]]
 ) -> tuple[str, str | None]:
     """Return the value of ``distributed=`` for a distribution.
@@ -90,7 +90,7 @@ def _items(node: ast.AST | None) -> dict[str, ast.expr] | None:
     """Return the entries of a dictionary literal with plain string keys, or None for any other expression."""
     if not isinstance(node, ast.Dict):
         return None
-    keys = [literal(key) if key is not None else None for key in node.keys]
+    keys = [literal_value(key) if key is not None else None for key in node.keys]
     if not all(isinstance(key, str) for key in keys):
         return None
     return dict(zip([str(key) for key in keys], node.values, strict=True))

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_estimator.migration.distribution import distributed, parameters_of
-from smp_estimator.migration.source import call, is_literal, literal
+from smp_estimator.migration.distribution import parameters_of, translate_distribution
+from smp_estimator.migration.source import call, is_literal, literal_value
 
 if TYPE_CHECKING:
     from smp_estimator.migration.source import ScriptSource
@@ -161,17 +161,17 @@ class EstimatorCall:
         return self.source.moved(self._given.pop(name), self._indent + 4 * deeper)
 
     def _is_local(self) -> bool:
-        return literal(self._instance_type) in _LOCAL
+        return literal_value(self._instance_type) in _LOCAL
 
     def _source_code(self) -> list[tuple[str, str]]:
         script, folder = self._given.get("entry_point"), self._given.get("source_dir")
         words: list[tuple[str, str]] = []
-        if folder is not None and literal(folder) != "":
+        if folder is not None and literal_value(folder) != "":
             words = [("source_dir", self._text("source_dir", 2)), ("entry_script", self._text("entry_point", 2))]
-            self._requirements(literal(folder), words)
+            self._requirements(literal_value(folder), words)
         elif script is not None:
             self._given.pop("source_dir", None)
-            value = literal(script)
+            value = literal_value(script)
             if isinstance(value, str):
                 path = Path(value)
                 words = [("source_dir", json.dumps(path.parent.as_posix())), ("entry_script", json.dumps(path.name))]
@@ -207,7 +207,10 @@ class EstimatorCall:
             has_limit = any(name == "max_runtime_in_seconds" for name, _ in words)
             if record == "StoppingCondition" and not has_limit and not self._is_local():
                 words.insert(0, ("max_runtime_in_seconds", str(_MAX_RUN_SECONDS)))
-            if record == "OutputDataConfig" and literal(self._given.pop("disable_output_compression", None)) is True:
+            if (
+                record == "OutputDataConfig"
+                and literal_value(self._given.pop("disable_output_compression", None)) is True
+            ):
                 words.append(("compression_type", '"NONE"'))
             if words:
                 self.needed.add(record)
@@ -243,10 +246,11 @@ class EstimatorCall:
                 )
             return mode
         torch = versions["pytorch_version"] or versions["framework_version"]
-        if self._is_model_parallel() and self._is_too_old(literal(torch)):
+        if self._is_model_parallel() and self._is_too_old(literal_value(torch)):
             self.source.note(
                 self.node,
-                f"PyTorch {literal(torch)} is older than the runtime's 2.4: no training_image is given, and the newest stock image "
+                f"PyTorch {literal_value(torch)} is older than the runtime's 2.4: no training_image is given, and the newest "
+                "stock image "
                 "is taken; see that the script runs with it",
             )
             return mode
@@ -255,7 +259,7 @@ class EstimatorCall:
     def _retrieved(self, versions: dict[str, ast.expr | None]) -> str:
         self.needed.add("image_uris")
         session = self._given.get("sagemaker_session")
-        if session is None or literal(session) is not None:
+        if session is None or literal_value(session) is not None:
             self.needed.add("Session")
         region = f"{self.source.segment(session) if session is not None else 'Session()'}.boto_region_name"
         text = {name: self.source.segment(value) for name, value in versions.items() if value is not None}
@@ -263,7 +267,7 @@ class EstimatorCall:
         words = [("", '"huggingface"' if "transformers_version" in text else '"pytorch"'), ("", region)]
         if "transformers_version" in text:
             words.append(("version", text["transformers_version"]))
-            torch = literal(versions["pytorch_version"])
+            torch = literal_value(versions["pytorch_version"])
             if "pytorch_version" in text:
                 base = json.dumps(f"pytorch{torch}") if torch else f'"pytorch" + {text["pytorch_version"]}'
                 words.append(("base_framework_version", base))
@@ -297,10 +301,10 @@ class EstimatorCall:
     def _distributed(self) -> list[tuple[str, str]]:
         node = self._given.pop("distribution", None)
         shipped = self._given.pop("ship_runtime", None)
-        if node is None or (literal(node) in (None, {}) and is_literal(node)):
+        if node is None or (literal_value(node) in (None, {}) and is_literal(node)):
             return []
         more = [("ship_runtime", self.source.segment(shipped))] if shipped is not None else []
-        text, name = distributed(self.source, node, self._indent + 4, more)
+        text, name = translate_distribution(self.source, node, self._indent + 4, more)
         if name is None:
             return []
         self.needed.add(name)
@@ -329,7 +333,7 @@ class EstimatorCall:
         if node is None:
             return []
         self.needed.add("Tag")
-        rows = literal(node)
+        rows = literal_value(node)
         if isinstance(rows, list) and all(isinstance(row, dict) and {"Key", "Value"} <= row.keys() for row in rows):
             made = ", ".join(f"Tag(key={json.dumps(row['Key'])}, value={json.dumps(row['Value'])})" for row in rows)
             return [("tags", f"[{made}]")]
@@ -345,7 +349,7 @@ class EstimatorCall:
 
     def _note_left_out(self, name: str) -> None:
         value = self._given[name]
-        if is_literal(value) and (literal(value) is None or literal(value) == _OFF.get(name, ...)):
+        if is_literal(value) and (literal_value(value) is None or literal_value(value) == _OFF.get(name, ...)):
             return
         instead = _WITHOUT_PLACE.get(name, "help(ModelTrainer) lists what there is")
         self.source.note(

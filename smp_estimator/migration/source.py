@@ -173,6 +173,6 @@ def is_literal(node: ast.AST | None) -> bool:
     return True
 
 
-def literal(node: ast.AST | None) -> object:
+def literal_value(node: ast.AST | None) -> object:
     """Return the value of a literal node, or None if the node is not a literal."""
     return ast.literal_eval(node) if is_literal(node) else None  # type: ignore[arg-type]

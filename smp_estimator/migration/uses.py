@@ -6,7 +6,7 @@ import ast
 from typing import TYPE_CHECKING
 
 from smp_estimator.migration.names import ESTIMATORS, MOVED, ScriptNames
-from smp_estimator.migration.source import call, literal
+from smp_estimator.migration.source import call, literal_value
 
 if TYPE_CHECKING:
     from smp_estimator.migration.source import ScriptSource
@@ -94,7 +94,7 @@ def _inputs(
 
 def _logs(source: ScriptSource, logs: ast.expr) -> list[tuple[str, str]]:
     """Translate the ``logs`` argument of SDK v2; SDK v3 shows all logs or none."""
-    shown = literal(logs)
+    shown = literal_value(logs)
     if isinstance(shown, bool):
         return [("logs", str(shown))]
     if shown == "None":

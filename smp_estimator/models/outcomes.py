@@ -110,10 +110,10 @@ class Matrix:
 
 def read_matrix() -> Matrix:
     """Return the matrix that was measured for this release."""
-    return parsed(json.loads(resources.files(__package__).joinpath("outcomes.json").read_text(encoding="utf-8")))
+    return parse_matrix(json.loads(resources.files(__package__).joinpath("outcomes.json").read_text(encoding="utf-8")))
 
 
-def parsed(data: dict[str, Any]) -> Matrix:
+def parse_matrix(data: dict[str, Any]) -> Matrix:
     """Parse a matrix from the contents of its file."""
     families = [
         FamilyOutcomes(
@@ -126,7 +126,7 @@ def parsed(data: dict[str, Any]) -> Matrix:
     return Matrix(data["versions"], tuple(families))
 
 
-def cell(outcome: FamilyOutcome | None) -> str:
+def format_cell(outcome: FamilyOutcome | None) -> str:
     """Return an outcome in one word, with split share and traffic if they are known."""
     if outcome is None:
         return "–"

@@ -14,7 +14,13 @@ from smp_config.formats.secrets import MASK
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.numerics.comparison import Comparison, compare
 from smp_estimator.numerics.script_run import launch_command, run_recorded
-from smp_estimator.numerics.tensor_diff import CloseupFiles, RunNames, WholeTensor, differences, order_of_samples
+from smp_estimator.numerics.tensor_diff import (
+    CloseupFiles,
+    RunNames,
+    WholeTensor,
+    describe_differences,
+    order_of_samples,
+)
 from smp_records.numerics import (
     CLOSEUP_VARIABLE,
     EVERY_VARIABLE,
@@ -155,7 +161,7 @@ class Bisection:
         if order is not None and one.pieces and len(one.values) == len(order) == len(other.values):
             other = _reordered(other, order)
             note = ["the runs read the same samples in another order; they are laid side by side by what was read"]
-        said = differences(one, other, key, suspect.allowed, heads, names)
+        said = describe_differences(one, other, key, suspect.allowed, heads, names)
         return [f"{title}, element by element: {said[0]}", *said[1:], *note]
 
     def _place(self, number: int) -> Path:

@@ -10,7 +10,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from smp_estimator.numerics.recorded_run import Drift, RecordedRun, TensorKey, Total, Totals, distance, without_calls
+from smp_estimator.numerics.recorded_run import (
+    Drift,
+    RecordedRun,
+    TensorKey,
+    Total,
+    Totals,
+    estimate_distance,
+    without_calls,
+)
 from smp_records.numerics import (
     BUFFER,
     GRADIENT,
@@ -170,7 +178,7 @@ def _time_by_calls(made: Totals, ordering: Totals, others: Totals) -> None:
         if len(found) < 2 or key not in theirs:
             continue
         errors = [
-            min(distance(call.projections, other.projections) for other in theirs[key]) / (call.norm or 1.0)
+            min(estimate_distance(call.projections, other.projections) for other in theirs[key]) / (call.norm or 1.0)
             for call in found
         ]
         least = max(errors) / _GROWN
@@ -284,7 +292,7 @@ class _Judge:
         for key in keys:
             if key.phase == WEIGHT:
                 a, b = (found[key] for found in totals)
-                apart += distance(a.projections, b.projections) ** 2
+                apart += estimate_distance(a.projections, b.projections) ** 2
                 size += a.square
         return math.sqrt(apart / size) if size else 0.0
 
@@ -337,7 +345,7 @@ class _Judge:
             x, y = a.projections[0] / max(a.elements, 1), b.projections[0] / max(b.elements, 1)
             apart, size, norms = abs(x - y), max(abs(x), abs(y)), 0.0
         else:
-            apart, size = distance(a.projections, b.projections), max(a.norm, b.norm)
+            apart, size = estimate_distance(a.projections, b.projections), max(a.norm, b.norm)
             norms = abs(a.norm - b.norm) if has_norm else 0.0
             if key.phase in least:
                 size = max(size, least[key.phase] * math.sqrt(a.elements))
@@ -391,7 +399,7 @@ class _Judge:
         An adaptive optimizer makes a full update even if an element's gradient is only rounding error. Such elements are
         counted.
         """
-        apart, size = distance(a.projections, b.projections), max(a.norm, b.norm)
+        apart, size = estimate_distance(a.projections, b.projections), max(a.norm, b.norm)
         error = apart / size if size else 0.0
         weight = totals[0].get(TensorKey(WEIGHT, a.key.name, 0))
         own = max(a.rounding, b.rounding)
@@ -399,7 +407,7 @@ class _Judge:
         allowed = stored + _HANDED_ON * own
         if has_gradient:
             source, other = (found[TensorKey(GRADIENT, a.key.name, 0)] for found in totals)
-            gradient = distance(source.projections, other.projections) / source.norm if source.norm else 0.0
+            gradient = estimate_distance(source.projections, other.projections) / source.norm if source.norm else 0.0
             apart_before = max(self._gradients_apart.get(a.key.name, 0.0), gradient)
             self._gradients_apart[a.key.name] = apart_before
             turned = _turned_around(source, apart_before)
@@ -420,7 +428,7 @@ class _Judge:
         bad = [
             (piece, part)
             for piece, part in b.pieces.items()
-            if distance(a.pieces[piece].projections, part.projections)
+            if estimate_distance(a.pieces[piece].projections, part.projections)
             > found.allowed * max(part.norm, a.pieces[piece].norm)
         ]
         if not bad:
@@ -445,7 +453,7 @@ def _moved_by_biases(result: Total, totals: tuple[Totals, Totals]) -> float:
     ours, theirs = totals
     rows = result.elements // max(result.columns, 1)
     found = [
-        distance(a.projections, theirs[key].projections)
+        estimate_distance(a.projections, theirs[key].projections)
         for key, a in ours.items()
         if key.phase == WEIGHT and key in theirs and a.elements == a.columns == result.columns
         if key.name.rpartition(".")[0] == result.key.name

@@ -331,12 +331,12 @@ def _copies_error(one: RecordedValue, other: RecordedValue) -> float:
     if is_same or not (one.is_finite and other.is_finite):
         return 0.0
     scale = math.sqrt(max(one.square, other.square))
-    error = distance(one.projections, other.projections) / scale if scale else 0.0
+    error = estimate_distance(one.projections, other.projections) / scale if scale else 0.0
     limit = _COPIES * ROUNDING.get(one.dtype, 0.0)
     return error if error > limit and one.phase in PHASES and one.phase != LOSS else 0.0
 
 
-def distance(one: Iterable[float], other: Iterable[float]) -> float:
+def estimate_distance(one: Iterable[float], other: Iterable[float]) -> float:
     """Return the expected distance between two tensors, from their projections."""
     squares = [(a - b) ** 2 for a, b in zip(one, other, strict=True)]
     return math.sqrt(sum(squares) / len(squares))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_RANKS = 16
 
 
-def verdict(found: Comparison) -> list[str]:
+def write_verdict(found: Comparison) -> list[str]:
     """Return the verdict in sentences; the first one is enough on its own."""
     if not found.compared:
         return ["nothing was compared: the runs have no recorded step in common; record both with the same steps"]

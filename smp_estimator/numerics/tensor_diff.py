@@ -182,7 +182,7 @@ class RunNames:
     other: str
 
 
-def differences(
+def describe_differences(
     one: WholeTensor,
     other: WholeTensor,
     key: TensorKey,

@@ -26,7 +26,7 @@ class Change:
     plan: Forecast
 
     def __str__(self) -> str:
-        return f"{self.what}: {amount(self.plan)}"
+        return f"{self.what}: {format_memory(self.plan)}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SmallerCluster:
         return self.text
 
 
-def amount(forecast: Forecast) -> str:
+def format_memory(forecast: Forecast) -> str:
     """Return a forecast's memory as text: ``"30.7 GB of 42.9 (71 %), fits"``."""
     size, fraction = forecast.request.gpu_memory_bytes, forecast.fraction
     if size is None or fraction is None:
@@ -50,7 +50,7 @@ def amount(forecast: Forecast) -> str:
     return f"{forecast.total_bytes / GB:,.1f} GB of {size / GB:.1f} ({fraction:.0%}), {forecast.verdict.value}"
 
 
-def changes(forecast: Forecast) -> tuple[Change, ...]:
+def suggest_changes(forecast: Forecast) -> tuple[Change, ...]:
     """Return single changes that improve a plan that does not fit or is tight, in the order in which to try them.
 
     The batch comes first (the reference page: "you might want to lower batch size first"), then the changes that
@@ -236,7 +236,7 @@ def _on(forecast: Forecast, count: int) -> SmallerCluster:
     except ConfigError as error:
         return SmallerCluster(count, processes, None, f"{where}: not possible, {error}")
     note = f", sharded_data_parallel_degree lowered from {degree} to {lowered}" if lowered != degree else ""
-    text = f"{where}{note}: {amount(smaller)}"
+    text = f"{where}{note}: {format_memory(smaller)}"
     size = request.gpu_memory_bytes
     grown = smaller.worst.state - forecast.worst.state
     if size and smaller.worst.state > size:
@@ -249,7 +249,7 @@ def _on(forecast: Forecast, count: int) -> SmallerCluster:
     return SmallerCluster(count, processes, smaller, text)
 
 
-def notes(forecast: Forecast) -> tuple[str, ...]:
+def list_notes(forecast: Forecast) -> tuple[str, ...]:
     """Return sentences about the plan that are neither errors nor about the GPU's memory."""
     request, parameters = forecast.request, forecast.request.parameters
     said = list(parameters.warnings())
@@ -398,7 +398,7 @@ def _plainer(forecast: Forecast) -> list[str]:
     if plain.verdict is not Verdict.FITS:
         return []
     return [
-        f'data parallelism with "shard_optimizer_state" alone fits too ({amount(plain)}); '
+        f'data parallelism with "shard_optimizer_state" alone fits too ({format_memory(plain)}); '
         f"{', '.join(f'{name} {degree}' for name, degree in used.items())} would not make it faster"
     ]
 

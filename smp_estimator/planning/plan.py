@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from smp_estimator.figures.placement import Placement
-from smp_estimator.planning.advice import Change, SmallerCluster, changes, notes, smaller_clusters
+from smp_estimator.planning.advice import Change, SmallerCluster, list_notes, smaller_clusters, suggest_changes
 from smp_estimator.planning.forecast import Forecast
 from smp_estimator.planning.report import Report, Shown
 from smp_estimator.planning.request import request_for
@@ -26,12 +26,12 @@ class Plan(Shown, Forecast):
     @cached_property
     def changes(self) -> tuple[Change, ...]:
         """Return the changes to try if the plan does not fit or is tight: each one alone, with its result."""
-        return changes(self)
+        return suggest_changes(self)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """Return useful facts about the plan besides its memory."""
-        return notes(self)
+        return list_notes(self)
 
     @cached_property
     def smaller_clusters(self) -> tuple[SmallerCluster, ...]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def grids(request: Request, topology: Topology) -> list[tuple[int, int] | str]:
+def find_grids(request: Request, topology: Topology) -> list[tuple[int, int] | str]:
     """Return, for every sharding group, its hosts and ranks per host, or why it cannot gather in phases."""
     found: list[tuple[int, int] | str] = []
     for members in topology.groups(Group.SHARD):
@@ -25,7 +25,7 @@ def grids(request: Request, topology: Topology) -> list[tuple[int, int] | str]:
 
 def buffer_bytes(request: Request, topology: Topology) -> int:
     """Return the bytes of the buffers on a rank; the first all-gather in phases allocates them."""
-    if not request.uses_smddp or all(isinstance(grid, str) for grid in grids(request, topology)):
+    if not request.uses_smddp or all(isinstance(grid, str) for grid in find_grids(request, topology)):
         return 0
     sizes = BufferSizes.from_environment(dict(request.environment))
     return sizes.scratch + sizes.sort
@@ -57,7 +57,7 @@ class SmddpUse:
         """
         sizes = BufferSizes.from_environment(dict(request.environment))
         largest, through, pieces, reason = max(shards, default=0), 0, 0, None
-        groups = grids(request, topology)
+        groups = find_grids(request, topology)
         for grid in groups:
             if isinstance(grid, str):
                 reason = reason or grid

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from smp_config.machine.instances import price_source
 from smp_config.schedules import TRAITS
-from smp_estimator.planning.advice import GB, Change, SmallerCluster, amount, rule_line
+from smp_estimator.planning.advice import GB, Change, SmallerCluster, format_memory, rule_line
 from smp_estimator.planning.batches import idle_fraction
 from smp_estimator.planning.forecast import Forecast, Verdict
 from smp_estimator.planning.report import ColouredText, Grid, Lines, Report
@@ -52,7 +52,7 @@ def plan_report(
         ]
     below = Lines(
         [
-            ("verdict", [ColouredText(amount(plan), plan.verdict)]),
+            ("verdict", [ColouredText(format_memory(plan), plan.verdict)]),
             ("rules", [rule_line(plan)]),
             ("shared memory", _shared_memory_lines(plan)),
             ("network", [network]),

@@ -471,7 +471,7 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         """
         if sagemaker_session is None:
             sagemaker_session = session_of(training_job_name)
-        with restore.attaching():
+        with restore.attach_inside():
             estimator: TrainsWithSMP = super().attach(training_job_name, sagemaker_session, model_channel_name)
         if estimator._process_mode:
             estimator.latest_training_job = ProcessTrainingJob(estimator.sagemaker_session, training_job_name)
@@ -487,11 +487,11 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
     ) -> dict[str, Any]:
         """Return the SDK's arguments with the distribution restored, instead of leaving it among the hyperparameters."""
         on_this_machine = job_details["AlgorithmSpecification"].get("TrainingImage") == PROCESS_IMAGE
-        completed = restore.completed(job_details)
+        completed = restore.complete_description(job_details)
         if on_this_machine:  # past the SDK's class, which would parse the image's name
             sdk: Any = cls._sdk_class()
             params = super(sdk, cls)._prepare_init_params_from_job_description(completed, model_channel_name)
             params.pop("image_uri")
         else:
             params = super()._prepare_init_params_from_job_description(completed, model_channel_name)
-        return restore.restored(params, job_details)
+        return restore.restore_parameters(params, job_details)

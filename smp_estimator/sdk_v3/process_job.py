@@ -24,7 +24,7 @@ from smp_estimator.local.job import ProcessJob, Status, failure_message, interru
 from smp_estimator.local.starting import STARTED, start_job
 from smp_estimator.progress import show
 from smp_estimator.sdk_v3.sdk import FailedStatusError, InputData, TrainingJob, safe_serialize, transform
-from smp_estimator.sdk_v3.settings import JobLocation, Trainer, given
+from smp_estimator.sdk_v3.settings import JobLocation, Trainer, given_value
 from smp_estimator.settings import translation
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class ProcessTrainer:
         if read is not None:
             environment = translation.mirrored_environment(read.settings, environment)
         environment[JSON_ARGUMENTS_VARIABLE] = "1"
-        limit = given(trainer.stopping_condition, "max_runtime_in_seconds")
+        limit = given_value(trainer.stopping_condition, "max_runtime_in_seconds")
         request: dict[str, Any] = {
             "TrainingJobName": _job_name(trainer.base_job_name),
             "AlgorithmSpecification": {
@@ -195,12 +195,12 @@ class ProcessTrainer:
             "Environment": environment,
             "RoleArn": "",
         }
-        if (kind := given(trainer.output_data_config, "compression_type")) is not None:
+        if (kind := given_value(trainer.output_data_config, "compression_type")) is not None:
             request["OutputDataConfig"]["CompressionType"] = kind
-        if (uri := given(trainer.checkpoint_config, "s3_uri")) is not None:
+        if (uri := given_value(trainer.checkpoint_config, "s3_uri")) is not None:
             request["CheckpointConfig"] = {
                 "S3Uri": _address(uri),
-                "LocalPath": given(trainer.checkpoint_config, "local_path"),
+                "LocalPath": given_value(trainer.checkpoint_config, "local_path"),
             }
         if trainer.source_code.requirements:
             logger.warning(
@@ -233,8 +233,8 @@ def _channel(channel: Any) -> dict[str, Any]:
     """
     name, record = channel.channel_name, channel.data_source
     if not isinstance(channel, InputData):
-        record = given(record, "s3_data_source")
-    source = record if isinstance(record, str) else given(record, "s3_uri")
+        record = given_value(record, "s3_data_source")
+    source = record if isinstance(record, str) else given_value(record, "s3_uri")
     if not isinstance(source, str) or not source:
         raise ConfigError(
             f"channel {name!r} is {channel.data_source!r}; a job on this machine reads directories, files and S3, and mounts no "
@@ -253,12 +253,12 @@ def _channel(channel: Any) -> dict[str, Any]:
 
 def _fields(record: Any, names: Sequence[str]) -> dict[str, Any]:
     """Return the fields that are set in a record of the SDK, under the names of the service."""
-    found = {name: given(record, name) for name in names}
+    found = {name: given_value(record, name) for name in names}
     return {"".join(word.title() for word in name.split("_")): value for name, value in found.items() if value}
 
 
 def _output(config: Any) -> str:
-    path = given(config, "s3_output_path")
+    path = given_value(config, "s3_output_path")
     return _address(path) if path else ""
 
 

@@ -88,7 +88,7 @@ class JobLocation:
                 f"instance_groups has {len(groups)} group{'s' if len(groups) > 1 else ''}, but ModelParallel starts ranks on all "
                 "hosts of a job, which must be alike: use instance_type and instance_count"
             )
-        if preferences := given(compute, "instance_preferences"):
+        if preferences := given_value(compute, "instance_preferences"):
             return cls._of_preferences(compute, preferences, process_mode=process_mode, containers=containers)
         kind, hosts = getattr(compute, "instance_type", None), getattr(compute, "instance_count", None)
         if isinstance(kind, str):
@@ -106,11 +106,11 @@ class JobLocation:
 
     @classmethod
     def _of_preferences(cls, compute: Any, preferences: Sequence[Any], **where: bool) -> JobLocation:
-        count = given(compute, "instance_count")
+        count = given_value(compute, "instance_count")
         candidates = []
         for number, each in enumerate(preferences):
             alone = SimpleNamespace(
-                instance_type=each.instance_type, instance_count=given(each, "instance_count") or count
+                instance_type=each.instance_type, instance_count=given_value(each, "instance_count") or count
             )
             with _naming(number, each.instance_type):
                 candidates.append(cls.of(alone, **where))
@@ -223,7 +223,7 @@ def _check_image(trainer: Trainer, config: ModelParallel, where: JobLocation) ->
         images.check_stock_version(trainer.training_image, images.TORCH_FLOOR)
         if images.is_stock(trainer.training_image):
             _check_requirements(trainer)
-            service.warn_of_isolation(given(trainer.networking, "enable_network_isolation"), reader.say)
+            service.warn_of_isolation(given_value(trainer.networking, "enable_network_isolation"), reader.say)
     elif images.is_stock(trainer.training_image):
         raise ConfigError(
             f"ship_runtime is False, and image_uri is {trainer.training_image}, a stock image, which has no runtime; leave "
@@ -234,7 +234,7 @@ def _check_image(trainer: Trainer, config: ModelParallel, where: JobLocation) ->
 def _check_requirements(trainer: Trainer) -> None:
     """Refuse requirements that do not fit the stock image."""
     code = trainer.source_code
-    name, folder = given(code, "requirements"), given(code, "source_dir")
+    name, folder = given_value(code, "requirements"), given_value(code, "source_dir")
     if isinstance(name, str) and isinstance(folder, str) and not is_s3_uri(folder):
         requirements.check_image(Path(folder) / name, image_table.row_of(trainer.training_image))
 
@@ -271,8 +271,8 @@ def advise(trainer: Trainer, where: JobLocation, read: Distribution | None, chan
     if not where.in_cloud or not hasattr(trainer.sagemaker_session, "boto_session"):
         return
     places = {f"channel {channel.channel_name!r}": _s3_uri(channel.data_source) for channel in channels or ()}
-    places["checkpoint_config.s3_uri"] = given(trainer.checkpoint_config, "s3_uri")
-    places["output_data_config.s3_output_path"] = given(trainer.output_data_config, "s3_output_path")
+    places["checkpoint_config.s3_uri"] = given_value(trainer.checkpoint_config, "s3_uri")
+    places["output_data_config.s3_output_path"] = given_value(trainer.output_data_config, "s3_output_path")
     known = {what: str(address) for what, address in places.items() if is_s3_uri(address)}
     for sentence in advice.other_regions(known, trainer.sagemaker_session):
         config._reader.say(sentence)  # noqa: SLF001 - as above
@@ -280,7 +280,7 @@ def advise(trainer: Trainer, where: JobLocation, read: Distribution | None, chan
 
 def _s3_uri(source: Any) -> Any:
     """Return a channel's address, also from the SDK's records around it."""
-    return source if isinstance(source, str) else given(given(source, "s3_data_source") or source, "s3_uri")
+    return source if isinstance(source, str) else given_value(given_value(source, "s3_data_source") or source, "s3_uri")
 
 
 def planner_of(trainer: Trainer, where: JobLocation, read: Distribution | None) -> PlanningMixin:
@@ -359,18 +359,18 @@ def _as_estimator(trainer: Trainer, where: JobLocation) -> Any:
     return SimpleNamespace(
         sagemaker_session=SimpleNamespace(local_mode=not where.in_cloud, sagemaker_client=client),
         environment=trainer.environment,
-        output_path=given(output, "s3_output_path"),
-        checkpoint_s3_uri=given(checkpoints, "s3_uri"),
+        output_path=given_value(output, "s3_output_path"),
+        checkpoint_s3_uri=given_value(checkpoints, "s3_uri"),
         code_location=None,
         base_job_name=trainer.base_job_name,
-        use_spot_instances=given(compute, "enable_managed_spot_training"),
-        max_wait=given(limits, "max_wait_time_in_seconds"),
-        max_run=given(limits, "max_runtime_in_seconds"),
-        keep_alive_period_in_seconds=given(compute, "keep_alive_period_in_seconds"),
+        use_spot_instances=given_value(compute, "enable_managed_spot_training"),
+        max_wait=given_value(limits, "max_wait_time_in_seconds"),
+        max_run=given_value(limits, "max_runtime_in_seconds"),
+        keep_alive_period_in_seconds=given_value(compute, "keep_alive_period_in_seconds"),
     )
 
 
-def given(record: Any, name: str) -> Any:
+def given_value(record: Any, name: str) -> Any:
     """Return a field of one of the SDK's records, or None if the field or the record was left out."""
     value = getattr(record, name, None)
     return None if type(value).__name__ == "Unassigned" else value

@@ -35,7 +35,7 @@ from smp_estimator.sdk_v3.sdk import (
     StockModelTrainer,
     transform,
 )
-from smp_estimator.sdk_v3.settings import LOCAL_TYPES, JobLocation, advise, given, planner_of, read_settings
+from smp_estimator.sdk_v3.settings import LOCAL_TYPES, JobLocation, advise, given_value, planner_of, read_settings
 from smp_estimator.sdk_v3.words import said_in_v3
 from smp_estimator.settings import translation
 
@@ -265,8 +265,8 @@ class ModelTrainer(StockModelTrainer):
         """Return the address of the newest job's ``model.tar.gz``, or None before the first job has ended."""
         if self._archive is not None:
             return self._archive
-        artifacts = given(self._latest_training_job, "model_artifacts")
-        return given(artifacts, "s3_model_artifacts")
+        artifacts = given_value(self._latest_training_job, "model_artifacts")
+        return given_value(artifacts, "s3_model_artifacts")
 
     # -- what is sent --------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ def _wants_processes(arguments: Mapping[str, Any]) -> bool:
     """Return whether a trainer with these arguments trains as processes of this machine."""
     if arguments.get("training_image") or arguments.get("algorithm_name"):
         return False
-    kind = given(arguments.get("compute"), "instance_type")
+    kind = given_value(arguments.get("compute"), "instance_type")
     in_containers = arguments.get("training_mode") in (Mode.LOCAL_CONTAINER, Mode.LOCAL_CONTAINER.value)
     return in_containers or (isinstance(kind, str) and kind in LOCAL_TYPES)
 

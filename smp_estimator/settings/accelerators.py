@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ONE_RANK_PER_GPU = ("nccl", smddp.BACKEND)
 
 
-def catalogued(instance_type: Any, say: Callable[[str], None]) -> Instance | None:
+def find_instance(instance_type: Any, say: Callable[[str], None]) -> Instance | None:
     """Return the instance's row of the catalogue, or None for CPU instances and for unknown ones.
 
     Unknown instances are logged as a warning.

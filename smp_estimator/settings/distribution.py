@@ -20,7 +20,7 @@ from smp_config.machine import emulation
 from smp_config.mpi_options import MpiOption, check_mpi_options, exported_variables, merge
 from smp_config.parameters import VERSION_2
 from smp_config.smddp import BufferSizes
-from smp_estimator.settings.accelerators import catalogued, check_accelerators
+from smp_estimator.settings.accelerators import check_accelerators, find_instance
 from smp_estimator.settings.plain_values import require_plain
 from smp_estimator.settings.translation import (
     for_stock_launcher,
@@ -28,7 +28,7 @@ from smp_estimator.settings.translation import (
     mirrored_environment,
     stock_image_conflicts,
 )
-from smp_estimator.settings.variables import separated
+from smp_estimator.settings.variables import separate
 from smp_records import faults
 from smp_records.timeline import steps_to_keep
 
@@ -154,8 +154,8 @@ def read(
     refuse_unknown_strategies(distribution, process_mode=process_mode)
     require_plain(distribution, "distribution")
     _refuse_torchrun(distribution)
-    distribution, later = separated(distribution)
-    known = catalogued(instance_type, say)
+    distribution, later = separate(distribution)
+    known = find_instance(instance_type, say)
     settings = JobSettings.from_distribution(distribution, instance_type=instance_type)
     settings = _with_mpi(settings, distribution, say, known, process_mode=process_mode, later=later)
     _check_ranks(settings, hosts, process_mode=process_mode)

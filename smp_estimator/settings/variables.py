@@ -27,7 +27,7 @@ def is_variable(value: Any) -> bool:
     return of_version_3 is not None and isinstance(value, of_version_3.PipelineVariable)
 
 
-def separated(distribution: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def separate(distribution: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a distribution into the part that can be checked now and the part that a pipeline fills in.
 
     Returns:

@@ -43,7 +43,7 @@ def read_timeline(job_output: str) -> JobTimeline:
 def read_ranks(job_output: str) -> list[tuple[str, RankTimeline]]:
     """Read the timelines as :func:`read_timeline` does, but return them rank by rank, each with its file's name."""
     place = place_of(job_output)
-    files = [(name, parse_timeline(text, name)) for name, text in contents(place, _PATTERN)]
+    files = [(name, parse_timeline(text, name)) for name, text in read_files(place, _PATTERN)]
     if not files:
         raise ConfigError(
             f"{job_output} holds no {_PATTERN}, neither plain nor in an archive; ranks write them when recording is "
@@ -72,7 +72,7 @@ def place_of(job_output: str) -> Path:
     return place
 
 
-def contents(place: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+def read_files(place: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
     """Yield (name, content) of every rank's file that matches a pattern.
 
     Archives are opened only if there are no plain files.

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from smp_config import ConfigError
-from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, colour_axes, figure_for, save
 
 #: Squares of more ends than this carry no numbers.
 _NUMBERED = 16
@@ -48,7 +48,7 @@ class LinkTraffic:
     same_host: bool = True
 
 
-def amount(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Return a size as text such as ``"3.1 GB"``, in the unit with one to three digits before the point."""
     unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), _UNITS[-1])
     return f"{size / unit:.3g} {name}"
@@ -67,9 +67,9 @@ def link_table(links: Sequence[LinkTraffic]) -> Table:
             link.target,
             "inside a host" if link.same_host else "between hosts",
             link.what,
-            amount(link.sent_bytes),
+            format_bytes(link.sent_bytes),
             f"{link.messages:,}",
-            amount(link.sent_bytes / link.messages) if link.messages else "",
+            format_bytes(link.sent_bytes / link.messages) if link.messages else "",
         )
     return table
 
@@ -109,7 +109,7 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
     each = min(0.62, 9.0 / count)
     # No narrower than the title.
     figure = figure_for(path, max(5.6, each * len(columns) + 1.6), max(1.2, each * len(rows)) + 1.4, theme)
-    axes = coloured(figure.add_subplot(), theme)
+    axes = colour_axes(figure.add_subplot(), theme)
     for (source, target), size in sent.items():
         if size:
             part = max(0.0, math.log(size / least) / math.log(most / least) if most > least else 1.0)
@@ -126,9 +126,9 @@ def save_link_picture(links: Sequence[LinkTraffic], path: str | Path, theme: The
         set_ticks(shown, [names[at] for at in shown], fontsize=7, **more)
     axes.set_xlabel("to", color=theme.ink)
     axes.set_ylabel("from", color=theme.ink)
-    framed = f", {amount(sum(sent[pair] for pair in between))} of them between hosts (framed)" if between else ""
+    framed = f", {format_bytes(sum(sent[pair] for pair in between))} of them between hosts (framed)" if between else ""
     axes.set_title(
-        f"bytes per link in a step: {amount(sum(sent.values()))}{framed}", fontsize=9, color=theme.ink, loc="left"
+        f"bytes per link in a step: {format_bytes(sum(sent.values()))}{framed}", fontsize=9, color=theme.ink, loc="left"
     )
     return save(figure, path)
 
@@ -161,8 +161,8 @@ class _Square:
         )
         if count <= _NUMBERED:
             ink = "#ffffff" if self.strength > 0.55 else theme.ink
-            text = amount(self.size).replace(" ", "\n")
+            text = format_bytes(self.size).replace(" ", "\n")
             axes.text(self.column, self.row, text, ha="center", va="center", fontsize=6.5, color=ink)
 
 
-__all__ = ["LinkTraffic", "amount", "link_table", "save_link_picture"]
+__all__ = ["LinkTraffic", "format_bytes", "link_table", "save_link_picture"]

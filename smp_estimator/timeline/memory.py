@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
-from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, colour_axes, figure_for, save
 from smp_estimator.figures.svg import colour
-from smp_estimator.timeline.links import amount
+from smp_estimator.timeline.links import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,7 +140,7 @@ def save_memory_picture(curves: Sequence[MemoryCurve], path: str | Path, theme: 
     names = sorted({owner for curve in drawn for owner in curve.ordered}, key=_place)
     colours = {owner: colour(number) for number, owner in enumerate(names)}
     for number, curve in enumerate(drawn):
-        axes = coloured(figure.add_subplot(len(drawn), 1, number + 1), theme)
+        axes = colour_axes(figure.add_subplot(len(drawn), 1, number + 1), theme)
         _draw(axes, curve, colours, theme, (start, stop, top))
         if number + 1 < len(drawn):
             axes.set_xticklabels([])
@@ -182,7 +182,7 @@ def _draw(
     at, most = (curve.peak[0] - start) * 1e3, curve.peak[1] / GB
     axes.plot([at], [most], marker="v", markersize=5, color=theme.ink)
     right = at < 0.5 * times[-1]
-    said = amount(curve.peak[1]) + (f": {_shortened(curve.peak_owner)}" if curve.peak_owner else "")
+    said = format_bytes(curve.peak[1]) + (f": {_shortened(curve.peak_owner)}" if curve.peak_owner else "")
     axes.annotate(
         said,
         (at, most),

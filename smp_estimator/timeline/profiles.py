@@ -16,7 +16,7 @@ from rich.table import Table
 
 from smp_config import ConfigError
 from smp_config.errors import kind_of
-from smp_estimator.timeline.files import contents, place_of, read_timeline
+from smp_estimator.timeline.files import place_of, read_files, read_timeline
 from smp_estimator.timeline.views import begin_of, chrome_trace
 from smp_records.profiling import ABOUT, CLOCK_MARK, FILE_PREFIX, FILE_SUFFIX, VARIABLE, About
 
@@ -77,7 +77,7 @@ def read_profiles(job_output: str) -> list[RankTrace]:
         ConfigError: there are no traces, broken ones, or traces of several jobs.
     """
     found = sorted(
-        (_parsed(content, name) for name, content in contents(place_of(job_output), _PATTERN)),
+        (_parsed(content, name) for name, content in read_files(place_of(job_output), _PATTERN)),
         key=lambda trace: trace.about.rank,
     )
     if not found:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from smp_config import ConfigError
 from smp_estimator.figures.colours import colour_of
-from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, coloured, figure_for, save
+from smp_estimator.figures.matplotlib_figure import LIGHT, Theme, colour_axes, figure_for, save
 
 if TYPE_CHECKING:
     from smp_estimator.timeline.steps import JobTimeline, RankStep, Step
@@ -112,7 +112,7 @@ def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
             "and open it in ui.perfetto.dev, which can zoom"
         )
     figure = figure_for(path, 12.0, 1.3 + 0.45 * len(step.ranks), theme)
-    axes = coloured(figure.add_subplot(), theme)
+    axes = colour_axes(figure.add_subplot(), theme)
     start, stop = step.window
     width = (stop - start) * 1e3
     for lane, rank in enumerate(step.ranks):

@@ -6,6 +6,7 @@ that ``make test`` only looks whether each of them is run or listed; commands of
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -45,6 +46,7 @@ ELSEWHERE: dict[Key, tuple[str, str]] = {
 INDEX = "it installs from a package index"
 STEP = "a step of its own in .ci/run"
 WHEEL = "it needs the tools that build the wheel; tests/estimator/test_wheel.py builds one and looks into it"
+ACCOUNT = "it asks an account of AWS; tests/estimator/test_doctor.py has a stand-in of one"
 DOCKER = "it builds and runs images with Docker: `make test-docker`, a step of its own in .ci/run"
 #: Lines that nothing runs.
 NOT_RUN: dict[Key, str] = {
@@ -59,6 +61,7 @@ NOT_RUN: dict[Key, str] = {
     ("start.md", "pip install torch"): INDEX,
     ("start.md", 'pip install "dist/'): INDEX,
     ("lora.md", "pip install"): INDEX,
+    ("cloud.md", "smp-estimator doctor"): ACCOUNT,
     ("image.md", "make image  "): DOCKER,
     ("image.md", "make image BASE_IMAGE"): DOCKER,
     ("image.md", "make test-docker"): DOCKER,
@@ -200,6 +203,13 @@ def _checkpoint() -> None:
     subprocess.run([sys.executable, "train.py"], check=True, timeout=100)
 
 
+def _distribution() -> None:
+    """A distribution as a notebook has it."""
+    strategies = {"modelparallel": {"enabled": True, "parameters": {"partitions": 2, "microbatches": 4, "ddp": True}}}
+    whole = {"smdistributed": strategies, "mpi": {"enabled": True, "processes_per_host": 8}}
+    Path("distribution.json").write_text(json.dumps(whole))
+
+
 def _text() -> None:
     Path("text").mkdir()
     Path("text/some.txt").write_text("to be or not to be, that is the question. " * 400)
@@ -219,6 +229,7 @@ _STEP_AND_JOB = {"JOB_OUTPUT": "out", "--step 7": "--step 2"}
 SCENES: dict[Key, Scene] = {
     ("accelerate.md", "smp-estimator run"): Scene(_script("accelerate.md", "accelerator.prepare")),
     ("checkpoints.md", "checkpoint inspect"): Scene(_checkpoint, {"PATH": "saved", "OUT": "out"}),
+    ("estimator.md", "smp-estimator validate"): Scene(_distribution),
     ("generation.md", "examples/generate.py"): Scene(instead={"examples/": f"{ROOT}/examples/"}),
     ("hangs.md", "smp-estimator where"): Scene(instead={"JOB --stacks": "{job} --stacks"}, job=True),
     ("launchers.md", "--steps 100"): Scene(_text, {"--steps 100": "--steps 3"}),

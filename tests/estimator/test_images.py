@@ -28,7 +28,7 @@ def versions(given: str | None, python: str | None = None, **wanted: Any) -> tup
 
 
 def test_the_default_is_the_newest_of_the_sdk_that_is_patched() -> None:
-    newest = max(OF_SDK, key=images.number)
+    newest = max(OF_SDK, key=images.version_numbers)
     assert versions(None, day=EARLY) == (newest, OF_SDK[newest]["py_versions"][-1])
     assert choose_pytorch(None, None, day=EARLY).image.by_name
 
@@ -53,7 +53,7 @@ def test_what_is_patched_on_a_day(
     day: date, given: dict[str, Any], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an SDK that knows images up to 2.8; none of the table is patched on the last day, and the SDK's newest is taken."""
-    known = {name: row for name, row in OF_SDK.items() if images.number(name) <= (2, 8, 0)}
+    known = {name: row for name, row in OF_SDK.items() if images.version_numbers(name) <= (2, 8, 0)}
     told = {"pytorch": {"training": {"versions": known, "version_aliases": {"2.8": "2.8.0"}}}}
     monkeypatch.setattr(image_choice, "config_for_framework", lambda name: _found(told, name))
     assert choose_pytorch(None, None, day=day, **given).framework_version == version
@@ -148,8 +148,8 @@ def test_no_image_of_a_version() -> None:
 
 def test_huggingface() -> None:
     transformers, torch, python = choose_huggingface(None, None, None)
-    assert images.number(transformers) < (5,)
-    assert images.number(torch) >= (2, 4)
+    assert images.version_numbers(transformers) < (5,)
+    assert images.version_numbers(torch) >= (2, 4)
     assert python.startswith("py3")
     assert choose_huggingface("4.49.0", None, None) == ("4.49.0", "2.5.1", "py311")
     assert choose_huggingface(None, "2.5.1", None)[1] == "2.5.1"

@@ -106,4 +106,4 @@ def test_hosts_are_merged_and_the_leader_wins(tmp_path: Path, caplog: pytest.Log
     ],
 )
 def test_addresses(destination: str, expected: str) -> None:
-    assert artifacts.address(destination, "model", "job-1", compressed=True) == expected
+    assert artifacts.artifact_address(destination, "model", "job-1", compressed=True) == expected

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from smp_estimator.cli.main import main
-from smp_estimator.models.outcomes import cell, parsed
+from smp_estimator.models.outcomes import format_cell, parse_matrix
 
 DATA = {
     "versions": {"4": {"transformers": "4.57.6"}, "5": {"transformers": "5.23.0"}},
@@ -30,13 +30,13 @@ def _said(*arguments):
 
 
 def test_the_matrix_is_read():
-    matrix = parsed(DATA)
+    matrix = parse_matrix(DATA)
     assert [family.model_type for family in matrix.matching(["LLA"])] == ["llama"]
     assert [family.model_type for family in matrix.matching(["causal"])] == ["llama", "odd"]
     assert next(matrix.counts("4")) == ("pp 2", 1, 2)
     assert [(good, count) for _, good, count in matrix.split_well("4")] == [(1, 1), (1, 1)]
     assert [family.trains_alone("4") for family in matrix.families] == [True, True, False]
-    assert [cell(matrix.families[0].majors["4"].get(mode)) for mode in ("pp 2", "sdp 2", "tp 2")] == [
+    assert [format_cell(matrix.families[0].majors["4"].get(mode)) for mode in ("pp 2", "sdp 2", "tp 2")] == [
         "equal",
         "–",
         "equal 0.43 / 1.00",
@@ -44,7 +44,7 @@ def test_the_matrix_is_read():
 
 
 def test_a_part_is_shown(monkeypatch):
-    monkeypatch.setattr("smp_estimator.cli.commands.models.read_matrix", lambda: parsed(DATA))
+    monkeypatch.setattr("smp_estimator.cli.commands.models.read_matrix", lambda: parse_matrix(DATA))
     status, text = _said("llama", "--transformers", "4")
     assert status == 0
     assert "equal 0.43 / 1.00" in text
@@ -90,7 +90,7 @@ def test_a_run_is_taken_over(tmp_path, monkeypatch):
     ]
     run.write_text("".join(json.dumps(record) + "\n" for record in records))
     model_table.write_table([run])
-    assert parsed(json.loads(outcomes.read_text())).families[0].majors["4"].keys() == {"pp 2", "tp 2"}
+    assert parse_matrix(json.loads(outcomes.read_text())).families[0].majors["4"].keys() == {"pp 2", "tp 2"}
     text = document.read_text()
     assert "| llama | causal | equal | – | no | – |" in text
     assert "- llama (causal), tp 2: the loss differs by 0.5, the gradient of head.weight by 0.2" in text

@@ -47,8 +47,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_runtime_is_unpacked_once(wheel: Path, tmp_path: Path) -> None:
-    site = entry.unpacked(str(wheel))
-    assert entry.unpacked(str(wheel)) == site
+    site = entry.unpack_wheel(str(wheel))
+    assert entry.unpack_wheel(str(wheel)) == site
     assert [path.name for path in (tmp_path / "temporary").iterdir()] == [os.path.basename(site)]
     assert mode(Path(site)) == 0o700
 
@@ -68,14 +68,14 @@ def _a_link(site: Path) -> None:
 
 @pytest.mark.parametrize("foreign", [_somebody_elses, _writable_for_all, _a_link])
 def test_a_folder_that_others_can_write_to_is_not_trusted(wheel: Path, foreign: Callable[[Path], None]) -> None:
-    site = Path(entry.unpacked(str(wheel)))
+    site = Path(entry.unpack_wheel(str(wheel)))
     module = site / "smp_config" / "__init__.py"
     module.write_text("right = False")
     try:
         foreign(site)
     except PermissionError:
         pytest.skip("only root can make a folder somebody else's")
-    found = Path(entry.unpacked(str(wheel)))
+    found = Path(entry.unpack_wheel(str(wheel)))
     assert found != site
     assert (found / "smp_config" / "__init__.py").read_text() == "right = True"
     assert mode(found) == 0o700

@@ -123,7 +123,7 @@ def test_timeout_ends_the_display() -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (61.4, "0:01:01"), (3723, "1:02:03")])
 def test_clock(seconds: float, text: str) -> None:
-    assert progress.clock(seconds) == text
+    assert progress.format_duration(seconds) == text
 
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 
 from smp_config import ConfigError
 from smp_estimator.cloud import image_table
-from smp_estimator.cloud.requirements import combined
+from smp_estimator.cloud.requirements import combine_requirements
 
 OURS = ["click>=8.1", "pydantic>=2.7", "rich>=13", "safetensors"]
 
@@ -18,11 +18,16 @@ OURS = ["click>=8.1", "pydantic>=2.7", "rich>=13", "safetensors"]
 def test_encodings_that_pip_reads(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "requirements.txt"
     path.write_text("six  # é\n", encoding=encoding)
-    assert combined(path, OURS).splitlines() == ["six  # é", "", "# what the model parallel runtime needs", *OURS]
+    assert combine_requirements(path, OURS).splitlines() == [
+        "six  # é",
+        "",
+        "# what the model parallel runtime needs",
+        *OURS,
+    ]
 
 
 def test_without_a_file(tmp_path: Path) -> None:
-    assert combined(tmp_path / "requirements.txt", OURS).splitlines()[1:] == OURS
+    assert combine_requirements(tmp_path / "requirements.txt", OURS).splitlines()[1:] == OURS
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_without_a_file(tmp_path: Path) -> None:
 )
 def test_what_agrees(tmp_path: Path, line: str) -> None:
     (tmp_path / "requirements.txt").write_text(line)
-    assert combined(tmp_path / "requirements.txt", OURS).startswith(line)
+    assert combine_requirements(tmp_path / "requirements.txt", OURS).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +79,13 @@ def test_what_contradicts(tmp_path: Path, line: str, said: str) -> None:
     (tmp_path / "more.txt").write_text("-r requirements.txt\nclick<8\n")
     (tmp_path / "requirements.txt").write_text(line)
     with pytest.raises(ConfigError, match=said):
-        combined(tmp_path / "requirements.txt", OURS)
+        combine_requirements(tmp_path / "requirements.txt", OURS)
 
 
 def test_no_text(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(ConfigError, match="is not UTF-8 text .* save it as UTF-8"):
-        combined(tmp_path / "requirements.txt", OURS)
+        combine_requirements(tmp_path / "requirements.txt", OURS)
 
 
 def image(torch: str, python: str | None = None) -> image_table.TrainingImage:
@@ -103,8 +108,8 @@ def image(torch: str, python: str | None = None) -> image_table.TrainingImage:
 )
 def test_what_fits_the_image(tmp_path: Path, line: str) -> None:
     (tmp_path / "requirements.txt").write_text(line)
-    assert combined(tmp_path / "requirements.txt", OURS, image("2.8.0", "py312"))
-    assert combined(tmp_path / "requirements.txt", OURS)
+    assert combine_requirements(tmp_path / "requirements.txt", OURS, image("2.8.0", "py312"))
+    assert combine_requirements(tmp_path / "requirements.txt", OURS)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +131,11 @@ def test_what_does_not_fit_the_image(tmp_path: Path, line: str, said: str) -> No
     (tmp_path / "more.txt").write_text("torch<2\n")
     (tmp_path / "requirements.txt").write_text(line)
     with pytest.raises(ConfigError, match=said):
-        combined(tmp_path / "requirements.txt", OURS, image("2.8.0", "py312"))
+        combine_requirements(tmp_path / "requirements.txt", OURS, image("2.8.0", "py312"))
 
 
 @pytest.mark.parametrize("line", ["torch==1.13.1", "torch<2.4", "torchvision<0.15", "numpy<1.20"])
 def test_what_fits_no_image(tmp_path: Path, line: str) -> None:
     (tmp_path / "requirements.txt").write_text(line)
     with pytest.raises(ConfigError, match=r"PyTorch 2\.4 or newer|NumPy before 1\.21\.3"):
-        combined(tmp_path / "requirements.txt", OURS)
+        combine_requirements(tmp_path / "requirements.txt", OURS)

@@ -11,7 +11,7 @@ from smp_config import ConfigError
 from smp_estimator.figures.matplotlib_figure import DARK, LIGHT, Theme
 from smp_estimator.figures.svg import COLOURS
 from smp_estimator.timeline import JobTimeline
-from smp_estimator.timeline.links import LinkTraffic, amount, link_table, save_link_picture
+from smp_estimator.timeline.links import LinkTraffic, format_bytes, link_table, save_link_picture
 from smp_estimator.timeline.memory import MemoryCurve, _shortened, save_memory_picture
 from smp_estimator.timeline.throughput import Throughput, seconds_per_step
 from smp_estimator.timeline.views import save_picture
@@ -188,7 +188,7 @@ def test_the_table_of_links_begins_with_the_most(tmp_path: Path) -> None:
     said = console.export_text()
     assert said.index("3 GB") < said.index("1.5 MB")
     assert ["250 MB" in said, "500 kB" in said, "between hosts" in said] == [True] * 3
-    assert [amount(size) for size in (0, 999, 1000, 12_340_000_000_000)] == ["0 B", "999 B", "1 kB", "12.3 TB"]
+    assert [format_bytes(size) for size in (0, 999, 1000, 12_340_000_000_000)] == ["0 B", "999 B", "1 kB", "12.3 TB"]
 
 
 def test_who_sends_nothing_has_no_row(tmp_path: Path) -> None:

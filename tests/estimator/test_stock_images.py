@@ -182,7 +182,7 @@ def test_the_request_and_what_travels(row: TrainingImage, asked: Any, cloud: Clo
         by_version = asked(row, model_parallel(8, ddp=True), image_uri=None, framework_version=row.torch)
         assert by_version["AlgorithmSpecification"]["TrainingImage"] == image
 
-    if images.number(row.torch) >= images.DATA_PARALLEL_FLOOR:
+    if images.version_numbers(row.torch) >= images.DATA_PARALLEL_FLOOR:
         asked(row, DATA_PARALLEL if row.processor == "cpu" else {**DATA_PARALLEL, "mpi": {"enabled": True}})
         carried = cloud.carried()
         assert (carried["sagemaker_program"], carried["sagemaker_mpi_enabled"]) == ("_smp_entry.py", True)
@@ -286,7 +286,9 @@ def test_a_model_parallel_job(row: TrainingImage, started: Any) -> None:
 @pytest.mark.full
 @pytest.mark.job
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if images.number(row.torch) >= images.DATA_PARALLEL_FLOOR], ids=lambda row: row.name
+    "row",
+    [row for row in ROWS if images.version_numbers(row.torch) >= images.DATA_PARALLEL_FLOOR],
+    ids=lambda row: row.name,
 )
 def test_a_data_parallel_job(row: TrainingImage, started: Any) -> None:
     found = started(row, DATA_PARALLEL, DATA_PARALLEL_STEP, [], MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")

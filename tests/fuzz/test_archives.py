@@ -192,7 +192,7 @@ def _read_output(content: bytes, folder: Path) -> None:
 def _unpack_wheel(content: bytes, folder: Path) -> None:
     (folder / "runtime.whl").write_bytes(content)
     try:
-        site = entry.unpacked(str(folder / "runtime.whl"))
+        site = entry.unpack_wheel(str(folder / "runtime.whl"))
     except RuntimeError as error:
         assert [path.name for path in folder.iterdir()] == ["runtime.whl"], "refused, and nothing is left"
         raise ConfigError(str(error)) from error

@@ -185,14 +185,14 @@ def test_the_folder_of_the_driver() -> None:
     wanted = (folder / "smp_requirements.txt").read_text().split()
     assert any(line.startswith("pydantic>=") for line in wanted)
     assert "mpi4py" in wanted, "in any version"
-    assert smp_driver.missing(wanted) == [], "this environment has all"
+    assert smp_driver.find_missing(wanted) == [], "this environment has all"
     assert made.driver_dir == str(folder), "made once"
     made.ship_runtime = False
     assert not list(Path(made.driver_dir).glob("*.whl"))
 
 
 def test_requirements_that_an_image_lacks() -> None:
-    assert smp_driver.missing(["pydantic>=2.0", "pydantic>=99", "no-such-package>=1"]) == [
+    assert smp_driver.find_missing(["pydantic>=2.0", "pydantic>=99", "no-such-package>=1"]) == [
         "pydantic>=99",
         "no-such-package>=1",
     ]

@@ -151,7 +151,7 @@ def test_the_newest_stock_image(cloud: Any, script: Path) -> None:
     made = trainer(script, sagemaker_session=cloud.session, training_image=None)
     registry, _, name = made.training_image.rpartition("/")
     assert re.fullmatch(r"\d{12}\.dkr\.ecr\.us-east-1\.amazonaws\.com", registry)
-    newest = max(config_for_framework("pytorch-amzn2023")["training"]["versions"], key=images.number)
+    newest = max(config_for_framework("pytorch-amzn2023")["training"]["versions"], key=images.version_numbers)
     assert re.fullmatch(rf"pytorch:{newest}-cu\d+-amzn2023-sagemaker", name)
     assert images.is_stock(made.training_image)
 

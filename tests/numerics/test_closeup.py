@@ -19,7 +19,13 @@ from smp_config import ConfigError
 from smp_estimator.numerics.bisection import Bisection, Saved
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun, TensorKey
-from smp_estimator.numerics.tensor_diff import CloseupFiles, RunNames, WholeTensor, differences, order_of_samples
+from smp_estimator.numerics.tensor_diff import (
+    CloseupFiles,
+    RunNames,
+    WholeTensor,
+    describe_differences,
+    order_of_samples,
+)
 from smp_records.numerics import Closeup, Head, KeptTensor, RecordedMoment, Start
 
 SPLIT = [
@@ -34,7 +40,7 @@ def _told(
     other: WholeTensor, one: WholeTensor | None = None, key: TensorKey = WEIGHT, heads: Sequence[Head] = (HEAD,)
 ) -> str:
     one = one or WholeTensor(VALUES, "float32")
-    return "\n".join(differences(one, other, key, 1e-6, ([HEAD], heads), RunNames("A", "B")))
+    return "\n".join(describe_differences(one, other, key, 1e-6, ([HEAD], heads), RunNames("A", "B")))
 
 
 def _changed(where: Any, factor: float = 2.0) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -190,7 +196,7 @@ def test_a_fault_in_one_row_is_shown(kept: Callable[..., Any]) -> None:
     first = compare(one, other).first
     assert first is not None
     copies = files.whole(first.key), others.whole(first.key)
-    said = differences(*copies, first.key, first.allowed, (one.heads, other.heads), RunNames("A", "B"))
+    said = describe_differences(*copies, first.key, first.allowed, (one.heads, other.heads), RunNames("A", "B"))
     assert said[0].startswith("16 of ")
     assert any(sentence.startswith("only rows 3 of ") for sentence in said)
     assert said[-1] == "all of them are 0 in B"

@@ -15,7 +15,7 @@ from support.training.recorded_steps import HEAD, STEP, changed, value
 from smp_estimator.figures.error_growth import save_picture
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
-from smp_estimator.numerics.report import verdict
+from smp_estimator.numerics.report import write_verdict
 from smp_records.numerics import NUMBERS_OF_CALL, PROJECTIONS, RecordedMoment, RecordedValue, head_line, moment_line
 
 
@@ -34,7 +34,7 @@ def first(values: Iterable[RecordedValue]) -> tuple[str, str]:
 def test_equal_runs() -> None:
     found = compare(run(), run(name="B"))
     assert found.is_equal
-    assert verdict(found) == [f"equal within rounding: {2 * len(STEP)} tensors of 2 step(s)"]
+    assert write_verdict(found) == [f"equal within rounding: {2 * len(STEP)} tensors of 2 step(s)"]
 
 
 @pytest.mark.parametrize("wrong", [(v.phase, v.name) for v in STEP])
@@ -94,28 +94,29 @@ def test_rounding_is_no_finding_and_a_little_more_is() -> None:
 def test_a_number_that_is_not_finite_in_one_run_only() -> None:
     bad = [v._replace(square=math.nan, projections=(math.nan,) * PROJECTIONS) if v.name == "b" else v for v in STEP]
     found = compare(run(), run(bad, name="B"))
-    assert "output of b; not finite in one of the runs" in verdict(found)[0]
+    assert "output of b; not finite in one of the runs" in write_verdict(found)[0]
     assert compare(run(bad), run(bad, name="B")).is_equal  # and alike in both
 
 
 def test_hints() -> None:
     summed = [value(v.phase, v.name, 4.0, time=v.time) if "gradient" in v.phase else v for v in STEP]
-    said = verdict(compare(run(), run(summed, name="B")))
+    said = write_verdict(compare(run(), run(summed, name="B")))
     assert said[0].startswith("differs first at step 0, rank(s) 0: output gradient of b; relative error 0.75")
     assert "the second run has 4 times the norm" in said[1]
-    assert "1/4 of the norm" in verdict(compare(run(summed), run(name="B")))[1]
-    assert "without a seed" in verdict(compare(run(), run(changed(("weight", "a.weight")), name="B")))[1]
-    assert "mean over tokens" in verdict(compare(run(), run(changed(("loss", "")), name="B")))[1]
+    assert "1/4 of the norm" in write_verdict(compare(run(summed), run(name="B")))[1]
+    assert "without a seed" in write_verdict(compare(run(), run(changed(("weight", "a.weight")), name="B")))[1]
+    assert "mean over tokens" in write_verdict(compare(run(), run(changed(("loss", "")), name="B")))[1]
     assert (
-        "the optimizer has other settings" in verdict(compare(run(), run(changed(("update", "a.weight")), name="B")))[1]
+        "the optimizer has other settings"
+        in write_verdict(compare(run(), run(changed(("update", "a.weight")), name="B")))[1]
     )
 
 
 def test_missing_parts_and_other_batches() -> None:
     half = [v._replace(elements=8) if v.phase == "gradient" and v.name == "b.weight" else v for v in STEP]
-    assert "gradient of b.weight; 16 elements in A, 8 in B" in verdict(compare(run(), run(half, name="B")))[0]
+    assert "gradient of b.weight; 16 elements in A, 8 in B" in write_verdict(compare(run(), run(half, name="B")))[0]
     more = [v._replace(elements=32) if v.phase == "input" else v for v in STEP]
-    assert "16 numbers of the batch in A, 32 in B" in verdict(compare(run(), run(more, name="B")))[0]
+    assert "16 numbers of the batch in A, 32 in B" in write_verdict(compare(run(), run(more, name="B")))[0]
     parts = [v._replace(elements=8) if (v.phase, v.name) == ("output", "b") else v for v in STEP]
     found = compare(run(), run(parts, name="B"))
     assert found.is_equal
@@ -127,7 +128,7 @@ def test_copies_that_differ_are_found_in_one_run() -> None:
     heads = [replace(HEAD, rank=rank, world=2) for rank in (0, 1)]
     files = [(head, [RecordedMoment(0, 0, values, "r")]) for head, values in zip(heads, (STEP, wrong), strict=True)]
     drifting = RecordedRun.of("B", files)
-    said = verdict(compare(drifting, drifting))
+    said = write_verdict(compare(drifting, drifting))
     assert said == [
         "copies differ first in B at step 0: weight of b.weight is not the same on ranks 0 and 1, which should have copies; "
         "relative distance 0.29"
@@ -168,5 +169,5 @@ def test_the_command_and_its_picture(tmp_path: Path, ending: str) -> None:
 
 def test_a_run_without_common_steps_is_no_equal_run(tmp_path: Path) -> None:
     other = RecordedRun.of("B", [(HEAD, [RecordedMoment(9, 0, STEP, "r")])])
-    assert "nothing was compared" in verdict(compare(run(), other))[0]
+    assert "nothing was compared" in write_verdict(compare(run(), other))[0]
     assert save_picture(compare(run(), other), str(tmp_path / "empty.svg")).exists()

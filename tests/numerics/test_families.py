@@ -10,7 +10,7 @@ import pytest
 
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
-from smp_estimator.numerics.report import verdict
+from smp_estimator.numerics.report import write_verdict
 
 DEGREES: dict[str, dict[str, Any]] = {
     "pp": {"pipeline_parallel_degree": 2, "microbatches": 4},
@@ -61,7 +61,7 @@ def test_families_are_equal_at_all_degrees(ranks: Callable[..., Any], tmp_path: 
     for name, config in DEGREES.items():
         ranks(_train, 2, family, str(tmp_path / name), config, init=False)
         found = compare(one, RecordedRun.read(str(tmp_path / name)))
-        assert found.is_equal, (name, verdict(found))
+        assert found.is_equal, (name, write_verdict(found))
         if name == "tp":  # some models are replaced by the library's own, whose modules have other names
             assert len(found.compared) >= 18
         else:

@@ -18,7 +18,7 @@ from support.training.numerics_training import DEGREES
 
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
-from smp_estimator.numerics.report import verdict
+from smp_estimator.numerics.report import write_verdict
 
 HALF = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 
@@ -73,9 +73,9 @@ def test_a_fault_is_traced(record: Record, fault: str, degrees: str) -> None:
     wanted = FAULTS[fault]
     drift = found.first_drift
     first = drift[1].key if drift is not None else found.first.key if found.first is not None else None
-    assert first is not None, verdict(found)
-    assert first.phase in wanted.phases, verdict(found)
-    assert first.name.startswith(tuple(wanted.module.split("|"))), verdict(found)
+    assert first is not None, write_verdict(found)
+    assert first.phase in wanted.phases, write_verdict(found)
+    assert first.name.startswith(tuple(wanted.module.split("|"))), write_verdict(found)
 
 
 #: Smaller than the rounding of half precision, or nothing at all in it.
@@ -97,9 +97,9 @@ def test_a_fault_is_traced_in_half_precision(record: Record, fault: str, degrees
     found = compare(record("one", half=half), record(degrees, fault, half=half))
     drift = found.first_drift
     first = drift[1].key if drift is not None else found.first.key if found.first is not None else None
-    assert first is not None, verdict(found)
-    assert first.phase in FAULTS[fault].phases, verdict(found)
-    assert first.name.startswith(tuple(FAULTS[fault].module.split("|"))), verdict(found)
+    assert first is not None, write_verdict(found)
+    assert first.phase in FAULTS[fault].phases, write_verdict(found)
+    assert first.name.startswith(tuple(FAULTS[fault].module.split("|"))), write_verdict(found)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_fault_is_traced_in_half_precision(record: Record, fault: str, degrees
 )
 def test_no_fault_is_found_where_there_is_none(record: Record, one: str, other: str, half: str, adam: bool) -> None:
     found = compare(record(one, half=half, adam=adam), record(other, half=half, adam=adam))
-    assert found.is_equal, verdict(found)
+    assert found.is_equal, write_verdict(found)
     phases = {each.key.phase for each in found.compared}
     assert {
         "weight",

@@ -11,7 +11,7 @@ from support.matrix import sampled
 
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
-from smp_estimator.numerics.report import verdict
+from smp_estimator.numerics.report import write_verdict
 
 PP = {"pipeline_parallel_degree": 2, "microbatches": 4}
 PP_DP = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}
@@ -84,7 +84,7 @@ def test_a_recorded_training_is_the_same_and_equal_to_one_process(
     assert recorded == plain
     ranks(_trained, 1, str(tmp_path / "one"), {}, False, False, config={})
     found = compare(RecordedRun.read(str(tmp_path / "one")), RecordedRun.read(str(tmp_path / "a")))
-    assert found.is_equal, verdict(found)
+    assert found.is_equal, write_verdict(found)
     for phase in ("weight", "buffer", "input", "output", "loss", "output gradient", "gradient", "update"):
         assert {each.step for each in found.compared if each.key.phase == phase} == {0, 1, 2}, phase
 

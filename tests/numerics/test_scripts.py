@@ -12,7 +12,7 @@ from support.training.numerics_training import DEGREES
 
 from smp_estimator.numerics.comparison import compare
 from smp_estimator.numerics.recorded_run import RecordedRun
-from smp_estimator.numerics.report import verdict
+from smp_estimator.numerics.report import write_verdict
 from smp_records.numerics import PHASES
 
 
@@ -70,7 +70,7 @@ def _recorded(ranks: Callable[..., Any], folder: Path, degrees: str, kind: str, 
 def test_all_of_it_is_recorded(ranks: Callable[..., Any], tmp_path: Path, kind: str, degrees: str) -> None:
     one = _recorded(ranks, tmp_path / "one", "one", "plain")
     found = compare(one, _recorded(ranks, tmp_path / "other", degrees, kind))
-    assert found.is_equal, verdict(found)
+    assert found.is_equal, write_verdict(found)
     lacking = {"loss"} if kind == "without steps" else set()  # which nobody is told
     assert {each.key.phase for each in found.compared} == set(PHASES) - lacking
     modules = {each.key.name for each in found.compared if each.key.phase == "output gradient"}

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from smp_estimator.numerics.recorded_run import distance
+from smp_estimator.numerics.recorded_run import estimate_distance
 from smp_records.numerics import PROJECTIONS, SMALL
 from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
 from smp_tools.numerics.journal import part_name
@@ -76,7 +76,7 @@ def test_projections_tell_how_far_tensors_are_apart(dtype: torch.dtype) -> None:
     other = one + (0.05 * torch.randn(64, 96)).to(dtype)
     region = TensorRegion.of((64, 96))
     expected = float((one.double() - other.double()).norm())
-    found = distance(projections(sketch_of(one, region)), projections(sketch_of(other, region)))
+    found = estimate_distance(projections(sketch_of(one, region)), projections(sketch_of(other, region)))
     assert expected / 3 < found < 3 * expected
     assert float(sketch_of(one, region).numbers[0]) == pytest.approx(float(one.double().square().sum()), rel=1e-5)
     assert float(sketch_of(one, region).numbers[1]) == float(one.abs().max())
@@ -86,7 +86,7 @@ def test_permuted_elements_are_seen() -> None:
     whole = torch.randn(6, 8)
     for permuted in (whole.roll(1, 0), whole.roll(1, 1), whole.flip(0)):
         one, other = (projections(sketch_of(tensor, TensorRegion.of((6, 8)))) for tensor in (whole, permuted))
-        assert distance(one, other) > 0.2 * float((whole - permuted).norm())
+        assert estimate_distance(one, other) > 0.2 * float((whole - permuted).norm())
 
 
 def test_bits_tell_a_single_changed_bit() -> None:

@@ -11,7 +11,7 @@ import pytest
 from smp_config import ConfigError, Group, Topology
 from smp_estimator.figures.partition import Partition, read_partition
 from smp_estimator.figures.placement import Placement
-from smp_estimator.figures.svg import COLOURS, ink_on, shortened
+from smp_estimator.figures.svg import COLOURS, ink_on, shorten
 from smp_estimator.planning import plan
 from smp_estimator.rehearsal.result import Rehearsed
 from smp_estimator.timeline.memory import MemoryCurve
@@ -195,6 +195,6 @@ def test_modules_stand_in_the_order_of_the_model() -> None:
 
 
 def test_names_are_cut_to_their_room() -> None:
-    assert shortened("embedding", 100) == "embedding"
-    assert shortened("embedding", 40).endswith("…")
-    assert shortened("embedding", 10) == ""
+    assert shorten("embedding", 100) == "embedding"
+    assert shorten("embedding", 40).endswith("…")
+    assert shorten("embedding", 10) == ""

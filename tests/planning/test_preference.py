@@ -14,7 +14,7 @@ from smp_config.machine.instances import instances
 from smp_estimator.cli.commands.planning import suggest as suggest_command
 from smp_estimator.cli.main import main
 from smp_estimator.planning import Cluster, Suggestion, Verdict, plan, suggest
-from smp_estimator.planning.search.heuristic_steps import climb, fitting, has_room, sharded
+from smp_estimator.planning.search.heuristic_steps import climb, fitting_plans, has_room, sharded_plans
 from smp_estimator.planning.search.preference import PREFERENCES
 
 
@@ -107,10 +107,10 @@ def test_what_is_not_planned_would_not_have_fitted(
     model: str, kind: str, count: int, settings: dict[str, Any], workload: dict[str, Any]
 ) -> None:
     request = plan(model, kind, count, {"ddp": True, **settings}, 1, **workload).request
-    planned = [*climb(request, request.world), *sharded(request, request.world)]
+    planned = [*climb(request, request.world), *sharded_plans(request, request.world)]
     fit = [step.what for step in planned if step.plan.verdict is Verdict.FITS and has_room(step.plan)]
     assert 0 < len(fit) < len(planned)
-    assert [step.what for step in fitting(request, request.world)] == fit
+    assert [step.what for step in fitting_plans(request, request.world)] == fit
 
 
 def test_with_a_global_batch_the_cheapest_token_is_the_cheapest_step() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from smp_config import ConfigError, Group, Topology
-from smp_estimator.figures.topology import appearance, group_text, picture_title, save_png, shown_groups
+from smp_estimator.figures.topology import group_appearance, group_text, picture_title, save_png, shown_groups
 
 EXAMPLE = Topology(32, tensor=4, sharded=4)
 
@@ -36,7 +36,7 @@ def test_the_published_example_as_text() -> None:
 @pytest.mark.parametrize("group", [Group.TP, Group.SHARD])
 def test_replicas_share_a_colour_and_are_filled_differently(group: Group) -> None:
     """The published figures: {TPG0, TPG4}, {TPG1, TPG5}, …, and the same for the sharding groups."""
-    looks = [appearance(EXAMPLE, group, members) for members in EXAMPLE.groups(group)]
+    looks = [group_appearance(EXAMPLE, group, members) for members in EXAMPLE.groups(group)]
     assert looks == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (3, 1)]
 
 

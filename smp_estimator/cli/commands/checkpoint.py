@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from smp_config import ConfigError
-from smp_estimator.cli.console import console, shown
+from smp_estimator.cli.console import console, escape_text
 
 if TYPE_CHECKING:  # the commands import the runtime when they run, so that this package stays light
     from smp_runtime.checkpoint.files.manifest import FoundCheckpoint, Manifest
@@ -79,14 +79,16 @@ def inspect(path: str, tag: str | None, tensors: bool, as_json: bool) -> None:
     out.print(_list_of(parent, found, newest))
     out.print(
         f"complete: all files are there in their size. What is in them was not read: "
-        f"smp-estimator checkpoint verify {shown(path)}",
+        f"smp-estimator checkpoint verify {escape_text(path)}",
         soft_wrap=True,
     )
     for each in found:
         for problem in each.problems:
-            out.print(f"[yellow]not complete[/yellow] {shown(each.name)}: {shown(problem)}", soft_wrap=True)
+            out.print(f"[yellow]not complete[/yellow] {escape_text(each.name)}: {escape_text(problem)}", soft_wrap=True)
     if newest is not None and newest not in {c.name for c in found if c.is_whole}:
-        out.print(f"[yellow]warning[/yellow] the file newest names {shown(newest)}, which is not complete or not here")
+        out.print(
+            f"[yellow]warning[/yellow] the file newest names {escape_text(newest)}, which is not complete or not here"
+        )
     if chosen is None or chosen.manifest is None:
         return
     out.print(_about(chosen.name, chosen.manifest))
@@ -103,7 +105,7 @@ def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> 
     table.add_column("size", justify="right")
     for each in found:
         manifest = each.manifest
-        name = f"[bold]{shown(each.name)}[/bold] (newest)" if each.name == newest else shown(each.name)
+        name = f"[bold]{escape_text(each.name)}[/bold] (newest)" if each.name == newest else escape_text(each.name)
         complete = "[green]yes[/green]" if each.is_whole else "[red]no[/red]"
         if manifest is None:
             table.add_row(name, "", complete, "", "", "", "")
@@ -113,8 +115,8 @@ def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> 
             name,
             saved,
             complete,
-            shown(_topology(manifest)),
-            shown(manifest.precision),
+            escape_text(_topology(manifest)),
+            escape_text(manifest.precision),
             f"{_elements(manifest):,}",
             _size(_bytes(manifest)),
         )
@@ -123,7 +125,8 @@ def _list_of(parent: Path, found: list[FoundCheckpoint], newest: str | None) -> 
 
 def _about(name: str, manifest: Manifest) -> str:
     lines = [
-        f"[bold]{shown(name)}[/bold]: tag {shown(manifest.tag)}, written by smp-estimator {shown(manifest.library or '?')}"
+        f"[bold]{escape_text(name)}[/bold]: tag {escape_text(manifest.tag)}, written by smp-estimator "
+        f"{escape_text(manifest.library or '?')}"
     ]
     optimizer = manifest.optimizer
     if optimizer is None:
@@ -131,11 +134,11 @@ def _about(name: str, manifest: Manifest) -> str:
     else:
         trained = sum(len(group.get("params", ())) for group in optimizer.groups)
         lines.append(
-            f"optimizer {shown(optimizer.type)} of {trained} parameters in {len(optimizer.groups)} groups; states: "
-            f"{shown(', '.join(optimizer.states)) or 'none'}"
+            f"optimizer {escape_text(optimizer.type)} of {trained} parameters in {len(optimizer.groups)} groups; states: "
+            f"{escape_text(', '.join(optimizer.states)) or 'none'}"
         )
     if manifest.translations:
-        lines.append(f"distributed models of Transformers: {shown(', '.join(manifest.translations))}")
+        lines.append(f"distributed models of Transformers: {escape_text(', '.join(manifest.translations))}")
     return "\n".join(lines)
 
 
@@ -147,7 +150,9 @@ def _files_table(manifest: Manifest) -> Table:
     for name, record in sorted(manifest.files.items()):
         held = manifest.pieces.get(name, {})
         table.add_row(
-            shown(name), _size(record.bytes), shown(", ".join(f"{key} {len(names)}" for key, names in held.items()))
+            escape_text(name),
+            _size(record.bytes),
+            escape_text(", ".join(f"{key} {len(names)}" for key, names in held.items())),
         )
     return table
 
@@ -161,9 +166,9 @@ def _tensors_table(manifest: Manifest) -> Table:
             aliases = "".join(f"\n= {alias}" for alias in record.aliases)
             files = {file for file, keys in manifest.pieces.items() if any(name in found for found in keys.values())}
             table.add_row(
-                shown(name + aliases),
+                escape_text(name + aliases),
                 " × ".join(map(str, record.shape)) or "scalar",
-                shown(record.dtype),
+                escape_text(record.dtype),
                 str(record.stage),
                 "" if record.tensor_axis is None else f"dim {record.tensor_axis}",
                 str(len(files)),
@@ -237,17 +242,19 @@ def verify(path: str, tag: str | None) -> None:
         if problems:
             broken.append(each.name)
         size = "" if each.manifest is None else f" ({len(each.manifest.files)} files, {_size(_bytes(each.manifest))})"
-        out.print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {shown(each.name)}{size}")
+        out.print(f"{'[red]broken[/red]' if problems else '[green]whole[/green]'} {escape_text(each.name)}{size}")
         for problem in problems:
-            out.print(f"  {shown(problem)}", soft_wrap=True)
+            out.print(f"  {escape_text(problem)}", soft_wrap=True)
     newest = newest_name(parent)
     if tag is None and newest is not None and newest not in {c.name for c in found}:
         broken.append(newest)
-        out.print(f"[red]broken[/red] the file newest names {shown(newest)}, which is not in {shown(str(parent))}")
+        out.print(
+            f"[red]broken[/red] the file newest names {escape_text(newest)}, which is not in {escape_text(str(parent))}"
+        )
     whole = [c.name for c in found if c.name not in broken]
     if broken:
         if chosen is None:
-            out.print(f"resuming takes {shown(whole[0])}" if whole else "there is nothing to resume from")
+            out.print(f"resuming takes {escape_text(whole[0])}" if whole else "there is nothing to resume from")
         raise click.exceptions.Exit(1)
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from smp_config import ConfigError
 from smp_estimator.cli.console import console
-from smp_estimator.models.outcomes import ALONE, MODES, FamilyOutcomes, Matrix, cell, read_matrix
+from smp_estimator.models.outcomes import ALONE, MODES, FamilyOutcomes, Matrix, format_cell, read_matrix
 
 
 @click.command()
@@ -58,7 +58,7 @@ def _table(families: list[FamilyOutcomes], major: str, title: str) -> Table:
         table.add_column(column)
     for family in families:
         of = family.majors[major]
-        cells = [cell(of.get(mode)) for mode in MODES]
+        cells = [format_cell(of.get(mode)) for mode in MODES]
         if ALONE in of:
             cells = ["not in one process", *[""] * (len(MODES) - 1)]
         table.add_row(family.model_type, family.kind, *cells)

@@ -154,7 +154,7 @@ def _show(found: Comparison, picture: str | None, *, dark: bool) -> None:
     # rich is imported with them
     from smp_estimator.figures.error_growth import save_picture
     from smp_estimator.figures.matplotlib_figure import DARK, LIGHT
-    from smp_estimator.numerics.report import phase_table, verdict
+    from smp_estimator.numerics.report import phase_table, write_verdict
 
     out = console()
     for run in (found.one, found.other):
@@ -175,7 +175,7 @@ def _show(found: Comparison, picture: str | None, *, dark: bool) -> None:
             raise ConfigError(
                 f"{picture} cannot be written: {error.strerror}; name a file in a folder that exists"
             ) from None
-    first, *more_said = verdict(found)
+    first, *more_said = write_verdict(found)
     colour = "green" if found.is_equal and found.compared else "red"
     out.print(f"[{colour}]{escape(first)}[/{colour}]", soft_wrap=True, highlight=False)
     for sentence in more_said:

@@ -18,7 +18,7 @@ from smp_config.error_codes import append_code
 from smp_config.errors import suggest
 from smp_config.formats.values import parse_dictionary
 from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
-from smp_estimator.cli.console import printable
+from smp_estimator.cli.console import make_printable
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.local.files.uris import address_of
 from smp_estimator.sdk.installed import installed_major
@@ -130,7 +130,7 @@ def run(
     try:
         _train(settings, channels)
     except ConfigError as error:
-        raise click.ClickException(printable(append_code(_in_words_of_options(str(error)), error))) from None
+        raise click.ClickException(make_printable(append_code(_in_words_of_options(str(error)), error))) from None
 
 
 def _in_words_of_options(sentence: str) -> str:

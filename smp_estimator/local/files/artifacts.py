@@ -76,7 +76,7 @@ def deliver(
         session: uploads to S3.
         compressed: False writes a folder ``name`` of plain files instead of ``name.tar.gz``.
     """
-    target = address(destination, name, job_name, compressed=compressed)
+    target = artifact_address(destination, name, job_name, compressed=compressed)
     if not is_s3_uri(destination):
         folder = str(path_of(destination))
         if compressed:
@@ -94,7 +94,7 @@ def deliver(
     return target
 
 
-def address(destination: str, name: str, job_name: str, *, compressed: bool) -> str:
+def artifact_address(destination: str, name: str, job_name: str, *, compressed: bool) -> str:
     """Return the address where :func:`deliver` puts an archive or folder; it is known before the job ends.
 
     Local paths are used as they are. S3 prefixes get the job's name, as in the SDK's local mode.

@@ -78,16 +78,16 @@ class Cluster:
 Ask = Callable[[str, int], tuple[Request, int]]
 
 
-def smallest(ask: Ask, kind: str, tries: int = MOST_INSTANCES) -> Cluster | None:
+def smallest_cluster(ask: Ask, kind: str, tries: int = MOST_INSTANCES) -> Cluster | None:
     """Return the fewest instances of one type that a model fits on; None if none of ``tries`` counts is enough."""
     request, _ = ask(kind, 1)
     for count, _ in zip(_counts(least_count(request)), range(tries), strict=False):
-        if (found := on(ask, kind, count)) is not None:
+        if (found := cluster_of(ask, kind, count)) is not None:
             return found
     return None
 
 
-def on(ask: Ask, kind: str, count: int) -> Cluster | None:
+def cluster_of(ask: Ask, kind: str, count: int) -> Cluster | None:
     """Return the cluster of ``count`` instances if the model fits on it, else None."""
     try:
         request, samples = ask(kind, count)
@@ -116,7 +116,7 @@ def smallest_clusters(ask: Ask, count: int | None = None) -> tuple[Cluster, ...]
             break  # no later one is smaller than those that there are
         if count is not None and count < needed:
             continue
-        cluster = smallest(ask, name, _TRIES) if count is None else on(ask, name, count)
+        cluster = smallest_cluster(ask, name, _TRIES) if count is None else cluster_of(ask, name, count)
         if cluster is not None:
             found.append(cluster)
     distinct: dict[tuple[object, ...], Cluster] = {}
@@ -133,7 +133,7 @@ def least_count(request: Request) -> int:
     return max(1, math.ceil(each * request.shape.parameters / (device * request.processes_per_host)))
 
 
-def current() -> Iterator[Instance]:
+def current_types() -> Iterator[Instance]:
     """Return an iterator over the types with GPUs that all builds of PyTorch for CUDA 12 and newer have code for."""
     return (known for known in instances() if known.gpu_facts.dropped_by_cuda is None)
 
@@ -141,7 +141,7 @@ def current() -> Iterator[Instance]:
 def _kinds() -> Iterator[Instance]:
     """Yield one type per kind of GPUs and network: the one with the least host memory."""
     best: dict[tuple[object, ...], Instance] = {}
-    for known in current():
+    for known in current_types():
         key = (known.gpu, known.gpu_memory_bytes, known.gpus, known.efa)
         if key not in best or known.host_memory_bytes < best[key].host_memory_bytes:
             best[key] = known

@@ -38,7 +38,7 @@ def climb(request: Request, samples: int) -> Iterator[TriedConfiguration]:
     return _plans(_ladder(request), request, samples)
 
 
-def sharded(request: Request, samples: int) -> Iterator[TriedConfiguration]:
+def sharded_plans(request: Request, samples: int) -> Iterator[TriedConfiguration]:
     """Return the plans with sharded data parallelism, from a small degree up."""
     return _plans(_sharded(request), request, samples)
 
@@ -48,10 +48,10 @@ def first_fit(request: Request, samples: int) -> TriedConfiguration | None:
 
     Its offloaded activations fit into the host's memory too.
     """
-    return next(fitting(request, samples), None)
+    return next(fitting_plans(request, samples), None)
 
 
-def fitting(request: Request, samples: int) -> Iterator[TriedConfiguration]:
+def fitting_plans(request: Request, samples: int) -> Iterator[TriedConfiguration]:
     """Yield all configurations that fit, those with sharded data parallelism last."""
     for candidates in (_ladder, _sharded):
         for step in _plans(_possible(candidates(request), request), request, samples):

@@ -68,7 +68,7 @@ class Improvement:
         return change_line(self.what, self.seconds, self.seconds_before)
 
 
-def improvements(
+def find_improvements(
     request: Request, samples: int, parameters: Mapping[str, Any], budget: float
 ) -> tuple[Improvement, ...]:
     """Return single changes of settings that shorten a step or let it fit, the most helpful first.
@@ -152,4 +152,4 @@ def search_dict(found: Found) -> dict[str, Any]:
     }
 
 
-__all__ = ["Improvement", "change_line", "change_words", "improvements", "search_dict", "search_line"]
+__all__ = ["Improvement", "change_line", "change_words", "find_improvements", "search_dict", "search_line"]

@@ -16,8 +16,16 @@ from smp_config.errors import suggest
 from smp_config.machine.instances import instance
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.plan import Plan
-from smp_estimator.planning.search.clusters import MOST_INSTANCES, SHOWN, Ask, Cluster, current, least_count, smallest
-from smp_estimator.planning.search.heuristic_steps import TriedConfiguration, fitting, has_room
+from smp_estimator.planning.search.clusters import (
+    MOST_INSTANCES,
+    SHOWN,
+    Ask,
+    Cluster,
+    current_types,
+    least_count,
+    smallest_cluster,
+)
+from smp_estimator.planning.search.heuristic_steps import TriedConfiguration, fitting_plans, has_room
 from smp_estimator.planning.step_time import unknown_because
 
 if TYPE_CHECKING:
@@ -41,7 +49,7 @@ class PreferredClusters:
     left_out: tuple[str, ...]
 
 
-def checked(prefer: str) -> str:
+def check_preference(prefer: str) -> str:
     """Return ``prefer`` if it is a known preference; raise ConfigError for another word."""
     if prefer not in PREFERENCES:
         raise ConfigError(
@@ -63,7 +71,7 @@ def fastest_step(steps: Iterable[TriedConfiguration]) -> TriedConfiguration | No
     )
 
 
-def rank(
+def rank_clusters(
     ask: Ask, prefer: str, *, kind: str | None = None, count: int | None = None, up_to: int | None = None
 ) -> PreferredClusters:
     """Return the best clusters by price or by speed, one per type.
@@ -102,7 +110,7 @@ def rank(
 def _types(ask: Ask) -> Iterator[str]:
     """Yield one type per kind of GPUs and network: the one with the lowest price."""
     best: dict[tuple[object, ...], tuple[float, int, str]] = {}
-    for known in current():
+    for known in current_types():
         try:
             price = ask(known.name, 1)[0].usd_per_hour or math.inf
         except ConfigError:
@@ -135,7 +143,7 @@ def _fewest_of_all(ask: Ask, comparable: list[tuple[int, str]]) -> int:
     for least, name in sorted(comparable):
         if least >= fewest:
             break
-        cluster = smallest(ask, name, 6)
+        cluster = smallest_cluster(ask, name, 6)
         fewest = min(fewest, cluster.instance_count if cluster else fewest)
     return fewest
 
@@ -172,7 +180,7 @@ def _clusters(ask: Ask, name: str, least: int, most: int, *, count: int | None, 
     if count is not None:
         counts: Iterable[int] = [count] if least <= count else []
     else:
-        first = smallest(ask, name, 6)
+        first = smallest_cluster(ask, name, 6)
         if first is None or first.instance_count > most:
             return
         counts = [first.instance_count] if only_fewest else _doubled(first.instance_count, most)
@@ -181,7 +189,7 @@ def _clusters(ask: Ask, name: str, least: int, most: int, *, count: int | None, 
             request, samples = ask(name, each)
         except ConfigError:
             continue  # fewer GPUs than processes were asked for
-        step = fastest_step(fitting(request, samples))
+        step = fastest_step(fitting_plans(request, samples))
         if step is not None and step.plan.time is not None:
             yield Cluster(step)
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_config.machine.instances import instance, require_usable
-from smp_estimator.planning.advice import GB, amount
+from smp_estimator.planning.advice import GB, format_memory
 from smp_estimator.planning.forecast import Verdict
 from smp_estimator.planning.report import Cell, ColouredText, Grid, Lines, Report, Shown
 from smp_estimator.planning.request import Request, is_of_transformers, request_for, shape_given
-from smp_estimator.planning.search.clusters import MOST_INSTANCES, Ask, Cluster, smallest, smallest_clusters
-from smp_estimator.planning.search.heuristic_steps import TriedConfiguration, climb, sharded
-from smp_estimator.planning.search.improvement import Improvement, improvements, search_dict, search_line
+from smp_estimator.planning.search.clusters import MOST_INSTANCES, Ask, Cluster, smallest_cluster, smallest_clusters
+from smp_estimator.planning.search.heuristic_steps import TriedConfiguration, climb, sharded_plans
+from smp_estimator.planning.search.improvement import Improvement, find_improvements, search_dict, search_line
 from smp_estimator.planning.search.planned import BUDGET_SECONDS, search_plans
-from smp_estimator.planning.search.preference import PreferredClusters, checked, fastest_step, rank
+from smp_estimator.planning.search.preference import PreferredClusters, check_preference, fastest_step, rank_clusters
 from smp_estimator.planning.table import plan_report
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Suggestion(Shown):
             )
         if fits:
             rows: list[tuple[str, list[Cell]]] = [
-                ("instead", [f"{other.what}: {amount(other.plan)}"] if other else []),
+                ("instead", [f"{other.what}: {format_memory(other.plan)}"] if other else []),
                 ("parameters", [str(self.parameters)]),
                 ("script", [f"batch {script.batch}, activation checkpointing {script.activation_checkpointing}"]),
             ]
@@ -276,12 +276,12 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
         request, read = ask(instance_type, instance_count)
         found = _on(request, read, prefer, budget=budget)
         if parameters is not None:
-            helping = improvements(request, read, parameters, budget)
+            helping = find_improvements(request, read, parameters, budget)
             found = dataclasses.replace(found, improvements=helping)
         return found if found.plan.verdict.feasible else _with_clusters(found, ask)
     if prefer != "smallest":
         ask(instance_type or "ml.p4d.24xlarge", instance_count or 1)  # a wrong argument shall be told, as below
-        choice = rank(ask, prefer, kind=instance_type, count=instance_count, up_to=up_to)
+        choice = rank_clusters(ask, prefer, kind=instance_type, count=instance_count, up_to=up_to)
         if choice.clusters:
             return _chosen(choice.clusters, ask, prefer, choice.left_out)
         _refuse_incomparable(ask, choice, prefer, instance_type, instance_count, up_to)
@@ -299,7 +299,7 @@ def _smallest(ask: Ask, instance_type: str | None, instance_count: int | None, s
         ConfigError: no cluster of any type is large enough.
     """
     if instance_type is not None:
-        cluster = smallest(ask, instance_type)
+        cluster = smallest_cluster(ask, instance_type)
         if cluster is None:
             return _with_clusters(_on(*ask(instance_type, 1)), ask)
         return _chosen((cluster,), ask)
@@ -327,7 +327,7 @@ def _check(
         raise ConfigError(
             f"precision is {precision!r}; parameters are kept in one of auto, bf16, fp16, fp32: use one of these"
         )
-    checked(prefer)
+    check_preference(prefer)
     if up_to is not None and (isinstance(up_to, bool) or not isinstance(up_to, int) or up_to < 1):
         raise ConfigError(f"up_to is {up_to!r}; it is a number of instances: set it to 1 or more, or leave it out")
     if up_to is not None and (prefer == "smallest" or instance_count is not None):
@@ -368,7 +368,11 @@ def _refuse_incomparable(
     up_to: int | None,
 ) -> None:
     """Raise ConfigError if the model fits only on larger clusters, or on none with a known price or speed."""
-    first = smallest(ask, instance_type) if instance_type else next(iter(smallest_clusters(ask, instance_count)), None)
+    first = (
+        smallest_cluster(ask, instance_type)
+        if instance_type
+        else next(iter(smallest_clusters(ask, instance_count)), None)
+    )
     if first is None:
         return
     if up_to is not None and first.instance_count > up_to:
@@ -386,7 +390,7 @@ def _refuse_incomparable(
 def _with_clusters(found: Suggestion, ask: Ask) -> Suggestion:
     """Return the suggestion with the clusters that would be large enough, those of the same type first."""
     request = found.plan.request
-    same = smallest(ask, request.instance_type)
+    same = smallest_cluster(ask, request.instance_type)
     others = smallest_clusters(ask) if instance(request.instance_type) is not None else ()
     kept = [other for other in others if same is None or other.instance_type != same.instance_type]
     return dataclasses.replace(found, clusters=(*([same] if same else []), *kept))
@@ -399,7 +403,7 @@ def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: flo
         budget: seconds of a search over all configurations, for the cheapest and the fastest; 0: no search.
     """
     if prefer != "smallest":
-        every = [*climb(request, samples), *sharded(request, samples)]
+        every = [*climb(request, samples), *sharded_plans(request, samples)]
         wide = search_plans(request, samples, budget=budget) if budget else None
         if wide is not None and wide.plan is not None and wide.found.best is not None:
             every.append(TriedConfiguration(str(wide.found.best.configuration), wide.plan))
@@ -414,7 +418,7 @@ def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: flo
         if step.plan.verdict is Verdict.FITS:
             chosen = step
             break
-    beside = list(sharded(request, samples))
+    beside = list(sharded_plans(request, samples))
     alternative = next((step for step in beside if step.plan.verdict is Verdict.FITS), None)
     if chosen is None:
         tried += beside

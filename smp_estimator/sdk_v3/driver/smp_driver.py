@@ -42,8 +42,8 @@ def main() -> None:
         here = os.path.dirname(os.path.abspath(__file__))
         if ships:
             with open(os.path.join(here, REQUIREMENTS), encoding="utf-8") as file:
-                install(missing(file.read().split()))
-            entry.prefer(entry.unpacked(entry.wheel_in(here)))
+                install(find_missing(file.read().split()))
+            entry.prefer(entry.unpack_wheel(entry.wheel_in(here)))
         _launch()
     except BaseException as error:
         _tell(error)
@@ -62,7 +62,7 @@ def _launch() -> None:
     model_trainer.main()
 
 
-def missing(requirements: Iterable[str]) -> list[str]:
+def find_missing(requirements: Iterable[str]) -> list[str]:
     """Return the ``requirements`` (``name>=version``) that this Python lacks, or has in a version that is too old."""
     return [wanted for wanted in requirements if not _is_there(wanted)]
 
