@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
 from smp_config.errors import PackageMissing
+from smp_config.machine.extras import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ def figure_for(path: str | Path, width: float, height: float, theme: Theme = LIG
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PackageMissing(
-            f'drawing needs matplotlib ({error}); pip install "smp-estimator[plots]", or write --trace FILE.json'
+            f"drawing needs matplotlib ({error}); {install_command('plots')}, or write --trace FILE.json"
         ) from None
     figure = Figure(figsize=(width, height), dpi=_DPI, facecolor=theme.background)
     canvas = FigureCanvasAgg(figure)

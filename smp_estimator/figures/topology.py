@@ -11,6 +11,7 @@ from rich.text import Text
 
 from smp_config import ConfigError, Group, Topology
 from smp_config.errors import PackageMissing
+from smp_config.machine.extras import install_command
 from smp_estimator.figures.placement import picture_title
 
 _NAMES = {
@@ -95,7 +96,7 @@ def save_png(topology: Topology, path: str | Path, *, per_node: int = 8) -> Path
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PackageMissing(f"drawing needs matplotlib ({error}); pip install matplotlib") from None
+        raise PackageMissing(f"drawing needs matplotlib ({error}); {install_command('plots')}") from None
 
     kinds = shown_groups(topology)[:4]
     rows = -(-topology.world_size // per_node)

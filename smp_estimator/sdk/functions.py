@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from smp_config.machine.extras import install_command
 from smp_estimator.sdk.installed import EXTRAS, SDKMissing, installed_major
 
 #: By major version, where its helpers stand.
@@ -18,7 +19,7 @@ def _of_the_sdk(places: dict[int, str], name: str) -> Callable[..., Any]:
     if major not in places:
         raise SDKMissing(
             f"{name} is a function of the SageMaker SDK, which is not installed here in version 2 or 3; install it with "
-            f"\"pip install '{EXTRAS[3]}'\", or with '{EXTRAS[2]}' for SMPEstimator"
+            f'"{install_command(EXTRAS[3])}", or with "{install_command(EXTRAS[2])}" for SMPEstimator'
         )
     if major == 2:
         import smp_estimator.sdk.version_2  # noqa: F401 - its first import puts off the search for credentials

@@ -10,9 +10,10 @@ import importlib.metadata
 import sys
 
 from smp_config.error_codes import Coded
+from smp_config.machine.extras import install_command
 
-#: What installs each.
-EXTRAS = {2: "smp-estimator[sagemaker]", 3: "smp-estimator[sagemaker3]"}
+#: The extra that installs each.
+EXTRAS = {2: "sagemaker", 3: "sagemaker3"}
 
 #: What each is for.
 _OFFERS = {
@@ -68,5 +69,5 @@ def require(major: int) -> None:
     )
     raise SDKMissing(
         f"{_OFFERS[major]} need version {major} of the SageMaker SDK, and {found} for {sys.executable}; install it with "
-        f"\"pip install '{EXTRAS[major]}'\" in an environment of its own (versions 2 and 3 exclude each other){instead}"
+        f'"{install_command(EXTRAS[major])}" in an environment of its own (versions 2 and 3 exclude each other){instead}'
     )

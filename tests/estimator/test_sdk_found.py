@@ -37,7 +37,7 @@ def test_names_of_version_2_without_any(name: str) -> None:
     said = python(f"import smp_estimator\ntry: {name}\nexcept ImportError as error: print(error)")
     assert "SMPEstimator, SMPHuggingFace and ProcessSession need version 2 of the SageMaker SDK" in said
     assert "no SageMaker SDK is installed" in said
-    assert "pip install 'smp-estimator[sagemaker]'" in said
+    assert "pip install 'sagemaker<3," in said
 
 
 def test_names_of_version_3_without_any() -> None:

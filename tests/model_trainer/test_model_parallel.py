@@ -208,7 +208,7 @@ def test_where_the_sdk_is_another_one_it_is_said() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "need version 3 of the SageMaker SDK, and the SageMaker SDK 2.257.7 is installed" in said
-    assert "pip install 'smp-estimator[sagemaker3]'" in said
+    assert "pip install 'sagemaker<4," in said
     assert "with the SDK that is there use SMPEstimator" in said
 
 

@@ -12,6 +12,7 @@ import click
 from rich.table import Table
 
 from smp_config import ConfigError
+from smp_config.machine.extras import install_command
 from smp_estimator.cli.console import console, escape_text
 
 if TYPE_CHECKING:  # the commands import the runtime when they run, so that this package stays light
@@ -30,7 +31,7 @@ class _RuntimeCheckingGroup(click.Group):
         except ImportError as error:
             raise ConfigError(
                 f"this command reads tensors, but the package {error.name} is not installed here; install it with "
-                'pip install "smp-estimator[runtime]"'
+                f"{install_command('runtime')}"
             ) from None
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from smp_config.machine.extras import install_command
 from smp_estimator.sdk.installed import EXTRAS, describe
 
 #: The oldest PyTorch in which the runtime works.
@@ -90,7 +91,7 @@ def _sdk(mode: str, remedy: str) -> Finding:
 
 def process_findings() -> list[Finding]:
     """Check the requirements of jobs that run as processes on this machine."""
-    extra = "pip install 'smp-estimator[local]', or 'smp-estimator[local3]' for version 3 of the SDK"
+    extra = f"{install_command('local')}, or {install_command('local3')} for version 3 of the SDK"
     beside = str(Path(sys.executable).parent)
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     found = [*(_package("process", name, name, extra) for name in ("torch", "mpi4py")), _sdk("process", extra)]
@@ -174,12 +175,12 @@ def docker_findings() -> list[Finding]:
 def cloud_findings(role: str | None = None, session: Any = None) -> list[Finding]:
     """Check the requirements of training in an AWS account, with short timeouts and without retries."""
     if importlib.util.find_spec("boto3") is None:
-        return [Finding("cloud", "boto3", False, "not installed", "pip install 'smp-estimator[sagemaker]'")]
+        return [Finding("cloud", "boto3", False, "not installed", install_command(EXTRAS[2]))]
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
-    found = [_sdk("cloud", f"pip install '{EXTRAS[2]}', or '{EXTRAS[3]}' for version 3")]
+    found = [_sdk("cloud", f"{install_command(EXTRAS[2])}, or {install_command(EXTRAS[3])} for version 3")]
     try:
         session = session or boto3.Session()
         credentials, region = session.get_credentials(), session.region_name

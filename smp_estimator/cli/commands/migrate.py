@@ -10,6 +10,7 @@ import click
 from rich.markup import escape
 
 from smp_config import ConfigError
+from smp_config.machine.extras import install_command
 from smp_estimator.cli.console import console
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def migrate(file: str, write: bool) -> None:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror}; without --write the change is shown"
             ) from None
-        out.print(f"{escape(file)}: changed; pip install 'smp-estimator[sagemaker3]' has what it needs", soft_wrap=True)
+        out.print(f"{escape(file)}: changed; {install_command('sagemaker3')} has what it needs", soft_wrap=True)
     else:
         click.echo(_difference(made, file), nl=False)
     for number, notes in enumerate(made.notes, 1):
