@@ -249,6 +249,32 @@ def test_a_class_name_means_one_thing():
     assert {name for name, places in homes.items() if len(places) > 1} == PUBLIC_TWICE, homes
 
 
+#: A docstring that begins with one of them begins with no verb.
+_NO_VERBS = """
+    A All An And Any Are As At Both By Each Every For From How If In Inside Is It Its Likewise No None Number Of On One Or Same Some
+    That The Their These They This Those To What When Where Whether Which Who Whom Whose With
+""".split()
+_DIALECT = re.compile(r"\b(?:nobody|somebody|everybody|of whom)\b", re.IGNORECASE)
+
+
+def test_docstrings_of_functions_begin_with_a_verb():
+    for package in PACKAGES:
+        for path in _files(package):
+            for node in nodes(path):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+                    first = re.match(r"\W*(\w*)", text)[1]
+                    assert first not in _NO_VERBS, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text[:60]}"
+
+
+def test_docstrings_are_plain():
+    for package in PACKAGES:
+        for path in _files(package):
+            for node in nodes(path):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                    found = _DIALECT.search(ast.get_docstring(node) or "")
+                    assert not found, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)} has {found[0]!r}"
+
+
 def test_no_file_is_too_long_to_read():
     for package in PACKAGES:
         for path in _files(package):

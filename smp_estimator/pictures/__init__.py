@@ -1,0 +1,1 @@
+"""Former place of figures, kept for notebooks that import them from here; see `smp_estimator.figures`."""
