@@ -1,10 +1,10 @@
-"""One runner for the figures of docs/performance.md: each benchmark in turn, results as JSON, tables and a picture.
+"""One runner for the figures of docs/how-it-works/performance.md: each benchmark in turn, results as JSON, tables and a picture.
 
     make bench-quick                                  # a few cases of each, under five minutes
-    make bench                                        # all that docs/performance.md shows
+    make bench                                        # all tables of docs/how-it-works/performance.md
     python benchmarks/bench.py run --only pipeline --only starting
     python benchmarks/bench.py list
-    python benchmarks/bench.py write                  # the tables of docs/performance.md and the pictures, from the file
+    python benchmarks/bench.py write                  # the tables of that page and the picture, from the file
 
 A run replaces the results of its suites in the file and leaves those of others. Within a benchmark this library and its peer train
 in the same processes in turns, so what else the machine does meets both; the load before each is in the file. A suite that fails,
@@ -28,7 +28,7 @@ import results
 from suites import SUITES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "how-it-works" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures"
 FILE = Path(__file__).with_name("results.json")
 
@@ -102,7 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the suites, and what each runs")
-    for name, text in (("run", "measure"), ("write", "the tables of docs/performance.md, and pictures")):
+    for name, text in (("run", "measure"), ("write", "the tables of the page, and the picture")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--file", type=Path, default=FILE, help="of results; default: benchmarks/results.json")
         if name == "run":

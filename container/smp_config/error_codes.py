@@ -41,7 +41,7 @@ class Code:
     errors: tuple[str, ...]
 
 
-#: By the first digit of a code, where its errors come from.
+#: Origin of an error, by the first digit of its code.
 FAMILIES = {
     "1": "Settings of a job",
     "2": "Starting a job",
@@ -113,7 +113,7 @@ def code_of(error: BaseException) -> str | None:
     """Return the code of an error, or None if it is not an error of this library."""
     if isinstance(error, Coded) and error.code:
         return error.code
-    # One whose constructor is another's, as of a class that is an AttributeError first.
+    # No code is stored if ``Coded.__init__`` did not run: another base class, such as AttributeError, may come first.
     return code_for(type(error), "") if isinstance(error, Coded) else None
 
 

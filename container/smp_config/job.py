@@ -29,8 +29,8 @@ STOP_GRACE_SECONDS = 120
 #: Environment variable with a JSON list: words of the script's command line, behind its hyperparameters.
 SCRIPT_ARGUMENTS_VARIABLE = "SMP_SCRIPT_ARGUMENTS"
 
-#: Environment variable that is ``1`` in jobs of SDK v3's ``ModelTrainer``, whose scripts get hyperparameters as its drivers write
-#: them: ``--name`` for names of one letter too, and anything but text as JSON.
+#: Environment variable that is ``1`` in jobs of SDK v3's ``ModelTrainer``. Their scripts get hyperparameters as its
+#: drivers write them: ``--name`` for names of one letter too, and JSON for anything but text.
 JSON_ARGUMENTS_VARIABLE = "SMP_JSON_ARGUMENTS"
 
 #: Endings of entry points that the launcher starts: with Python, with bash.
@@ -58,7 +58,7 @@ CARRIED = (
 )
 
 
-#: Words for mpirun; None, as the SDK sends where it was given, means none.
+#: Options for mpirun. None means none: the SDK sends a None that the user gave.
 Options = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 
 

@@ -9,12 +9,12 @@ from smp_config.errors import ConfigError, show_value
 #: Seconds that a rank waits for another.
 TIMEOUT_VARIABLE = "SMP_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-#: The longest wait, about 30 years; clocks and connections cannot be told to wait much longer.
+#: The longest wait, about 30 years; clocks and connections do not accept much longer ones.
 MOST_SECONDS = 1e9
 
-#: Ranks of a job. No cluster has more, and what is worked out for each of them would take minutes with more.
+#: Most ranks of a job. No cluster has more, and computations for each rank would take minutes with more.
 MOST_RANKS = 2**17
-#: Of a job whose ranks are processes of one machine.
+#: Most ranks of a job that runs as processes of one machine.
 MOST_LOCAL_RANKS = 2**12
 
 #: Steps or comparisons between two looks of a tool.
@@ -28,7 +28,7 @@ _SMALLEST_BUCKET = 2**20
 #: Seconds without progress after which a job hangs; 0 for no watch.
 HANG_VARIABLE = "SMP_HANG_SECONDS"
 
-#: The same where nothing is set; more in jobs with long steps.
+#: The same if it is not set; more in jobs with long steps.
 LEAST_HANG_SECONDS = 60.0
 
 #: Collectives of tensor parallelism that may be queued on a GPU.

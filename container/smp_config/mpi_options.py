@@ -36,7 +36,7 @@ _FLAGS = frozenset(
     tag-output timestamp-output use-hwthread-cpus v V verbose version xml""".split()
 )
 
-#: What the job's own settings decide; the words that name the setting to change instead.
+#: Options that the job's own settings decide, each with the setting to change instead.
 _RESERVED = {
     **dict.fromkeys(("np", "n", "c", "npernode", "N", "ppr", "pernode"), 'distribution["mpi"]["processes_per_host"]'),
     **dict.fromkeys(

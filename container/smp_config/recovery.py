@@ -15,7 +15,7 @@ RESTARTS_VARIABLE = "SMP_MAX_RESTARTS"
 #: More would hide a job that never goes on.
 MOST_RESTARTS = 10_000
 
-#: Tells a rank how often the job's ranks were started before.
+#: Set in each rank: how often the job's ranks were started before.
 COUNT_VARIABLE = "SMP_RESTART_COUNT"
 
 #: ``1`` keeps the state of the training in shared memory; see ``docs/recovery.md``.
@@ -24,18 +24,18 @@ MEMORY_VARIABLE = "SMP_MEMORY_CHECKPOINT"
 INTERVAL_VARIABLE = "SMP_MEMORY_CHECKPOINT_STEPS"
 MOST_STEPS = 1_000_000
 
-#: Tells a rank the folder of its host's shared memory in which its job keeps its state; the launcher makes and removes it.
+#: Set in each rank: the folder of its host's shared memory for the job's state; the launcher makes and removes it.
 FOLDER_VARIABLE = "SMP_MEMORY_FOLDER"
 
 #: How many of a job's hosts, the last ones, have no ranks until another host is lost.
 SPARES_VARIABLE = "SMP_SPARE_HOSTS"
 
-#: Tells a rank the ``mp_parameters`` of now, as JSON, where a job goes on with fewer ranks than it began with.
+#: Set in each rank if a job goes on with fewer ranks than it began with: the current ``mp_parameters``, as JSON.
 PARAMETERS_VARIABLE = "SMP_PARAMETERS_OF_NOW"
-#: Tells a rank among how many ranks a batch was divided when the job began, where it goes on with fewer.
+#: Set in each rank if a job goes on with fewer ranks: how many ranks divided a batch when the job began.
 READERS_VARIABLE = "SMP_READERS_AT_START"
 
-#: Where Linux has files that lie in memory.
+#: Linux's folder of files that lie in memory.
 SHARED_MEMORY = Path("/dev/shm")
 
 

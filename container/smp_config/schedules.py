@@ -13,7 +13,7 @@ from typing import Literal, get_args
 Schedule = Literal["interleaved", "zero_bubble", "simple", "_only_forward"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
-#: What ``pipeline`` is where it is not given.
+#: Default of ``pipeline``.
 DEFAULT_SCHEDULE: Schedule = "interleaved"
 
 

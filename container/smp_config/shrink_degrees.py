@@ -61,7 +61,7 @@ def _with_degrees(
         topology = found.topology(ranks)
     except ConfigError:
         return None
-    # Replicas whose gradients nobody adds up would train apart.
+    # Replicas without a gradient reduction between them would train apart.
     return found if found.ddp or topology.size(Group.DP) == 1 else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from smp_emulation.errors import make_refusal, refusing_class
 
-#: Code that is never misled: it hears of tensors what is true.
+#: Packages that always get the true answers about tensors; only other code gets emulated answers.
 _INTERNAL = frozenset({"torch", "smdistributed", "smp_emulation", "smp_integrations", "smp_runtime", "smp_tools"})
 
 

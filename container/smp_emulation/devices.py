@@ -15,7 +15,7 @@ from smp_emulation.errors import CudaCallError, make_refusal
 
 CPU = torch.device("cpu")
 
-#: By what the launchers that we know say how many ranks this host has, and so how many devices.
+#: Variables in which known launchers report the number of ranks on this host, and so the number of devices.
 _COUNTS = ("SMP_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 NAME = "CPU (emulated CUDA device)"
@@ -23,7 +23,7 @@ NAME = "CPU (emulated CUDA device)"
 #: That of an A100: what scripts and libraries then choose (bfloat16, TF32) the CPU has, too.
 CAPABILITY = (8, 0)
 
-#: What ``torch.version.cuda`` says.
+#: Value of ``torch.version.cuda``.
 CUDA_VERSION = "12.8"
 
 
@@ -112,7 +112,7 @@ def real_device(device: Any) -> Any:
             return device
         device = torch.device(device)
     elif kind is int:
-        # What get_device() says of a CPU tensor is -1, and scripts hand it on.
+        # get_device() of a CPU tensor returns -1, and scripts pass it on.
         if device >= 0:
             require(device)
         return CPU

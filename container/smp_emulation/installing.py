@@ -44,7 +44,7 @@ CALLS: tuple[CoveredCall, ...] = (
     *tensors.CALLS,
 )
 
-#: Where else a function of ``torch.cuda`` and its relatives stands under the same name.
+#: Other modules that contain the functions of ``torch.cuda`` and its relatives under the same names.
 _ALSO_IN = {
     "torch.cuda": (
         "torch.cuda.memory",
@@ -139,7 +139,7 @@ def _put(call: CoveredCall) -> None:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    # Of a class, what it holds itself: what it inherits comes back when the name is deleted.
+    # Save only the class's own attribute: an inherited one comes back when the name is deleted.
     _replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
     setattr(owner, name, value)
 

@@ -32,7 +32,7 @@ def describe_processes(session: Session) -> None:
     shared.update(
         backend=ranks.backend,
         device=ranks.device,
-        # An emulated GPU counts as one: libraries choose by it where models are loaded to.
+        # An emulated GPU counts as one: libraries use this type to choose the device of a model that they load.
         distributed_type=DistributedType.MULTI_GPU if torch.cuda.is_available() else DistributedType.MULTI_CPU,
         num_processes=ranks.size(group),
         process_index=ranks.rank_in(group),

@@ -87,7 +87,7 @@ class JobAccelerator(Accelerator):
                 "other ranks too; leave dynamo_backend out, and call model.module.compile() after prepare"
             )
 
-    # -- what is prepared ------------------------------------------------------------------------------------------
+    # -- preparation -----------------------------------------------------------------------------------------------
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -105,7 +105,7 @@ class JobAccelerator(Accelerator):
             model = DistributedModel(model, **{name: given[name] for name in taken if given.get(name) is not None})
             if self.ddp_handler is not None:
                 _register_hook(self.ddp_handler, model)
-        # Not Accelerate's own wrapping: to it, evaluation is what comes without.
+        # evaluation_mode=True keeps Accelerate from adding its own wrapper.
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
 
@@ -180,7 +180,7 @@ class JobAccelerator(Accelerator):
                 for sampler, former in zip(samplers, before, strict=True):
                     sampler.even_batches = former
 
-    # -- over the ranks whose batches differ -----------------------------------------------------------------------
+    # -- collectives over ranks with different batches -------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
         """Return the values of all processes, concatenated along the first dimension."""

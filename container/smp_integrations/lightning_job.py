@@ -132,7 +132,7 @@ class JobStrategy:
             dist.broadcast_object_list(everyone, src, group=self._job.ranks.process_group(Group.WORLD))
         return everyone[0]
 
-    # -- what is trained -------------------------------------------------------------------------------------------
+    # -- trained model and optimizer -------------------------------------------------------------------------------
 
     def wrapped_model(self, module: nn.Module) -> nn.Module:
         """Wrap a model that is trained in a ``DistributedModel``, and return other models unchanged."""

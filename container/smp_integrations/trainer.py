@@ -169,7 +169,7 @@ def _wrap_model(_: Callable[..., Any], trainer: Any, model: Any, *args: Any, **k
             return known
     if sessions.current_session().ranks.size(Group.TP) > 1 and not is_marked(model):
         set_tensor_parallelism(model)
-    # Trainer says by no_sync which passes accumulate: the last update of an epoch may have fewer than the others.
+    # Trainer marks accumulating passes with no_sync: the last update of an epoch may have fewer passes than the others.
     trainer.model_wrapped = DistributedModel(model)
     return trainer.model_wrapped
 

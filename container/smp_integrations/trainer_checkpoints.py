@@ -30,7 +30,7 @@ logger = logging.getLogger("smp")
 #: The folder and the tag of what all ranks save of model and optimizer, beside Trainer's own files.
 _FOLDER, _TAG = "smp", "state"
 _SCHEDULER = "scheduler.pt"
-#: Says that a folder was saved by this library; Transformers looks for it.
+#: File that marks a folder as saved by this library; Transformers looks for it.
 _SAVED_HERE = "user_content.pt"
 #: The last file of a checkpoint that Trainer resumes.
 _COUNTS = "trainer_state.json"

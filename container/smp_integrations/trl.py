@@ -28,7 +28,7 @@ _METRICS, _TOKENS = "_metrics", "_total_train_tokens"
 _IGNORED = -100
 #: Knows whether this is a job of this library.
 _TRAINER = "transformers.trainer"
-#: Name of the reference in the trained model, whose state leaves it out.
+#: Name of the reference model inside the trained model; the trained model's state leaves it out.
 REFERENCE = "reference_model"
 
 

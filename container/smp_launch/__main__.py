@@ -87,7 +87,7 @@ def _itself(error: Exception) -> tuple[int, Cause]:
 
 def _run(tree: Tree, stop: StopRequests, environ: Mapping[str, str]) -> tuple[int, Cause | None]:
     training = TrainingEnvironment.read(tree, environ)
-    # ModelTrainer's own scripts have fetched the code, and installed what it was told to.
+    # ModelTrainer's own scripts have already fetched the code and installed the requested packages.
     if environ.get(SIMULATED_VARIABLE) != "1" and tree.code is None:
         prepare_code(training, stop, environ)
     host = training.current_host

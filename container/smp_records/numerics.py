@@ -18,18 +18,18 @@ from smp_config.errors import ConfigError, show_value
 from smp_config.formats.values import parse_count
 from smp_config.limits import MOST_EVERY, MOST_RANKS
 
-#: Where ranks record: a folder, or 1 for ``numerics`` in the job's output; nothing or 0 for not at all.
+#: Folder of the records, or 1 for ``numerics`` in the job's output; nothing or 0 for no records.
 VARIABLE = "SMP_RECORD_NUMERICS"
 #: Updates from one recorded step to the next.
 EVERY_VARIABLE = "SMP_RECORD_NUMERICS_EVERY"
 DEFAULT_EVERY = 10
-#: What is compared and stops a job: ``finite``, ``spike=10``, ``replicas=100``, joined by commas.
+#: Comparisons that stop a job: ``finite``, ``spike=10``, ``replicas=100``, joined by commas.
 GUARDS_VARIABLE = "SMP_NUMERICS_GUARDS"
 #: Set by ``smp-estimator verify`` for the two runs that it compares; a JSON object, the fields of :class:`Trial`.
 TRIAL_VARIABLE = "SMP_NUMERICS_TRIAL"
 #: Set by ``smp-estimator diff --bisect`` for the two runs that it repeats; a JSON object, the fields of :class:`Closeup`.
 CLOSEUP_VARIABLE = "SMP_NUMERICS_CLOSEUP"
-#: ``closeup-rank00003.jsonl`` says what is in the files ``closeup-rank00003-00017.npy`` beside it.
+#: ``closeup-rank00003.jsonl`` describes the content of the files ``closeup-rank00003-00017.npy`` beside it.
 CLOSEUP_PREFIX = "closeup-rank"
 
 #: ``numerics-rank00003.jsonl`` in the folder.
@@ -78,14 +78,14 @@ class RecordedValue(NamedTuple):
     name: str  # of the module, parameter or buffer, as in the script's model
     nth: int  # which call of the module in the microbatch, or which tensor of a result of several (100 × call + tensor)
     microbatch: int | None
-    owner: int | None  # whose batch it is, counted among the ranks that read different ones; None for what has no batch
+    owner: int | None  # reader of its batch, counted among the ranks that read different ones; None without a batch
     part: str  # which elements of the whole tensor these are; two ranks with the same part have copies
     dtype: str
     columns: int  # length of the last axis, of the whole tensor
     elements: int  # in this part
     square: float  # sum of squares
     greatest: float  # absolute value
-    bits: int  # of updates: what the sum of the elements' bits, as whole numbers modulo 2^64, has changed by; else 0
+    bits: int  # of updates: change of the sum of the elements' bits, as whole numbers modulo 2^64; else 0
     projections: tuple[float, ...]  # onto random directions that depend on the place in the whole tensor alone
     small: tuple[int, ...]  # of gradients: elements that are not 0 below the parts ``SMALL`` of the root mean square
     time: float  # seconds since the epoch, of this rank's clock
@@ -108,7 +108,7 @@ class Head:
     microbatches: int
     owners: int  # ranks that read different batches
     every: int
-    rounding: float  # of matrix products on this device where that is coarser than the type's; else 0
+    rounding: float  # of matrix products on this device, if it is coarser than the type's; else 0
     projections: int = PROJECTIONS
     restart: int = 0  # how often the ranks were started before
     start: dict[str, Any] = field(default_factory=dict)  # how the script was started, the fields of :class:`Start`

@@ -15,11 +15,11 @@ from smp_config.limits import MOST_RANKS
 #: ``steps=10-12``, and any of ``memory``, ``shapes``, ``stacks`` and ``ranks=0/3``, joined by commas; nothing or 0 for no profile.
 VARIABLE = "SMP_PROFILE"
 
-#: ``profile-rank00003.json.gz`` in the job's output data, and what the GPU's memory held.
+#: ``profile-rank00003.json.gz`` in the job's output data, and the content of the GPU's memory.
 FILE_PREFIX, FILE_SUFFIX, MEMORY_SUFFIX = "profile-rank", ".json.gz", ".memory.pickle"
 #: Name of the moments in a trace that were also read on the rank's own clock; behind it stands which one it is.
 CLOCK_MARK = "smp clock "
-#: What a trace says of its rank.
+#: Key of a trace's description of its rank.
 ABOUT = "smp"
 
 #: That are profiled at once.

@@ -26,10 +26,10 @@ from smp_records import time_breakdown
 from smp_records.positions import COLLECTIVE, PUBLIC, Glance, JoinedCall, RankRecord, ScriptLine, Waiting
 from smp_records.script_lines import script_line
 
-#: Names the folder where the ranks of a machine keep their records, as ``<rank>``; without it they keep none.
+#: Names the folder for the records of a machine's ranks, as ``<rank>``; without it they keep none.
 FOLDER_VARIABLE = "SMP_WHEREABOUTS"
 
-#: A rank that gets it writes the stacks of its threads into ``<rank>.stacks``, whatever it does; None where there is none.
+#: Makes a rank write the stacks of its threads into ``<rank>.stacks``, in any state. None if the system lacks the signal.
 STACKS_SIGNAL: int | None = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
 STACKS_SUFFIX = ".stacks"
 
@@ -44,7 +44,7 @@ START, BETWEEN, FORWARD, BACKWARD, REDUCTION, OPTIMIZER, SAVE = (
     "save",
 )
 
-#: What the time of a phase is counted as.
+#: The kind of time that each phase counts as.
 _KIND_OF = {
     START: time_breakdown.START,
     BETWEEN: time_breakdown.BETWEEN,
@@ -59,7 +59,7 @@ _MAGIC = b"smp-at-4"
 _HEAD = struct.Struct("<8sIIQ")  # magic, process, rank, identifier of the main thread
 # When, steps begun, microbatch, phase, how it has left, long phase and its end.
 _STATE = struct.Struct("<dQqIIId")
-_WAIT = struct.Struct("<ddIIII")  # when, since or 0, what, for whom, file, line
+_WAIT = struct.Struct("<ddIIII")  # when, since or 0, call, awaited ranks, file, line
 # When, waited for since or 0, position from 1, kind, name, file, line, members, number, size, type.
 _CALL = struct.Struct("<ddQIIIIIQQI")
 _TIMES = struct.Struct("<dd")  # how waits and calls begin
@@ -116,7 +116,7 @@ class Notes:
         """Return whether the record has a file, so that others can read it."""
         return self._map is not None
 
-    # -- what the rank does ------------------------------------------------------------------------------------------
+    # -- events of the rank ------------------------------------------------------------------------------------------
 
     def move(self) -> None:
         """Record a sign of life."""
@@ -282,7 +282,7 @@ class Notes:
         cell = next(self._cells)
         if cell >= _CELLS or self._map is None:
             return 0
-        # Of a path, the end says more.
+        # If a path is too long, keep its end, which is more specific.
         raw = text.encode("utf-8", "replace")[-(_CELL_BYTES - _CELL.size) :]
         at = _CELLS_AT + cell * _CELL_BYTES
         self._map[at : at + _CELL.size + len(raw)] = _CELL.pack(len(raw)) + raw
@@ -328,7 +328,7 @@ def begin(environ: Mapping[str, str], rank: int) -> Notes:
     if not folder or _notes.are_kept:
         return _notes
     try:
-        if restart_count(environ):  # where another host has the launcher, the record of the start before is still there
+        if restart_count(environ):  # if another host has the launcher, the previous start's record is still there
             Path(folder, str(rank)).unlink(missing_ok=True)
             Path(folder, f"{rank}{STACKS_SUFFIX}").unlink(missing_ok=True)
         kept = Notes(Path(folder, str(rank)), rank)

@@ -30,7 +30,7 @@ CollectiveKind = Literal[
 ]
 COLLECTIVE_KINDS: tuple[str, ...] = get_args(CollectiveKind)
 
-#: What a measured duration is of: a module's forward or backward pass, or the step function's own code.
+#: The subject of a measured duration: a module's forward or backward pass, or the step function's own code.
 Phase = Literal["forward", "backward", "step"]
 
 #: Part of the peak that large matrices reach. With elementwise work counted for itself, a layer of a transformer then comes
@@ -50,7 +50,7 @@ NVLINK_LATENCY, PCIE_LATENCY, NETWORK_LATENCY = 3.4e-6, 5.7e-6, 14e-6
 #: Names of types as ``mp_parameters`` has them.
 _SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
-#: What the kinds of a timeline's actions are called here.
+#: Phase of each kind of action in a timeline.
 _PHASES: Mapping[Kind, Phase] = {"F": "forward", "B": "backward", "S": "step"}
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -360,7 +360,7 @@ class RateCard(BaseModel):
         tree = (on_host - 1) * near + math.ceil(math.log2(hosts)) * far
         if kind in ("all_reduce", "barrier"):
             return 2 * min(ring, tree)
-        # NCCL sends broadcasts and single sums in rings, whose pieces follow one another.
+        # NCCL sends broadcasts and single sums in rings, and pipelines the pieces.
         return ring
 
     def _inside(self, sent: float) -> float:

@@ -18,7 +18,7 @@ from smp_config.error_codes import code_of
 #: A log line of this prefix is a progress record, which rank 0 prints and ``fit()`` reads, wherever the job runs.
 PROGRESS_PREFIX = "smp-progress "
 
-#: The same for a pace record, which every rank prints now and then where it is asked to.
+#: The same for a pace record, which every rank prints now and then if it is configured to.
 PACE_PREFIX = "smp-pace "
 
 #: The same for a usage record, which every rank prints when it leaves the job.
@@ -175,7 +175,7 @@ class FailureRecord(BaseModel):
         """
         told = getattr(error, "failure", None)
         if isinstance(told, cls):
-            # Where ranks have agreed that one has failed, all raise the same, at the same place of the script.
+            # If ranks have agreed that one has failed, all raise the same error at the same place of the script.
             return told if told.traceback else told.model_copy(update={"traceback": traceback})
         return cls(
             rank=rank,

@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 #: Types that an input may have.
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
 
-#: Of a data set whose files are missing, where nobody says more.
+#: Assumed samples of a data set if its files are missing and no number is set.
 STAND_IN_SAMPLES = 2**20
 
 #: Of a size of an input.
@@ -85,15 +85,15 @@ class RehearsalRequest(BaseModel):
     ranks_per_host: int
     kinds: int = 1  # processes that stand for all ranks: one for each pipeline stage
     instance_type: str | None = None
-    rates: RateCard | None = None  # None: those of the instance type, where they are known
+    rates: RateCard | None = None  # None: those of the instance type, if they are known
     steps: int = 3  # after which the script is stopped; the last is reported
     performed_bytes: int | None = (
         None  # of an operation that is really computed, at most; None: the runtime's own limit
     )
-    folder: str  # where each kind leaves its report, kind-0.json
+    folder: str  # each kind writes its report there, as kind-0.json
     other_ranks: bool = False  # whether the last rank of each stage is rehearsed, too, and its calls are compared
     inputs: list[InputShape] = []  # of batches that stand for data which is not here
-    stand_in_samples: int = STAND_IN_SAMPLES  # of a data set whose files are missing
+    stand_in_samples: int = STAND_IN_SAMPLES  # of a data set with missing files
     on_gpu: bool = True  # collectives take no buffers of their own, as those of NCCL; False: as gloo's
 
     @property
@@ -108,7 +108,7 @@ class PeakHolder(BaseModel):
     model_config = _FROZEN
 
     kind: str  # parameter, gradient, optimizer state, buffer (of collectives), activation, or other
-    module: str  # path in the model; empty where no module was running
+    module: str  # path in the model; empty if no module was running
     phase: str  # start, forward, backward, update or outside
     operation: str  # that made them
     count: int  # storages
@@ -131,7 +131,7 @@ class CollectiveCount(BaseModel):
 
     step: int  # from 0; -1 before the first
     phase: str
-    kind: str  # all_reduce, broadcast, reduce_scatter, all_gather, all_to_all, or what a script calls itself
+    kind: str  # all_reduce, broadcast, reduce_scatter, all_gather, all_to_all, or one that only the script calls
     group: str  # world, dp, rdp, tp, …
     ranks: int  # of the group
     hosts: int  # that it reaches over
@@ -196,7 +196,7 @@ class KindReport(BaseModel):
     peak_bytes: int  # in the steps after the first, which makes what stays
     peak_phase: str
     peak_module: str
-    peak_line: str  # of the script, file:line; empty where none was running
+    peak_line: str  # of the script, file:line; empty if none was running
     resident_bytes: int  # after the last step
     first_step_peak_bytes: int  # with the start: parameters before they are shared out lie in host memory
     classes: dict[str, int]  # bytes by kind at the peak
@@ -206,7 +206,7 @@ class KindReport(BaseModel):
     links: list[LinkCount]
     work: list[ModuleWork]  # of the last step
     step_seconds: float  # that the rank computes in the last step, and waits for collectives
-    measured_seconds: float = 0.0  # of these, what durations from a timeline say, not rates
+    measured_seconds: float = 0.0  # of these, seconds from durations of a timeline, not from rates
     pipeline_seconds: float | None = None  # makespan of the pipeline's planned order; on the stage that plans
     pipeline_runs: int = 1  # of that order in a step: calls of a step function that trains, as of an accumulation
     pipeline_idle: dict[int, float] = {}  # by stage, the part of it in which the stage computes nothing
@@ -216,9 +216,9 @@ class KindReport(BaseModel):
     host_peak_bytes: int = 0  # offloaded activations that lie in main memory, at most
     pipeline_blocks: dict[int, list[TimedBlock]] = {}  # by stage, its part of that order
     blocks: list[TimedBlock] = []  # of the last step, of a job without a pipeline
-    epoch_batches: int | None = None  # of the loader that is read; None where there is none, or it does not say
+    epoch_batches: int | None = None  # of the loader that is read; None if there is none, or it has no length
     step_batches: int = 0  # that a step reads of it
-    step_samples: int = 0  # that a step of the whole job trains on, as far as its step functions say
+    step_samples: int = 0  # that a step of the whole job trains on, if its step functions reveal it
     process_bytes: int = 0  # resident memory of the process that rehearsed it, at most
 
 
@@ -279,7 +279,7 @@ class Failure(BaseModel):
     line: str = ""  # of the script
     is_last: bool = False  # it stood for the last rank of its stage, and the first ones came through
     is_of_all: bool = False  # ranks differ from one another
-    kinds_needed: int | None = None  # the script has set another pipeline parallel degree than was said
+    kinds_needed: int | None = None  # set if the script has chosen another pipeline parallel degree than requested
 
 
 def read_request(path: Path) -> RehearsalRequest:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from smp_records.records import PaceRecord
 
-#: What a rank does; between two steps it is the script's turn, which mostly means that data is loaded.
+#: Kinds of a rank's time. Between two steps it is the script's turn, which mostly means that data is loaded.
 START, BETWEEN, STEP, REDUCTION, UPDATE, SAVE = range(6)
 _KINDS = 6
 
@@ -167,7 +167,7 @@ def record_between(before: TimeReading, after: TimeReading, rank: int) -> PaceRe
     waits = [min(w, s - c) for w, s, c in zip(waits, seconds, collectives, strict=True)]
     own = [s - c - w for s, c, w in zip(seconds, collectives, waits, strict=True)]
     tasks, idle = min(after.computed - before.computed, seconds[STEP]), 0.0
-    if tasks > 0:  # of a pipeline, whose main thread waits for the step while others compute
+    if tasks > 0:  # in a pipeline, the main thread waits for the step while other threads compute
         own[STEP] = max(0.0, tasks - collectives[STEP])
         idle, waits[STEP] = seconds[STEP] - max(tasks, collectives[STEP]), 0.0
     return PaceRecord(

@@ -13,9 +13,9 @@ from smp_config.limits import MOST_EVERY
 LOGGERS_VARIABLE = "SMP_LOGGERS"
 #: Updates from one point to the next.
 EVERY_VARIABLE = "SMP_LOG_EVERY"
-#: Where trackers write that have no server of their own.
+#: Folder for trackers without a server of their own.
 FOLDER_VARIABLE = "SMP_LOG_FOLDER"
-#: What a device of the job can do at most, in 10^12 operations per second, for the share of it that is used (MFU).
+#: Peak rate of one device of the job, in 10^12 operations per second. The used share of it is the MFU.
 PEAK_VARIABLE = "SMP_PEAK_TFLOPS"
 #: Seconds from one line of each rank about its time to the next.
 RECORDS_VARIABLE = "SMP_RANK_RECORDS"

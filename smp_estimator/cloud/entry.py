@@ -43,10 +43,10 @@ PACKAGES = (
 _PYTHON_FLOOR = (3, 10)
 TORCH_FLOOR = (2, 4)
 
-#: The same for a job of the data parallel library, whose backend needs newer collectives.
+#: The same for a job of the data parallel library: its backend needs newer collectives.
 _DATA_PARALLEL_FLOOR = (2, 6)
 
-#: Switches the data parallel library on; says so in a job's parameters.
+#: Parameter of a job that switches the data parallel library on.
 _DATA_PARALLEL = "sagemaker_distributed_dataparallel_enabled"
 
 #: In the unpacked wheel: the entry point by which PyTorch registers the backend ``smddp`` when it is imported.
@@ -60,7 +60,7 @@ _EMULATE = "SMP_EMULATE_CUDA"
 _MOST_BYTES = 256 << 20
 _MOST_FILES = 20_000
 
-#: Where the ranks meet unless the platform has said so.
+#: Port of the rendezvous unless the platform has set one.
 _PORT = "7777"
 
 

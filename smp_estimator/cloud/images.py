@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: The oldest PyTorch that the runtime works with.
 TORCH_FLOOR = (2, 4)
 
-#: The oldest PyTorch that has what the backend ``smddp`` is made of.
+#: The oldest PyTorch with the collectives that the backend ``smddp`` is built on.
 DATA_PARALLEL_FLOOR = (2, 6)
 
 #: From this version on, CUDA has no compiler for V100.

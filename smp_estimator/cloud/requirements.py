@@ -35,7 +35,7 @@ _ELSEWHERE = "give image_uri, an image that has the runtime, which then does not
 
 #: The oldest NumPy with a wheel for a Python.
 _NUMPY = {"py310": "1.21.3", "py311": "1.23.2", "py312": "1.26.0", "py313": "2.1.0"}
-#: Packages of one release with PyTorch, whose version is another number: torchvision 0.15 is that of PyTorch 2.0.
+#: Packages released together with PyTorch, and their version numbers: torchvision 0.15 belongs to PyTorch 2.0.
 _WITH_TORCH = {"torch": "2.{minor}", "torchaudio": "2.{minor}", "torchvision": "0.{later}"}
 _PATCHES = 10
 
@@ -108,7 +108,7 @@ def _text(path: Path) -> str:
 def _lines(path: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
     """Yield the lines of a requirements file and of the files that it includes, without comments."""
     real = path.resolve()
-    if real in seen or not real.is_file():  # pip says what is missing
+    if real in seen or not real.is_file():  # pip reports a missing file
         return
     seen.add(real)
     for line in _text(path).replace("\\\r\n", " ").replace("\\\n", " ").splitlines():

@@ -18,7 +18,7 @@ from smp_estimator.settings.translation import from_hyperparameters
 
 logger = logging.getLogger(__name__)
 
-#: What the SDK itself puts among the hyperparameters; written anew for every job.
+#: Hyperparameters that the SDK itself adds; it writes them anew for every job.
 _OF_THE_SDK = (
     "sagemaker_program",
     "sagemaker_submit_directory",
@@ -28,14 +28,14 @@ _OF_THE_SDK = (
 )
 
 
-#: What it reads of every job, and what stands for it where a job has none; the SDK wants a name.
+#: Hyperparameters that the SDK reads of every job, and their values if a job has none. The SDK requires a program name.
 _READ_BY_THE_SDK = {
     "sagemaker_program": '"the_job_names_no_entry_point.py"',
     "sagemaker_submit_directory": "null",
     "sagemaker_container_log_level": str(logging.INFO),
 }
 
-#: The channel by which a job without a network gets its code, and where it has it.
+#: The channel that brings the code to a job without a network, and the code's folder in the container.
 _CODE_CHANNEL = "code"
 _CODE_IN_CONTAINER = f"/opt/ml/input/data/{_CODE_CHANNEL}/"
 

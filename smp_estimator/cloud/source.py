@@ -27,8 +27,8 @@ from smp_estimator.cloud import entry, requirements
 if TYPE_CHECKING:
     from smp_estimator.cloud.image_table import TrainingImage
 
-#: What the platform starts; it prepares the runtime and runs the user's script.
-#: Behind an underscore, where the automatic discovery of a package in ``source_dir`` does not look.
+#: The program that the platform starts; it prepares the runtime and runs the user's script.
+#: The underscore hides it from the automatic discovery of a package in ``source_dir``.
 PROGRAM = "_smp_entry.py"
 
 #: Hyperparameter that names the user's script; of the platform's prefix, so that scripts never see it as an argument.
@@ -39,7 +39,7 @@ DISTRIBUTION = "smp-estimator"
 #: The folder of this package.
 _OWN = Path(__file__).parents[1]
 
-#: Dependencies that are part of every training image; replacing them would break what was built against them.
+#: Dependencies that are part of every training image; replacing them would break packages built against them.
 _OF_THE_IMAGE = frozenset({"torch", "numpy"})
 
 #: Named without a version: one that an image has was built for its MPI, and pip leaves it; others get the newest.

@@ -19,7 +19,7 @@ from smp_launch.sagemaker.environment import has_gpu
 if TYPE_CHECKING:
     from smp_estimator.local.files.tree import HostTree, JobTree
 
-#: What a host runs: the same module as the image's training program.
+#: Command of a host: the same module as the image's training program.
 DEFAULT_LAUNCHER = (sys.executable, "-m", "smp_launch", "train")
 
 #: What an enclosing job, mpirun or torchrun left in the notebook's environment would mislead the new job.
@@ -166,7 +166,7 @@ class Bootstrap:
         if pipe is None:
             raise AssertionError("the bootstrap's output is a pipe")
         splitter = LineSplitter()
-        # The log takes every line, also when its file cannot: with nobody to read, the pipe would fill and the job stand still.
+        # Keep reading even if the log's file fails: without a reader, the pipe would fill and the job would block.
         try:
             while data := os.read(pipe.fileno(), 65536):
                 self._heard += len(data)

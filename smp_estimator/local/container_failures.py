@@ -18,7 +18,7 @@ from typing import Any
 from smp_estimator.local.files.artifacts import failure_text
 from smp_launch.sagemaker.tree import Tree
 
-#: What the job that runs in this context leaves; None where nobody asked.
+#: Collects the files and failures of the job that runs in this context; None if they are not collected.
 _left: ContextVar[_Left | None] = ContextVar("left", default=None)
 
 

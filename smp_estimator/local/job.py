@@ -42,7 +42,7 @@ _SHOWN_CHARACTERS = 400
 #: After SIGKILL: this long processes that the system does not let die are waited for.
 _UNKILLABLE_SECONDS = 5.0
 
-#: The SDK's default for ``max_run``; a job on this machine is not stopped for a limit that nobody set.
+#: The SDK's default for ``max_run``. It counts as no limit: only a limit that the user has set stops a local job.
 _DEFAULT_MAX_RUN_SECONDS = 24 * 60 * 60
 
 
@@ -107,7 +107,7 @@ class ProcessJob:
         self._transitions: list[dict[str, Any]] = []
         self._enter("Starting", "Starting the processes")
 
-    # -- what a session calls ------------------------------------------------------------------------------
+    # -- calls from the session ----------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start every host's bootstrap and the thread that watches them."""

@@ -25,7 +25,7 @@ _TICK_SECONDS = 0.25
 #: Bytes of the longest line; more without a line break is split.
 _LONGEST_LINE = 1 << 20
 
-#: Lines that are remembered, so that the end of a log is known where its file cannot be written.
+#: Lines kept in memory, so that the end of a log is known even if its file cannot be written.
 _REMEMBERED = 50
 
 
@@ -97,7 +97,7 @@ class JobLog:
         with self._changed:
             if not self._closed:
                 self._closed = True
-                with contextlib.suppress(OSError):  # a network's file system may only now say what it lacks
+                with contextlib.suppress(OSError):  # a network's file system may report a failed write only now
                     self._file.close()
             self._changed.notify_all()
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 #: Types of instance that mean this machine, with or without Docker.
 LOCAL_TYPES = ("local", "local_gpu")
 
-#: Stands where the service expects an image; job names begin with its last part.
+#: Stands for the image that the service expects; job names begin with its last part.
 PROCESS_IMAGE = f"local/smp-process:{__version__}"
 
 _NO_ROLE = "arn:aws:iam::000000000000:role/none"
@@ -68,7 +68,7 @@ def fill_in_here(entry_point: Any, image_uri: Any, sdk: dict[str, Any]) -> str:
     session = sdk.get("sagemaker_session")
     if session is None:
         sdk["sagemaker_session"] = ProcessSession()
-    elif not isinstance(session, ProcessSession):  # of the service: it knows whose S3 is meant
+    elif not isinstance(session, ProcessSession):  # a session of the service: keep its choice of S3
         sdk["sagemaker_session"] = ProcessSession(
             boto_session=session.boto_session, sagemaker_config=session.sagemaker_config
         )

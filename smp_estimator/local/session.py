@@ -115,7 +115,7 @@ class ProcessSession(S3Access, LocalSession):
         if given:
             validate_sagemaker_config(given)
         self.sagemaker_config = given or load_sagemaker_config()
-        # The SDK passes file:// code on, instead of uploading it, only when its local mode is told so.
+        # The SDK passes file:// code on, instead of uploading it, only if its local mode has local_code set.
         self.config = _merged(load_local_mode_config() or {}, {"local": {"local_code": True}})
 
     # -- what would ask AWS ----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ STARTED: dict[str, ProcessJob] = {}
 
 _JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 
-#: What making a folder says where this user may not, on a disk for reading only, or below a file.
+#: Errors of making a folder without permission, on a read-only disk, or below a file.
 _NOT_WRITABLE = frozenset((errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP))
 
 #: Parts of a request that only the service can honour.
@@ -85,7 +85,7 @@ def start_job(request: Mapping[str, Any], session: StartingSession, source: Code
     channels = read_channels(request.get("InputDataConfig"), request["AlgorithmSpecification"].get("TrainingInputMode"))
     checkpoints = _checkpoints(request.get("CheckpointConfig"))
     hyperparameters = {str(k): str(v) for k, v in (request.get("HyperParameters") or {}).items()}
-    # An estimator of the SDK itself may have sent them: here the service would refuse what it cannot read.
+    # An SDK estimator may have sent these without our checks. Refuse unreadable ones here, as the service would.
     JobSettings.from_hyperparameters(hyperparameters)
     output_path = request["OutputDataConfig"].get("S3OutputPath") or ""
     if output_path:
@@ -161,7 +161,7 @@ def _new_root(name: str, root: Path | None) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"{name}-"))
     try:
         root.mkdir(parents=True, exist_ok=True)
-        # Code, hyperparameters and log are nobody else's business, whatever this process's mask says.
+        # Code, hyperparameters and log are private to this user, whatever this process's umask allows.
         (root / name).mkdir(mode=0o700)
     except FileExistsError:
         raise ConfigError(

@@ -33,16 +33,16 @@ _NAMES = {
     "head_size": ("head_dim", "d_kv"),
 }
 
-#: Tokens of a sample where a configuration bounds them later or not at all: few jobs train at 131,072.
+#: Tokens of a sample if a configuration has a higher limit or none: few jobs train at 131,072.
 _SEQUENCE = 4096
 
-#: Families whose positions are in no table, though no field of the configuration says so.
+#: Families without a table of positions, though no field of the configuration shows it.
 _NO_POSITIONS = ("bloom", "mpt", "falcon", "t5", "mt5", "umt5", "longt5")
 
-#: Families with a gate in the MLP, whose activation function does not say so.
+#: Families with a gate in the MLP, though their activation function does not show it.
 _GATED = ("gemma", "gemma2", "gemma3_text", "glm", "glm4", "modernbert")
 
-#: Families whose blocks have one norm for attention and MLP together.
+#: Families with one norm per block, shared by attention and MLP.
 _ONE_NORM = ("gptj", "codegen", "phi", "falcon")
 
 
@@ -186,7 +186,7 @@ class _Configuration:
         many = self._fields.get("num_decoder_layers") or self._fields.get("decoder_layers") or first
         return range(first, first + int(many))
 
-    # -- what it is made of ----------------------------------------------------------------------------------------
+    # -- layers and weights ----------------------------------------------------------------------------------------
 
     def _is_tied(self) -> bool:
         return bool(self._fields.get("tie_word_embeddings", True))

@@ -16,7 +16,7 @@ from smp_config.machine.instances import instance, instances, refuse_neuron
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 
-#: Part of its published peak that a GPU reaches in the arithmetic of a step, where none is given. Narayanan et al. 2021
+#: Part of its published peak that a GPU reaches in the arithmetic of a step, if none is given. Narayanan et al. 2021
 #: measured 44–52 % on A100, with everything else of a step included.
 UTILISATION = 0.5
 

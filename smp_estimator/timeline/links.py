@@ -19,7 +19,7 @@ _NUMBERED = 16
 #: Frames around more are thin, or they would hide the squares.
 _FRAMED = 32
 
-#: Of full colour, what the faintest square has: on a dark page too it must be seen.
+#: Part of full colour that the faintest square has: it must be visible on a dark page too.
 _FAINTEST = 0.3
 
 #: Ends of more squares are thinner than a dot.

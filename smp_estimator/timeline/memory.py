@@ -24,10 +24,10 @@ OWNERS = ("parameter", "optimizer state", "gradient", "buffer", "activation", "o
 #: Panels of more ranks are too low to be read; those with the highest peaks are drawn.
 _MOST_PANELS = 8
 
-#: The device's size is drawn as a line where the curve comes this near to it, or a note would be all that is seen.
+#: The device's size is drawn as a line if the peak is above this part of it. Otherwise the curve would be too low.
 _NEAR = 0.4
 
-#: Characters of a peak's owner that are drawn; of a longer path the end tells more than the middle.
+#: Characters of a peak's owner that are drawn. A longer path loses its middle, because its end is more informative.
 _MOST_CHARACTERS = 80
 
 #: Points of one curve; of more, each part of the time keeps its highest.

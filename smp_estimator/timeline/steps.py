@@ -207,7 +207,7 @@ class JobTimeline:
             ConfigError: the step was not recorded.
         """
         if number is None:
-            # To the nanosecond: steps that only rounding tells apart keep their order.
+            # Rounded to the nanosecond: steps that differ only by rounding keep their order.
             training = sorted((step for step in self.steps if step.trains), key=lambda step: round(step.makespan, 9))
             return training[(len(training) - 1) // 2] if training else self.steps[-1]
         for step in self.steps:

@@ -29,7 +29,7 @@ _LISTED_RANKS = 8
 #: Lanes of more ranks would be thinner than their names.
 _MOST_RANKS = 128
 
-#: A number is written where its block is at least this part of the step wide.
+#: A number is written if its block is at least this part of the step wide.
 _WIDE_ENOUGH = 0.012
 
 #: Blocks of one microbatch that lie this close (part of the step) carry one number.

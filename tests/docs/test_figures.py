@@ -63,7 +63,7 @@ def test_the_page_shows_the_figures_of_the_file() -> None:
     page = bench.PAGE.read_text()
     found = results.read(bench.FILE)
     assert found["suites"], "no result is there: make bench"
-    assert results.filled(page, SUITES, found) == page, "docs/performance.md is older: python benchmarks/bench.py write"
+    assert results.filled(page, SUITES, found) == page, "the page is older: python benchmarks/bench.py write"
 
 
 def test_a_run_keeps_what_others_have_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,7 @@ ELSEWHERE: dict[Key, tuple[str, str]] = {
 }
 INDEX = "it installs from a package index"
 STEP = "a step of its own in .ci/run"
+BENCH = "it measures for minutes; tests/docs/test_figures.py tests the runner"
 WHEEL = "it needs the tools that build the wheel; tests/estimator/test_wheel.py builds one and looks into it"
 ACCOUNT = "it asks an account of AWS; tests/estimator/test_doctor.py has a stand-in of one"
 DOCKER = "it builds and runs images with Docker: `make test-docker`, a step of its own in .ci/run"
@@ -61,11 +62,15 @@ NOT_RUN: dict[Key, str] = {
     ("start.md", "pip install torch"): INDEX,
     ("start.md", 'pip install "dist/'): INDEX,
     ("lora.md", "pip install"): INDEX,
+    ("sdk-v3.md", "pip install"): INDEX,
     ("cloud.md", "smp-estimator doctor"): ACCOUNT,
     ("image.md", "make image  "): DOCKER,
     ("image.md", "make image BASE_IMAGE"): DOCKER,
     ("image.md", "make test-docker"): DOCKER,
     ("image.md", "make push"): DOCKER,
+    ("performance.md", "make bench-quick"): BENCH,
+    ("performance.md", "make bench "): BENCH,
+    ("performance.md", "benchmarks/gpu.py"): "it needs a GPU",
 }
 LISTED = [*ELSEWHERE, *NOT_RUN]
 
@@ -210,6 +215,19 @@ def _distribution() -> None:
     Path("distribution.json").write_text(json.dumps(whole))
 
 
+def _notebook() -> None:
+    """A notebook for version 2 of the SDK, and its distribution in a file."""
+    _distribution()
+    code = (
+        "from smp_estimator import SMPEstimator\n\n"
+        "estimator = SMPEstimator(\n    entry_point='train.py', instance_type='local',\n"
+        "    distribution={'smdistributed': {'modelparallel': {'enabled': True}}, 'mpi': {'enabled': True}},\n)\n"
+        "estimator.fit()\n"
+    )
+    cell = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": code}
+    Path("notebook.ipynb").write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+
+
 def _text() -> None:
     Path("text").mkdir()
     Path("text/some.txt").write_text("to be or not to be, that is the question. " * 400)
@@ -229,16 +247,22 @@ _STEP_AND_JOB = {"JOB_OUTPUT": "out", "--step 7": "--step 2"}
 SCENES: dict[Key, Scene] = {
     ("accelerate.md", "smp-estimator run"): Scene(_script("accelerate.md", "accelerator.prepare")),
     ("checkpoints.md", "checkpoint inspect"): Scene(_checkpoint, {"PATH": "saved", "OUT": "out"}),
+    ("command-line.md", "smp-estimator run"): Scene(_sized, {"DIR": "."}),
     ("estimator.md", "smp-estimator validate"): Scene(_distribution),
     ("generation.md", "examples/generate.py"): Scene(instead={"examples/": f"{ROOT}/examples/"}),
     ("hangs.md", "smp-estimator where"): Scene(instead={"JOB --stacks": "{job} --stacks"}, job=True),
     ("launchers.md", "--steps 100"): Scene(_text, {"--steps 100": "--steps 3"}),
+    ("migrate.md", "smp-estimator validate"): Scene(_distribution),
+    ("migrate.md", "smp-estimator migrate"): Scene(_notebook),
     ("numerics.md", "smp-estimator verify"): Scene(_script("start.md", "config = LlamaConfig("), {"DIR": "."}),
+    ("performance.md", "bench.py list"): Scene(instead={"benchmarks/": f"{ROOT}/benchmarks/"}),
     ("planning.md", "suggest --script"): Scene(_sized, {"--budget 600": "--budget 20"}),
     ("rehearsal.md", "--layers 44"): Scene(_sized),
     ("rehearsal.md", "--input-shape"): Scene(_sized),
     ("rehearsal.md", "--measured measured"): Scene(_sized, {"6144": "64"}),
     ("reshape.md", "smp-estimator reshape"): Scene(instead={"my-job": "{job}", 'degree": 4': 'degree": 2'}, job=True),
+    ("sdk-v3.md", "smp-estimator migrate"): Scene(_notebook),
+    ("security.md", "checkpoint verify"): Scene(_checkpoint, {"verify checkpoints": "verify saved"}),
     ("timeline.md", "smp-estimator timeline"): Scene(_output, _STEP_AND_JOB),
     ("tracking.md", "top JOB"): Scene(instead={"top JOB": "top {job} --once"}, job=True),
     ("tracking.md", "top gpt"): Scene(instead={"top gpt": "top {job} --once"}, job=True),

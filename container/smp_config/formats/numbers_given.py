@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 
 from smp_config.errors import show_value
 
-#: The largest whole number of a setting: what a rank counts with, in 64 bits.
+#: The largest whole number of a setting: ranks count in 64 bits.
 _LARGEST = 2**63 - 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from smp_config.errors import show_value
 
-#: Stands for what is not shown.
+#: Replaces hidden values.
 MASK = "***"
 
 #: Words of a name, as in ``api_key``, ``apiKey`` or ``API-KEY``.
@@ -23,7 +23,7 @@ _SECRET_WORDS = frozenset(
     """apikey auth authorization bearer credential credentials key keys passphrase passwd password passwords pat pwd secret
     secrets token tokens""".split()
 )
-#: What such a word may also mean, where the value shows it: the size of a vocabulary, a switch.
+#: Values that show another meaning of such a word: the size of a vocabulary, a switch, a special token.
 _HARMLESS = re.compile(
     r"[+-]?\d{1,9}(\.\d*)?([eE][+-]?\d+)?|true|false|none|null|<\|?[\w/ ]{1,30}\|?>|\[[A-Z]{1,10}\]|", re.IGNORECASE
 )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-#: Objects and lists inside one another; what a job says of itself has fewer than ten.
+#: Most levels of nested objects and lists; a job's description has fewer than ten.
 MOST_LEVELS = 64
 
 

@@ -26,7 +26,7 @@ def parse_literal(text: str, what: str) -> Any:
             ) from None
 
 
-#: The begin of ``s3://bucket/x``, also where ``pathlib`` has made one slash of two.
+#: Start of ``s3://bucket/x``, also if ``pathlib`` has reduced the two slashes to one.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 

@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 
-#: What a write says where there is no room: the disk's, the user's share of it, or the largest file of this process.
+#: Errors of a write without space: on the disk, in the user's quota, or within the largest file that is allowed.
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota of the disk is used up",
@@ -74,7 +74,7 @@ def full_disk(error: BaseException, path: Path) -> str | None:
     return f"{path} cannot be written: {why} ({room} on the disk of {folder})"
 
 
-#: What opening a file says where no more may be open: of this process, and of the system.
+#: Errors of opening one file too many: for this process, and for the system.
 _OPEN_FILES = {
     errno.EMFILE: "this process may have no more files open",
     errno.ENFILE: "the system has too many files open",

@@ -84,7 +84,7 @@ def _catalogue() -> dict[str, Instance]:
         name: Instance(
             name=name,
             gpu_memory_bytes=row.pop("gpu_memory_mib") * MIB,
-            # A type has it of its own where its GPUs are not the model of the catalogue of GPUs.
+            # A type has its own bandwidth if its GPUs differ from the model in the catalogue of GPUs.
             memory_gb_per_s=row.pop("memory_gb_per_s", gpu(row["gpu"]).memory_gb_per_s),
             host_memory_bytes=row.pop("host_memory_gib") * GIB,
             usd_per_hour=prices[name],

@@ -9,7 +9,8 @@ import sys
 #: The interface that reaches this machine only.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
-#: Asks Linux for the address of an interface (linux/sockios.h); where its answer has it (linux/if.h, a sockaddr_in).
+#: Linux's request for the address of an interface (linux/sockios.h).
+#: ``_ADDRESS`` is the address's place in the answer (linux/if.h, a sockaddr_in).
 _SIOCGIFADDR = 0x8915
 _ADDRESS = slice(20, 24)
 

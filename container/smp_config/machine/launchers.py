@@ -38,7 +38,7 @@ VARIABLES: Mapping[Launcher, tuple[str, str]] = {
     Launcher.SLURM: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 }
 
-#: Where ranks without MPI meet.
+#: Rendezvous of ranks without MPI.
 ADDRESS_VARIABLE = "MASTER_ADDR"
 PORT_VARIABLE = "MASTER_PORT"
 
@@ -61,7 +61,7 @@ OWN_VARIABLES = ("SMP_RANK", "SMP_WORLD_SIZE")
 #: the job itself, as processes of this machine and as one host: no container, no batch system, no other launcher around it.
 PROCESS_MODE_VARIABLE = "SMP_PROCESS_MODE"
 
-#: Processes that a pod of Kubernetes' training operator is to start; set in the pod, and by nobody in ranks.
+#: Processes that a pod of Kubernetes' training operator is to start. It is set in the pod; no launcher sets it in ranks.
 POD_PROCESSES_VARIABLE = "PET_NPROC_PER_NODE"
 
 _OUR_COMMAND = "smp-launch run SCRIPT"

@@ -54,7 +54,7 @@ class BackwardThread:
             try:
                 with called_from(line), torch.set_grad_enabled(grad):
                     outcome[:] = True, own(outputs, *args, **kwargs)
-            except BaseException as error:  # raised where backward was called
+            except BaseException as error:  # handed to the thread that called backward, which raises it
                 outcome[:] = False, error
             finally:
                 for mode in reversed(modes):

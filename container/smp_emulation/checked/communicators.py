@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: What carries the bytes; the stubs lack the methods of its base.
 _gloo: Any = dist.ProcessGroupGloo
-#: Bytes in which a rank tells the others what it is about to do.
+#: Bytes of the header in which a rank describes its next operation to the others.
 _HEADER = 512
 
 
@@ -107,7 +107,7 @@ class Communicator(dist.ProcessGroupGloo):
         self._channels: dict[tuple[int, ...], _Channel] = {}
         _alive.append(self)
 
-    # -- what is asked for ---------------------------------------------------------------------------------------------
+    # -- operations ----------------------------------------------------------------------------------------------------
 
     def exchange(
         self,
@@ -246,7 +246,7 @@ class Communicator(dist.ProcessGroupGloo):
         """
         fault = self._unlike(asked) or self._twice(asked)
         if fault is not None:
-            self._gathered(torch.zeros(1))  # everybody has seen it before the first one leaves
+            self._gathered(torch.zeros(1))  # a barrier: all ranks must have the headers before the first one leaves
             raise StreamFault(f"{self._name}: {fault}")
 
     def _unlike(self, asked: Sequence[Asked]) -> str | None:

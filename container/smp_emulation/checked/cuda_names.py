@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smp_emulation.checked.patches import Patches
     from smp_emulation.checked.streams.device import Devices
 
-#: What an emulated device says that it has, in bytes.
+#: Memory that an emulated device reports, in bytes.
 _MEMORY = 80 * 2**30
 
 

@@ -171,7 +171,7 @@ class TensorNames:
 
         return grouped
 
-    # -- what the host reads -----------------------------------------------------------------------------------------
+    # -- reads by the host -------------------------------------------------------------------------------------------
 
     def _reading(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ class TensorNames:
                 self._devices.host_touches(tensor, place, "pickling", writes=False)
             elif place.block is not None:
                 self._devices.wait_on_host("pickling", [self._devices.current(place.device)])
-                with without_modes():  # what the host sees of the storage gets the elements, to be written
+                with without_modes():  # pickling reads the host's view of the storage: copy the elements there
                     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                     whole.copy_(place.block.elements)
             return own(tensor, protocol)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 _Make = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.py_object)
-#: Where a type has the address of what makes its instances (``tp_new``), in bytes.
+#: Offset of ``tp_new`` in a type object, in bytes: the address of the function that makes its instances.
 _PLACE = 39 * ctypes.sizeof(ctypes.c_void_p)
 
 

@@ -46,14 +46,14 @@ def reset_peak(device: Any = None) -> None:
     index_of(device)
     try:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the kernel's word for: the peak is what is used now
+            file.write("5")  # for the kernel, 5 resets the peak to the memory in use
     except OSError:
         pass  # not Linux, or not allowed: the peak stays that of the whole process
 
 
 def empty_cache() -> None:
     """Return freed memory in the process's allocator to the system, so that `allocated` is the memory in use."""
-    with contextlib.suppress(OSError, AttributeError):  # a C library without it keeps what it keeps
+    with contextlib.suppress(OSError, AttributeError):  # a C library without malloc_trim keeps freed memory
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 

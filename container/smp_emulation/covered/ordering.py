@@ -168,7 +168,7 @@ class _Defaults(dict[int, Stream]):
         return self.setdefault(index, Stream(index, stream_id=0))
 
 
-#: Made once each: PyTorch's compiler asks for them where it compiles what is called, and then also how they are made.
+#: Each stream is made once: PyTorch's compiler traces code that requests one, and would trace its creation too.
 _defaults = _Defaults()
 
 

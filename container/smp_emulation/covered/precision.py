@@ -23,13 +23,13 @@ def _autocast_init(original: Any) -> Any:
         kind = kind_here(device_type)
         if kind != device_type and dtype is None:
             dtype = _cuda_dtype()
-        # The CPU casts to both half types only; a GPU says nothing of a third where it is off anyway.
+        # The CPU casts to the two half types only. For a third type, a GPU reports nothing if autocast is off.
         original(self, kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     return init
 
 
-#: What PyTorch itself says of "cuda", taken before it is asked of the CPU.
+#: PyTorch's own answers for "cuda"; saved before these functions are redirected to the CPU.
 _get_autocast_dtype = torch.get_autocast_dtype
 _is_autocast_enabled = torch.is_autocast_enabled
 

@@ -58,7 +58,7 @@ def _switched(name: str, default: Any) -> Any:
     return lambda: _tuned.get(name, default)
 
 
-#: Of torch.cuda.tunable: what sets, what tells it, and what is told before it is set.
+#: Setters of torch.cuda.tunable, the getter of each, and the value that it returns before the first set.
 _SETTINGS = (
     ("enable", "is_enabled", False),
     ("tuning_enable", "tuning_is_enabled", True),

@@ -28,7 +28,7 @@ def _set_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 def _set_states(new_states: Iterable[torch.Tensor]) -> None:
     for index, state in enumerate(new_states):
-        # What was saved where a host had more devices.
+        # States saved on a host with more devices have no device here.
         if index < count():
             _set_state(state, index)
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
 from smp_config.formats.secrets import mask_secrets, masked_words
 
-#: A task that fails ends the step: SLURM lets the others go on otherwise, unless its administrator says so.
+#: A task that fails ends the step. By default SLURM lets the others go on, unless its administrator set otherwise.
 _SRUN = ("srun", "--kill-on-bad-exit=1")
 
 
@@ -111,7 +111,7 @@ class LocalJob:
         if surroundings.size:
             after = self.environment(environ)
             prepare(surroundings, surroundings.local_rank, after)
-            # Those of the parameters are told above.
+            # The line above already shows the parameters.
             new = {
                 name: value
                 for name, value in after.items()

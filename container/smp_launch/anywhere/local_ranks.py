@@ -19,7 +19,7 @@ from pathlib import Path
 from smp_launch.machine.output import ENDED_PREFIX
 from smp_launch.machine.rank_pipes import REPORT_VARIABLE, write_to
 
-#: Seconds between SIGTERM to ranks that outlive another's failure and SIGKILL: to them a rank is gone, and they say so.
+#: Seconds from SIGTERM to SIGKILL for ranks that outlive a failed one: they use them to report that a rank is gone.
 _PATIENCE = 2.5
 
 #: Of prctl (linux/prctl.h).
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     number, _, *program = arguments
     pipes = Path(os.environ.get(REPORT_VARIABLE, os.devnull))
     _end_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, the system does not tell how a child has ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, os.wait() cannot return how a child ended
     alive: dict[int, int] = {}
 
     def pass_on(sent: int) -> None:

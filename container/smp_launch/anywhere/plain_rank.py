@@ -20,17 +20,17 @@ from smp_launch.ranks.script import Program, RankPlace, Wrapper, run_to_end
 from smp_launch.ranks.torch_entry_points import make_findable
 from smp_launch.sagemaker.environment import cpu_count
 
-#: Carries what the launcher has recognised to its ranks.
+#: Passes the detected launcher on to its ranks.
 SURROUNDINGS_VARIABLE = "SMP_LAUNCH_SURROUNDINGS"
 
 #: As the training toolkit calls them; the runtime, Transformers and Accelerate read them.
 PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
 FRAMEWORK_VARIABLE = "SM_FRAMEWORK_PARAMS"
 
-#: Says to Transformers and Accelerate that there are ranks.
+#: Makes Transformers and Accelerate see that there are ranks.
 _WITH_RANKS = '{"sagemaker_mpi_enabled": true}'
 
-#: What launchers above leave behind that says something else of ranks that they have not started.
+#: Prefixes of variables left by outer launchers. They contradict the place of ranks that those have not started.
 _OF_OTHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "PET_")
 
 

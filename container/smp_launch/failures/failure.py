@@ -17,7 +17,8 @@ from smp_records.records import FAILURE_CHARACTERS, FailureRecord, parse_failure
 if TYPE_CHECKING:
     from smp_launch.machine.output import OutputLine
 
-#: Of a failing rank's record, which it leaves whole where the launcher runs on its machine; its line is cut, and may be lost.
+#: Suffix of a failing rank's whole record, which it writes if the launcher runs on its machine. The rank's line is cut,
+#: and may be lost.
 REPORT_SUFFIX = ".json"
 
 #: The first line has room for rank, exception and message, and leaves some for the traceback.
@@ -26,11 +27,11 @@ _HEADLINE_CHARACTERS = 640
 #: mpirun's own messages stand between two such lines.
 _RULE = re.compile(r"-{20,}$")
 
-#: Of messages that say which rank ended by which signal, or with which exit code.
+#: mpirun's messages about the signal that ended a rank, or about its exit code.
 _BY_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 _BY_CODE = re.compile(r"Process name: \S*,(\d+)\] Exit code: (\d+)")
 
-#: Messages that only say that a rank ended, which this module says better.
+#: Messages that only report a rank's end, which this module describes better.
 _UNDERSTOOD = re.compile(
     r"exited on signal \d+|non-zero status, thus causing|Primary job terminated normally|MPI_ABORT was invoked"
     r"|has exited due to process rank|exiting improperly"
@@ -46,13 +47,13 @@ _HOLD_LINES = 100
 #: SIGKILL, but reports only the first process that ended.)
 _FIRST_CAUSES = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS})
 
-#: Signals with which a job is stopped: by the launcher, or by mpirun where a rank does not end.
+#: Signals that stop a job: sent by the launcher, or by mpirun if a rank does not end.
 _STOPS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGKILL})
 
-#: What a rank that chose its exit code has told; see :mod:`smp_launch.ranks.rank`.
+#: Error types in the report of a rank that chose its exit code; see :mod:`smp_launch.ranks.rank`.
 _OWN_CODES = frozenset({"SystemExit", "ScriptError"})
 
-#: Of what a rank says before its script begins: the newest lines, and the characters of each.
+#: Limits of the kept output of a rank before its script begins: the newest lines, and the characters of each.
 _EARLY_LINES, _EARLY_CHARACTERS = 30, 400
 
 #: A line that names an error, as those of Python and of the system's loader do.
@@ -208,7 +209,7 @@ class FailureCollector:
             death, code = (None, first_failed) if number > 0 else ((rank, -number), None)
         is_told = code is not None
         if death is None and code is None and first_ended is not None:
-            # mpirun does not always say it, but its exit code is that of the first rank that failed.
+            # mpirun does not always report it, but its exit code is that of the first rank that failed.
             code = (first_ended, returncode) if 0 < returncode <= 128 else None
             if returncode < 0 or returncode > 128:
                 death = first_ended, -returncode if returncode < 0 else returncode - 128
@@ -276,7 +277,8 @@ class FailureCollector:
             for rank in record.accused:
                 votes[rank] += 1 / len(record.accused)
         tellers = {r.rank for r in self.records}
-        # Of as many, one that has told nothing: one that has told blames another, who may be its cause.
+        # Among equal votes, prefer a rank without a report.
+        # A rank that reported blames another one, which may be its cause.
         blamed, *others = sorted(votes, key=lambda rank: (-votes[rank], rank in tellers))
         if others and (votes[others[0]], others[0] in tellers) == (votes[blamed], blamed in tellers):
             return min(self.records, key=lambda r: r.when or float("inf"))  # each blames the other
@@ -296,7 +298,7 @@ class FailureCollector:
         rank, number = code
         if any(r.rank == rank for r in self.records) or (ended_unheard is not None and rank not in ended_unheard):
             return False
-        # A rank that raises ends with 1, so that another code is not that of one who has told why.
+        # A rank that raises ends with 1. So another code is not from a rank that has reported its exception.
         return is_told or (number != 1 and not any(r.error_type in _OWN_CODES for r in self.records))
 
     def _where(self, rank: int) -> str:

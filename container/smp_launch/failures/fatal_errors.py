@@ -33,7 +33,7 @@ from smp_records.records import FailureRecord, format_failure
 #: Seconds for exit handlers and open files. Other ranks wait for this one meanwhile, and none of them may hang in it.
 EXIT_SECONDS = 2.0
 
-#: Seconds after which the system ends a rank whose exit handler holds the interpreter's lock.
+#: Seconds until the system ends a rank with an exit handler that holds the interpreter's lock: no Python timer runs then.
 _LAST_RESORT_SECONDS = EXIT_SECONDS + 1.0
 
 #: Seconds for mpirun to read a failing rank's last words, and then to pass them on.
@@ -43,7 +43,7 @@ _PASS_ON_SECONDS = 0.1
 #: Before each line of a traceback that PyTorch's hook prints.
 _MARK = re.compile(r"^\[rank\d+\]: ?")
 
-#: What a script may look for in the tensors that a step-decorated function is given or has made.
+#: Attributes of step outputs. A script may look for them on tensors that a step-decorated function gets or makes.
 _OF_STEP_OUTPUT = ("reduce_mean", "reduce_sum")
 
 #: Packages that are, or bring, kernels for GPUs.
@@ -53,7 +53,7 @@ _OF_KERNELS = frozenset(
     transformer_engine_torch triton vllm xformers""".split()
 )
 
-#: What PyTorch, Triton and the system's loader say where there is no GPU.
+#: Messages of PyTorch, Triton and the system's loader if there is no GPU.
 _FROM_CUDA_CODE = re.compile(
     r"not compiled with CUDA|not linked with support for cuda|from the 'CUDA' backend|no NVIDIA driver|CUDA driver|CUDA_HOME|"
     r"0 active drivers|needs a non-CPU accelerator|"
@@ -98,7 +98,7 @@ def tell(rank: int, host: str, error: BaseException, name: str | None = None) ->
         _leave_report(record)
         # One write of less than a pipe's atomic size, so that no other line can get between.
         os.write(2, (format_failure(record) + "\n").encode())
-    except Exception:  # the rank ends with the script's error, whatever keeps it from being told
+    except Exception:  # the rank must end with the script's error, even if reporting it fails
         traceback.print_exc()
 
 
@@ -201,7 +201,7 @@ def _but_told(said: str, text: str, instead: str) -> list[str]:
     return [instead, *filter(None, lines[len(told) :])] if plain == told[:-1] else lines
 
 
-#: Held while this process lives: no other rank of this machine tells the same error.
+#: Held while this process lives, so that no other rank of this machine reports the same error.
 _told: list[socket.socket] = []
 
 
@@ -216,7 +216,7 @@ def _first_to_tell(record: FailureRecord) -> bool:
         claim.bind(f"\0smp-{socket.gethostname()[:24]}-{os.getppid()}-{mark[:32]}")
     except OSError as error:
         claim.close()
-        return error.errno != errno.EADDRINUSE  # where there are no such names, everybody tells
+        return error.errno != errno.EADDRINUSE  # without such names on this system, every rank reports
     _told.append(claim)
     return True
 
@@ -255,7 +255,7 @@ def flush_files() -> None:
                     if not file.closed and file.writable():
                         file.flush()
                 except Exception:
-                    pass  # somebody else's file, which may be in any state
+                    pass  # the script or a library owns this file, which may be in any state
 
 
 def _flush_streams() -> None:
@@ -263,7 +263,7 @@ def _flush_streams() -> None:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            pass  # nobody reads it any more, or the script has closed it, or put something else there
+            pass  # the reader is gone, or the script has closed or replaced the stream
 
 
 def _cut(message: str) -> str:
@@ -296,5 +296,5 @@ def _wait_until_read(descriptor: int) -> None:
             break  # neither pipe nor terminal
         if not any(unread):
             break
-        time.sleep(0.005)  # a pipe tells nobody that it was read
-    time.sleep(_PASS_ON_SECONDS)  # mpirun has it, and tells nobody that it has passed it on
+        time.sleep(0.005)  # a pipe does not notify its writer of reads
+    time.sleep(_PASS_ON_SECONDS)  # mpirun has read it, but does not report when it has passed it on

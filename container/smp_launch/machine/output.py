@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 #: A rank's first line: its process id, and that it can take signals from now on. Never shown.
 STARTED_PREFIX = "smp-started "
 
-#: What starts ranks without mpirun tells in a line of this prefix which rank failed first, and with which exit code. Never shown.
+#: Prefix of the line in which a starter of ranks without mpirun reports the first failed rank and its exit code.
+#: Never shown.
 ENDED_PREFIX = "smp-ended "
 
 _TAG = re.compile(rb"\[\d+,(\d+)\]<(?:stdout|stderr|stddiag)>:")

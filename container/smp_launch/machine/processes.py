@@ -88,7 +88,7 @@ def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -
             except ProcessLookupError:
                 pass
         # Killed processes vanish within a tick; new ones that a dying parent just started are seen next time.
-        time.sleep(0.01)  # not all of them are children, whose end the system would tell
+        time.sleep(0.01)  # the system would notify a parent, but not all of them are children
     return left
 
 

@@ -10,7 +10,8 @@ import contextlib
 import os
 from pathlib import Path
 
-#: Names a folder of the launcher's machine with these pipes, where a failing rank also leaves its record whole, as ``<rank>.json``.
+#: Names a folder of the launcher's machine with these pipes. A failing rank also writes its whole record there, as
+#: ``<rank>.json``.
 REPORT_VARIABLE = "SMP_LAUNCH_REPORTS"
 
 #: The launcher's end is of this descriptor of the rank.

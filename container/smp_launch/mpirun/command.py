@@ -96,7 +96,7 @@ DIALECTS: Mapping[int, Dialect] = {
     5: Dialect(
         tagging=MpiOption("output", "", "tag"),
         tags="lines",
-        # Its daemon cannot be told to use the loopback interface; with local ranks alone it connects to nothing.
+        # Its daemon has no option for the loopback interface; with local ranks alone it connects to nothing.
         one_machine=(MpiOption("mca", "btl", "self,sm"),),
         session_dir=("prtemca", "prte_tmpdir_base"),
         memory_dir="btl_sm_backing_directory",
@@ -212,9 +212,9 @@ def mpi_options(
         defaults += dialect.daemons
         if dirs.agent:
             defaults.append(MpiOption(*dialect.agent, dirs.agent))
-    # What every launcher sets may be repeated; it does not contradict what else a user says of the same thing.
+    # The user may repeat this default of every launcher: that must not conflict with the user's other value for it.
     spoken = [translate.get(option, option) for option in custom if option != _NO_SINGLE_COPY_4]
-    # Without the tags nobody could tell which rank a line is from, so this one is not for the user to replace.
+    # Without the tags, no line could be assigned to its rank, so the user cannot replace this option.
     spoken = [option for option in spoken if option.name != dialect.tagging.name]
     merged = merge(defaults, spoken)
     return MergedOptions((dialect.tagging, *merged.options), merged.replaced, merged.conflicts)

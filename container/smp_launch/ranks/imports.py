@@ -36,10 +36,10 @@ _DRIVER, _NOT_INITIALIZED = "libcuda.so", 3
 #: Packages that join their job when they are imported.
 _JOINS = ("mpi4py",)
 
-#: Where the packages of this project lie.
+#: Folder with this project's packages.
 _OWN = str(Path(__file__).parents[2])
 
-#: Seconds of rest for each second of imports, as long as nobody waits for them.
+#: Seconds of rest for each second of imports, while no rank waits for them.
 _REST = 3.0
 
 
@@ -87,7 +87,7 @@ def list_installed(modules: Mapping[str, ModuleType], folders: Sequence[str]) ->
         origin = os.path.realpath(str(spec.origin))
         below = [folder for folder in folders if origin.startswith(folder + os.sep)]
         own = [root for root in roots if origin.startswith(root + os.sep)]
-        # The environment may lie in the user's folder, or the other way round: the nearer one says whose a file is.
+        # The environment may lie in the user's folder, or the other way round: the innermost folder owns the file.
         return bool(own) and max(map(len, own)) > max(map(len, below), default=0)
 
     return [name for name, module in list(modules.items()) if name != "__main__" and is_installed(name, module)]

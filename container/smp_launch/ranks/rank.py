@@ -22,7 +22,7 @@ from smp_launch.ranks.torch_entry_points import make_findable
 from smp_launch.sagemaker.environment import HOST_VARIABLE, TrainingEnvironment, cpu_count
 from smp_launch.sagemaker.tree import BASE_VARIABLE, Tree
 
-#: Where the launchers that we know say which rank this is.
+#: Variables in which the known launchers set this rank's number.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 _LOCALHOST = "127.0.0.1"
@@ -90,7 +90,7 @@ def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dic
     return values
 
 
-#: What the user's own value overrides.
+#: Variables that keep the user's own value.
 _USER_MAY_SET = frozenset({"OMP_NUM_THREADS", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"})
 
 

@@ -238,7 +238,7 @@ def _run_python(program: Program) -> None:
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=str(script), __builtins__=builtins, __cached__=None, __loader__=None, __spec__=None)
     code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
-    # It stays there: what the script pickles or registers to run at exit must find its own __main__.
+    # It stays there after the script: its pickled objects and its exit handlers must find their own __main__.
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
 
@@ -267,7 +267,7 @@ def _run_shell(place: RankPlace, program: Program) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.signal(signal.SIGUSR2, pass_on)
     process = subprocess.Popen(["bash", str(program.script), *program.words], preexec_fn=_ignore_stop_signal)
-    _announce(place.rank)  # now that there is somebody to pass a stop on to
+    _announce(place.rank)  # not before bash exists, to which a stop is passed on
     code = process.wait()
     if stopping and code == -signal.SIGTERM and set(_rest()) - {code} == {0}:
         return

@@ -174,7 +174,7 @@ def _verdict(
     if outcome.hang is not None:
         write_report(job.training.tree.output_data_dir, outcome.hang)
         return 1, cause_of_hang(outcome.hang, job.layout.host_of)
-    # Where the daemon of a host is gone, mpirun may end with 0 as if the ranks had.
+    # If the daemon of a host is gone, mpirun may end with 0 as if the ranks had succeeded.
     if outcome.returncode == 0 and not collector.records and not lost_of(job, others):
         return 0, None
     if others is not None and (cause := _lost_host(lost_of(job, others), others.lost_when, collector)) is not None:

@@ -101,7 +101,7 @@ class RemainingHosts:
         lost = lost_of(self.job, self.others)
         now = self.job.without(gone) if gone else None
         if self.others is None or now is None:
-            return self.job  # where it cannot go on, the start tells why
+            return self.job  # if the job cannot go on, the next start reports why
         former, self.job = self.job, now
         self.others.drop(gone)
         for host in gone:

@@ -33,12 +33,12 @@ DEFAULT_PATIENCE = 600.0
 #: Seconds between two attempts to reach a host.
 _RETRY_AFTER = 0.2
 
-#: Seconds for a connection to end whose output has ended, so that its reason is known.
+#: Seconds for a connection to end after its output has ended, so that its reason is known.
 _END_PATIENCE = 0.2
 
 _READ_BYTES = 1 << 16
 
-#: Of a line without an end, and of what a host said, in the error.
+#: Kept bytes of a line without an end, and characters of a host's output that the error shows.
 _KEPT_BYTES = 1024
 _SHOWN_CHARACTERS = 200
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PORT_VARIABLE = "SMP_LAUNCH_SSH_PORT"
 _STANDARD_PORT = "22"
 
-#: Addresses (or networks as a.b.c.d/n, with commas) that may log in, where the leader's name does not give its address.
+#: Addresses (or networks as a.b.c.d/n, separated by commas) that may log in; needed if the leader's name does not resolve.
 TRUSTED_VARIABLE = "SMP_LAUNCH_TRUSTED_ADDRESSES"
 
 #: Seconds for ssh's server to listen.

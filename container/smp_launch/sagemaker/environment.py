@@ -36,7 +36,7 @@ HOST_VARIABLE = "CURRENT_HOST"
 
 JOB_NAME_VARIABLE = "TRAINING_JOB_NAME"
 
-#: Holds, as a JSON object, hyperparameters that the platform's file lacks; where it has one of them, the file's holds.
+#: A JSON object of hyperparameters that the platform's file lacks. If the file has one of them, the file's value holds.
 MORE_VARIABLE = "SMP_LAUNCH_HYPERPARAMETERS"
 
 #: Hyperparameters that steer the container itself and are not handed on in ``SM_FRAMEWORK_PARAMS``.
@@ -56,7 +56,7 @@ _IN_TRAINING_ENV = frozenset(
 #: Devices by which a GPU may be reached without the usual names (WSL, Tegra, AMD).
 _OTHER_DEVICES = ("dxg", "nvhost*", "nvgpu*", "kfd")
 
-#: What the log says where they are emulated.
+#: Line of the log if GPUs are emulated.
 EMULATION_LINE = (
     f"no GPU here: calls of torch.cuda act on the CPU, so that a GPU script runs ({emulation.VARIABLE}=1; "
     f'environment={{"{emulation.VARIABLE}": "0"}} turns it off)'
@@ -261,7 +261,7 @@ class TrainingEnvironment:
             "hps": given,
             "framework_module": "",
             "framework_params": self.framework_parameters,
-            # current_host is this host's even where the platform's file holds the leader's.
+            # current_host is this host's, even if the platform's file holds the leader's.
             "resource_config": {**self.resources, "current_host": self.current_host},
             "input_data_config": dict(self.channels),
             "network_interface_name": self.network_interface,

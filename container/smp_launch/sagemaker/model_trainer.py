@@ -26,7 +26,7 @@ CONFIG_VARIABLE = "SM_DISTRIBUTED_CONFIG"
 SCRIPT_VARIABLE = "SM_ENTRY_SCRIPT"
 SOURCE_VARIABLE = "SM_SOURCE_DIR"
 
-#: Where the channel of the code is mounted, below the base.
+#: Channel of the code, below the folder of the data.
 _CODE_CHANNEL = "code"
 
 
@@ -70,7 +70,7 @@ def _settings(environ: Mapping[str, str], instance_type: str | None) -> JobSetti
             f"{CONFIG_VARIABLE} is {text[:200]!r}, which is no JSON object; ModelTrainer's scripts set it from "
             "distributed=ModelParallel(…), which starts this program: give the job a ModelParallel, and leave the variable to it"
         )
-    # As ModelTrainer's own drivers do where nobody has given a number.
+    # The default of ModelTrainer's own drivers if no number is given.
     config.setdefault("processes_per_host", None)
     if config["processes_per_host"] is None:
         config["processes_per_host"] = gpu_count(environ) or 1

@@ -21,7 +21,7 @@ from smp_config.limits import MOST_RANKS
 #: Of one file; the service's limits allow a few hundred thousand.
 MOST_BYTES = 8 << 20
 
-#: A host's name becomes a folder where hosts are simulated, and a word of mpirun's --host, where : and , part names.
+#: A host's name becomes a folder if hosts are simulated, and a word of mpirun's --host, in which : and , split names.
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 #: A channel's name is that of its folder.

@@ -18,7 +18,7 @@ BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
 
 DEFAULT_BASE = "/opt/ml"
 
-#: Names the folder of the user's files where it is another than ``code`` below the base: a job of SDK v3 has a channel for it.
+#: Names the folder of the user's files if it is not ``code`` below the base: a job of SDK v3 has a channel for it.
 CODE_VARIABLE = "SMP_LAUNCH_CODE_DIR"
 
 

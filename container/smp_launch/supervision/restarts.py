@@ -28,7 +28,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 #: What differs in the words of one and the same failure: numbers of processes, seconds, addresses.
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 
-#: Of the last failure's headline behind the first one's, which together fit into what a platform shows.
+#: Shown characters of the last failure's headline, behind the first one's.
+#: Both together must fit into the platform's limit.
 _SHOWN_CHARACTERS = 200
 
 #: Of each failure, in the detail.

@@ -38,20 +38,21 @@ DEFAULT_GRACE = 110.0
 #: Seconds after the ranks' grace until the launcher gives up, even when it is blocked.
 LAST_RESORT = 8.0
 
-#: Seconds that mpirun has to tell how the ranks ended; 4.1 needs 2.4 when some ignore SIGTERM.
+#: Seconds for mpirun to report how the ranks ended; 4.1 needs 2.4 if some ignore SIGTERM.
 _MPIRUN_PATIENCE = 3.5
 
 #: Seconds that a job has to end after a rank failed: first the rank itself, then the others.
 FAILURE_PATIENCE = EXIT_SECONDS + _MPIRUN_PATIENCE
 
-#: The same where the script runs alone, so that its own end keeps nobody waiting.
+#: The same if the script runs alone, since no other rank waits for its end.
 FAILURE_PATIENCE_ALONE = 15.0
 
-#: Seconds for a reader that takes nothing to take something, where writing does not block.
+#: Seconds that a non-blocking write waits for a reader that takes nothing.
 _READER_PATIENCE = 10.0
 
-#: Seconds without a byte after the last rank's end until what the ranks have left behind is ended, and after the program's end
-#: until the rest of its output is given up. Whoever goes on writing has the longer time, as output may have been held up.
+#: Seconds without output until leftover processes of the ranks are ended (after the last rank's end), or the rest of
+#: the output is given up (after the program's end). Processes that go on writing have the longer time, as output may
+#: have been held up.
 _DRAIN_PATIENCE = 1.0
 _LEFTOVER_PATIENCE = 10.0
 
@@ -188,7 +189,7 @@ class Supervisor:
             next_look = self.watch.next_look if self.watch is not None and not gone else float("inf")
             moments = self._deadline, self._quiet_since + self._quiet, self.collector.release_at, next_look
             events = self._selector.select(self._until(min(moments)))
-            # Of what came at once, a rank's end is the cause and what another tells of it the consequence.
+            # If both arrive together, the end of a rank is the cause, and another rank's report of it the consequence.
             keys = [key for key, _ in events]
             outputs = [key for key in keys if key.fileobj in self._open_pipes]
             for key in (*(key for key in keys if key not in outputs), *outputs):
@@ -203,7 +204,7 @@ class Supervisor:
             self._look_for_failure()
             is_quiet = self._until(self._quiet_since + self._quiet) == 0.0
             if is_quiet and gone and not find_descendants(self.apart) - set(self.spare):
-                return  # nobody is left who could write
+                return  # no process is left that could write
             if is_quiet or self._until(self._deadline) == 0.0:
                 self._on_overdue()
 
@@ -374,7 +375,8 @@ class Supervisor:
         running = self._process.poll() is None
         self._deadline = float("inf")
         if self._ended == self.ranks and running and not self._orphans_ended:
-            # The ranks are gone; mpirun, which may wait for children of theirs, still has to tell how they ended.
+            # The ranks are gone, but mpirun must still report how they ended.
+            # It may wait for their children, so end those first.
             self._orphans_ended = True
             kill_descendants({self._process.pid, *self.spare}, self.apart)
             is_done = not (self._failure_seen or self._outcome.stopped_by)

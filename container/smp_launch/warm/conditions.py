@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-#: Of ``/proc/self/status``: rights, masks of signals, and where the process may run.
+#: Fields of ``/proc/self/status``: permissions, signal masks, and the CPUs and memory nodes that the process may use.
 _STATUS = frozenset(
     "Umask Uid Gid Groups SigBlk SigIgn NoNewPrivs Seccomp CapInh CapEff CapBnd Cpus_allowed Mems_allowed".split()
 )

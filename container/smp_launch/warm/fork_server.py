@@ -33,10 +33,10 @@ from smp_launch.warm.conditions import other_condition, other_variable, read_con
 #: Of prctl (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
 
-#: Seconds for the other side of a connection to send what it has begun to send.
+#: Seconds for the other side of a connection to finish a message that it has begun.
 _PATIENCE = 5.0
 
-#: Where the report lies for the new program that this process becomes.
+#: Name of the memory file that carries the report to the new program of this process.
 _REPORT_NAME = "smp-launch-report"
 
 
@@ -182,7 +182,8 @@ class ForkServer:
                         os.close(descriptor)
                     forked.signal(int(told["signal"]))
                 except (OSError, EOFError, ValueError, KeyError, TypeError):
-                    # Nobody is left who would tell mpirun of its end, or pass a signal on.
+                    # The process that stood in for the rank is gone.
+                    # So nothing could report the rank's end to mpirun, or pass a signal on.
                     forked.signal(signal.SIGKILL)
                     os.waitpid(forked.pid, 0)
                     self._forked.remove(forked)

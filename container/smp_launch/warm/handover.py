@@ -25,7 +25,7 @@ from smp_launch.warm.conditions import read_conditions
 #: Seconds for imports that are still under way: as long as the same would take here, on a busy machine.
 _PATIENCE = 30.0
 
-#: Not for the rank: such as nobody can handle, or tell of this process itself.
+#: Signals that are not passed on to the rank: no process can handle them, or they concern this process itself.
 _OWN_SIGNALS = frozenset(
     getattr(signal, name)
     for name in "SIGKILL SIGSTOP SIGCHLD SIGPIPE SIGSEGV SIGBUS SIGFPE SIGILL SIGABRT SIGTRAP SIGSYS".split()
@@ -104,7 +104,7 @@ def _follow(connection: socket.socket, place: dict[str, object]) -> NoReturn:
         connection.settimeout(None)
         messages.send(connection, {"place": place}, (0, 1, 2, folder))
         null = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):  # whoever reads what the rank writes must see its end
+        for number in range(3):  # only the rank may hold the pipes, so that their reader sees the rank's end
             os.dup2(null, number)
         while True:
             ready = select.select([told, connection.fileno()], [], [])[0]

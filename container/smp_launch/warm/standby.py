@@ -103,7 +103,7 @@ def keep_standby(
         except OSError:  # a restart takes longer, and no more
             yield Standby()
             return
-        listener.close()  # so that nobody waits for a process that has ended
+        listener.close()  # only the server holds it now, so no rank waits for a server that has ended
         try:
             yield Standby(str(folder / _SOCKET), (process.pid,))
         finally:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 from smp_config.limits import LEAST_HANG_SECONDS, hang_seconds, timeout_seconds
 
-#: Where the user has set nothing: steps.
+#: Default timeout, in steps.
 _STEPS = 10.0
 
 #: The step with which a job is in its stride.
 _IN_STRIDE = 3
 
-#: Steps whose durations count.
+#: Number of newest steps that count.
 _REMEMBERED = 101
 
 

@@ -75,7 +75,7 @@ class LocalRanks:
         threads |= stacks.ask_stopped(self._folder, pids, woken)
         time.sleep(max(0.0, _SAMPLE_SECONDS - (time.monotonic() - began)))
         now = time.monotonic()
-        # What happened in the moment in which a stopped rank was let go on is no sign of life.
+        # Progress made while a stopped rank was briefly resumed does not count.
         after = rank_record.read_all(self._folder) if not woken else {}
         later, found = states_with_children(pids.values()), {}
         for rank, where in records.items():

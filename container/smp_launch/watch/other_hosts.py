@@ -26,7 +26,7 @@ GLANCE, WHERE = "smp-glance", "smp-where"
 #: Name of the folder with the records of a host that is not the leader, beside the folder of the leader's status.
 RECORDS = "ranks"
 
-#: Seconds for a host to answer where its ranks are.
+#: Seconds for a host to answer with the positions of its ranks.
 _PATIENCE = 8.0
 
 _READ_BYTES = 1 << 16

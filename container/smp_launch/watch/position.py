@@ -19,7 +19,7 @@ _DISTRIBUTED = os.path.join("torch", "distributed", "")
 _MPI = "mpi4py"
 _PIPELINE = os.path.join("smp_runtime", "pipeline", "execution", "")
 
-#: Innermost functions of the interpreter's own files, and what somebody does who is in them.
+#: The interpreter's own files. If the innermost function is in one, the rank waits for another thread or process.
 _LOCKS = {"threading.py", "queue.py", "connection.py", "_base.py", "popen_fork.py", "subprocess.py", "selectors.py"}
 
 _SHOWN_CHARACTERS = 80

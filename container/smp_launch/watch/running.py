@@ -18,7 +18,7 @@ from smp_records.rank_record import FOLDER_VARIABLE
 if TYPE_CHECKING:
     from smp_launch.watch.position import RankPosition
 
-#: Seconds without a sign of life after which a rank is said to stand still, when somebody asks.
+#: Seconds without a sign of life after which a rank is reported as standing still, on request.
 _STILL_SECONDS = 2.0
 
 

@@ -17,9 +17,9 @@ from smp_records.rank_record import STACKS_SIGNAL, STACKS_SUFFIX
 #: Seconds for all ranks to write their stacks.
 _PATIENCE = 2.0
 _PAUSE = 0.02
-#: Seconds without another line, after which the stacks of a rank are taken to be whole where their end does not show it.
+#: Seconds without another line, after which a rank's stacks count as whole even if their end does not show it.
 _QUIET = 0.4
-#: Outermost calls of a main thread, whose stack comes last.
+#: Outermost calls of a main thread. Its stack comes last.
 _OUTERMOST = ("<module>", "_run_module_as_main")
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -96,7 +96,7 @@ def ask(
         missing = [rank for rank in before if not _is_whole(texts.get(rank, ""))]
         if not missing or (now - changed > _QUIET and texts.keys() == before.keys()):
             break
-        time.sleep(_PAUSE)  # files tell nobody that they have grown
+        time.sleep(_PAUSE)  # files do not notify readers of growth
     return {rank: parse(text) for rank, text in texts.items()}
 
 

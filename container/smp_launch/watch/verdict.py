@@ -10,7 +10,7 @@ from smp_config.formats.rank_lists import ranks_text
 from smp_launch.watch.position import RankPosition, Standing, describe_moment
 from smp_records.rank_record import COLLECTIVE, PUBLIC, JoinedCall, RankRecord
 
-#: Groups of waiting ranks that a headline tells of.
+#: Groups of waiting ranks that a headline names.
 _SHOWN_GROUPS = 3
 
 
@@ -69,7 +69,7 @@ def _of_script(in_script: Sequence[RankPosition], everyone: Sequence[RankPositio
     blamed = [p for p in in_script if p.rank in awaited] or list(in_script)
     # On a GPU collectives are queued, and a rank waits for them wherever it reads a value: it is ahead of one that has not come.
     blamed = [p for p in blamed if not any(_is_ahead(p, other) for other in blamed)] or blamed
-    # Where all wait for one that computes and another that does not, the second cannot come.
+    # If ranks wait for one that computes and another that does not, blame the second: it cannot arrive.
     first = min(blamed, key=lambda p: (p.is_active, -p.seconds, p.rank))
     others = [p for p in in_script if p.rank != first.rank and p.line == first.line]
     also = f" (and so {_ranks(p.rank for p in others)})" if others else ""
@@ -126,7 +126,7 @@ def _missing_collective(positions: Mapping[int, RankPosition]) -> HangVerdict | 
         ]
         waiting = [p for p in positions.values() if p.wait and (p.wait.whom, p.wait.number) == (members, number)]
         if behind and waiting:
-            # It may have made another call than whoever waits for it, or than whom it waits for itself.
+            # It may have made another call than the rank that waits for it, or than the ranks that it waits for itself.
             for others in ([waiting[0].rank], positions[behind[0]].whom):
                 involved = {rank: positions[rank] for rank in (behind[0], *others) if rank in positions}
                 if (public := _other_call(involved)) is not None:
@@ -151,7 +151,7 @@ def _other_call(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
             continue
         odd = _deviant(calls, lambda call: call.name)
         other = next(rank for rank in calls if calls[rank].name != calls[odd].name)
-        # Of two, the one whose call the other makes next has left one out.
+        # Of two ranks, if the next call of one is the present call of the other, then the other has left a call out.
         goes_on_as_other = _next_name(public[odd], number) == calls[other].name
         if len(calls) == 2 and goes_on_as_other and _next_name(public[other], number) != calls[odd].name:
             odd, other = other, odd

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from smp_launch.watch.local_ranks import WatchedRanks
     from smp_records.rank_record import Glance
 
-#: Seconds between two looks, at most; less where patience is short.
+#: Seconds between two looks, at most; less if the timeout is short.
 _LOOK_SECONDS = 1.0
 
 #: Seconds for which others wait for a rank that has ended its script, before that is their fault; its last words may be under way.
@@ -150,7 +150,7 @@ class HangWatch:
         }
         while True:
             moving = positions.keys() - still - gone
-            # Whom a wait of PyTorch's own is for is not known: it may be any that goes on.
+            # The target of one of PyTorch's own waits is unknown: it may be any rank that goes on.
             held = {
                 rank
                 for rank in still
@@ -164,7 +164,7 @@ class HangWatch:
         if len(still) < len(positions) - len(gone) and not any(
             positions[rank].standing is not Standing.SCRIPT for rank in still
         ):
-            return {}  # a rank that nobody waits for may take its time while others go on
+            return {}  # a rank that no other rank waits for may take its time while others go on
         return {rank: positions[rank] for rank in sorted(still | (gone & awaited))} if still else {}
 
     def _is_due(self, hang: Hang, now: float) -> bool:

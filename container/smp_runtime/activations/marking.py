@@ -224,9 +224,9 @@ def carry_over(before: dict[str, _Marking], model: nn.Module) -> None:
 
 
 # -- models that checkpoint themselves, as those of Transformers after gradient_checkpointing_enable() -----------------
-# A layer of theirs wraps its own call on the side of the caller, which may be another stage than the one that runs it. Here
-# the layer keeps what it prepares for a checkpointed call (it drops caches), but the call itself passes, and the layer is
-# checkpointed where it runs.
+# Such a layer wraps its own call on the caller's side, and the caller may be on another stage than the layer.
+# Here the layer still prepares its arguments for a checkpointed call (it drops caches), but the call itself passes.
+# The layer is checkpointed on the stage that runs it.
 
 
 def checkpoints_itself(module: nn.Module) -> bool:

@@ -19,7 +19,8 @@ from smp_runtime.activations.load_order import RegionKey, Tape, TapeEntry
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.torch_private import backward_pass
 
-#: Entered where a tensor of main memory is made, the last of them; a rehearsal, whose tensors all lie there, listens.
+#: Contexts for allocating a tensor in main memory; the last one is entered. A rehearsal adds one to count these tensors,
+#: since all its tensors lie there.
 in_host_memory: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [contextlib.nullcontext]
 
 
@@ -100,7 +101,7 @@ class Offloader:
         self.device = device
         self._where = where
         self._lock = threading.RLock()
-        #: Uses whose backward pass has not begun, in the order of their forward passes.
+        #: Uses before their backward pass, in the order of their forward passes.
         self._live: dict[RegionKey, weakref.ref[RegionUse]] = {}
         self._by_tensor: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[_Movable]]] = {}
         self._leaving: list[_Leaving] = []
@@ -199,7 +200,7 @@ class Offloader:
             host.copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        # Kept until it is read, so that nobody gets its memory and a change in place can be seen.
+        # Kept until the copy is complete. So its memory is not reused, and a change in place can be detected.
         self._leaving.append(_Leaving(stored, tensor, tensor._version, event))
         return host, event
 

@@ -31,7 +31,7 @@ class _NewBuffer(NamedTuple):
     name: str
     buffer: torch.Tensor
     version: int | None
-    copy: torch.Tensor | None  # of its elements, where they may be needed
+    copy: torch.Tensor | None  # of its elements, if they may be needed
 
 
 class RegionBuffers:
@@ -43,7 +43,7 @@ class RegionBuffers:
 
     def __init__(self, function: Any) -> None:
         self._seen: list[_NewBuffer] = []
-        #: What a second run gets copies of: the elements before the first run, or None for those that are there.
+        #: Buffers that a second run gets copies of: the elements before the first run, or None for the current ones.
         self._apart: list[tuple[nn.Module, str, torch.Tensor | None]] = []
         for module in _modules_of(function):
             if not isinstance(module._buffers, dict):  # TorchScript keeps its own

@@ -93,7 +93,7 @@ def save_adapters(
     if state is not None:
         try:
             write(state)
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # report any error, because the other ranks wait for the outcome
             failure = f"{type(error).__name__}: {error}"
     refuse_if_any_failed(session, failure, folder)
 
@@ -230,7 +230,7 @@ def load_adapters(model: DistributedModel, places: Mapping[str, Path], *, strict
             given.extend(state)
             return model.load_state_dict(state, strict=False)
 
-        # PEFT brings its names into those of the model; where the parts are only the wrapper knows.
+        # PEFT translates its names into the model's. Only the wrapper knows the places of the parts, so it loads them.
         module.__dict__["load_state_dict"] = load
         try:
             with _reading(model):

@@ -205,7 +205,7 @@ def save_pretrained(
     failure = None
     try:
         write_streamed(model, rename, write)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # report any error, because the other ranks wait for the outcome
         failure = f"{type(error).__name__}: {error}"
     refuse_if_any_failed(session, failure, file)
 

@@ -162,7 +162,7 @@ def _look(session: Session, path: Path) -> _FolderContents:
     failure = None
     try:
         found = {(c.name, c.save): c for c in reversed(checkpoints_in(path, formers=True))}
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # report any error, because the other ranks wait for the outcome
         failure = f"{type(error).__name__}: {error}"
     mine = ([*reversed(found)], newest_name(path), failure, host_name())
     views = session.ranks.control.allgather(mine, list(range(session.ranks.control.size)))
@@ -224,7 +224,7 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
             problems = [str(error)]
         except CheckpointError as error:
             refusal = str(error)
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # report any error, because the other ranks wait for the outcome
             failure, refusal = error, f"{type(error).__name__}: {error}"
     views = session.ranks.control.allgather((host_name(), wanted, problems, refusal), everyone)
     refusals = [(why, rank, host) for rank, (host, _, _, why) in enumerate(views) if why]
@@ -239,7 +239,7 @@ def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> li
     mine = _share(manifest, here, session.ranks.local_rank, session.ranks.local_size)
     try:
         problems = verify(opened, manifest, mine)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # report any error, because the other ranks wait for the outcome
         problems = [f"it cannot be read ({type(error).__name__}: {error})"]
     return _merged(session.ranks.control.allgather(problems, everyone))
 

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 #: The lock of a folder of partial checkpoints.
 LOCK = ".smp-saving"
-#: What ``flock`` says where a file system, or how it is mounted, has no locks.
+#: Errors of ``flock`` if a file system, or the way it is mounted, does not support locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
-#: Seconds between two signs of life where there are no locks, and those without one after which a holder has ended.
+#: Seconds between two heartbeats on file systems without locks. A holder without one for ``_DEAD_SECONDS`` has ended.
 _BEAT_SECONDS = 5.0
 #: Seconds for which a lock is waited for: the job before this one may be about to end.
 _PATIENCE_SECONDS = 3.0
 #: Seconds within which two jobs that find no lock have both written theirs.
 _RACE_SECONDS = 0.5
 _DEAD_SECONDS = 20.0
-#: Folders whose locks a job keeps, such as those of the latest and of the best: scripts that save every checkpoint into a folder of
-#: its own have many, and remove them.
+#: Most folders with a kept lock, such as those of the latest and the best checkpoint. Scripts that save every
+#: checkpoint into its own folder have many folders, and remove them.
 _MOST_FOLDERS = 2
 #: Descriptors of locks of this process; guarded by the interpreter's own lock, a set's operations being whole.
 _held: set[int] = set()
@@ -161,7 +161,7 @@ class FolderLock:
             self.path.unlink(missing_ok=True)
             raise
         if not has_locks:
-            time.sleep(_RACE_SECONDS)  # a file tells nobody that another job writes it
+            time.sleep(_RACE_SECONDS)  # another job may write the file at the same time: the last one wins
             if LockHolder.read(self.path) != self._me:  # another job came at the same time, and wrote last
                 raise self._taken()
             threading.Thread(target=self._beat, name="smp-saving", daemon=True).start()
@@ -180,8 +180,8 @@ class FolderLock:
         ended = holder.has_ended()
         deadline = time.monotonic() + _DEAD_SECONDS
         while ended is None and time.monotonic() < deadline:
-            time.sleep(min(0.2, _DEAD_SECONDS))  # nor that its holder beats
-            if LockHolder.read(self.path) != holder:  # it has said that it lives
+            time.sleep(min(0.2, _DEAD_SECONDS))  # poll: a file does not notify about its holder's heartbeats
+            if LockHolder.read(self.path) != holder:  # a heartbeat: the holder is alive
                 ended = False
         if ended is False:
             raise self._taken()

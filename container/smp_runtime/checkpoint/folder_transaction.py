@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: In a folder that is written: which save it is, and whose.
+#: Files in a folder that is being written: the save's token, and its owner.
 _TOKEN, _OWNER = ".token", ".owner"
-#: Seconds after which what nobody writes to any more is left over, where it cannot be seen whether its job lives.
+#: Seconds without a write after which a folder is left over, if it cannot be checked whether its job is alive.
 _ABANDONED_SECONDS = 3600.0
 
 
@@ -162,7 +162,7 @@ class FolderTransaction:
             try:
                 take_back()
             except Exception as error:
-                # What is left has a manifest of its own: resuming finds out which checkpoint all hosts have.
+                # The remaining folder has its own manifest. Resuming finds out which checkpoint all hosts have.
                 logger.warning("the folder of %s was not restored (%s: %s)", self.final, type(error).__name__, error)
 
     def _tidy(self, keep: int | None) -> None:

@@ -97,7 +97,7 @@ def save(
     optimizer_state = None
     try:
         optimizer_state = _state_of(session, model, optimizer, translates=translates)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # report any error, because the other ranks wait for the outcome
         failure = words_of(error)
     # Before weights are gathered: whoever failed would take no part.
     refuse_if_any_failed(session, failure, file, _FORMER_STAY)
@@ -126,7 +126,7 @@ def save(
             state = model.state_to_save()
             if session.ranks.rank == 0:
                 write(lambda to, save_id: write_whole(model, renamed, state, to, save_id))
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # report any error, because the other ranks wait for the outcome
         failure = words_of(error)
     refuse_if_any_failed(session, failure, file, _FORMER_STAY)
     if session.ranks.rank == 0 and tag == PICKLED and weights_of(folder) != file and (folder / SAFETENSORS).exists():

@@ -17,7 +17,7 @@ from smp_runtime.checkpoint.files.opened_files import is_plain_name, read_text
 from smp_runtime.checkpoint.folder_lock import FolderLock
 from smp_runtime.errors import CheckpointError
 
-#: What the published folder says: which files of before do not belong to the new checkpoint.
+#: The published folder's list of earlier files that do not belong to the new checkpoint.
 _REMOVED = "removed.json"
 _ENTRIES = "files"
 
@@ -46,7 +46,7 @@ class FullTransaction:
         self._lock = FolderLock(folder / f".{tag}.saving")
         try:
             finish(folder, tag)
-            # Nobody else writes, since the lock is ours, and what was published is where it belongs.
+            # This process holds the lock, so no other one writes. Published files are in place: the rest is left over.
             for left_over in (*_folders(folder, tag, "tmp"), *_folders(folder, tag, "new")):
                 shutil.rmtree(left_over, ignore_errors=True)
             self._aside = folder / f".{tag}.{secrets.token_hex(8)}.tmp"
@@ -134,14 +134,15 @@ def _finish(folder: Path, published: Path) -> None:
     attic = published / "former"
     _if_there(attic.mkdir)
     for name in removed:
-        # Moved, not removed: a process that comes late must not take away what a later save has written.
+        # A rename into the attic fails once another process has removed the attic. Deleting would not fail:
+        # a late process could delete files that a later save has written.
         _if_there(lambda name=name: os.rename(folder / name, attic / name))  # type: ignore[misc]
     with contextlib.suppress(FileNotFoundError):
         for file in sorted((published / _ENTRIES).iterdir()):
             _if_there(lambda file=file: os.replace(file, folder / file.name))  # type: ignore[misc]
     with contextlib.suppress(FileNotFoundError):
         sync_folder(folder)
-    # The last file to go tells others that there is nothing left to do.
+    # Removed after all moves: without this file, other processes know that nothing is left to do.
     (published / _REMOVED).unlink(missing_ok=True)
     shutil.rmtree(published, ignore_errors=True)
 

@@ -126,7 +126,7 @@ def map_to_own_device(device: torch.device) -> Callable[[Any, str], Any]:
     """Return a ``map_location`` for ``torch.load`` that moves tensors from any GPU to ``device``."""
 
     def locate(storage: Any, location: str) -> Any:
-        # None leaves it to PyTorch, and so to the place where it was.
+        # None leaves the choice to PyTorch, which restores the former place.
         return default_restore_location(storage, str(device)) if location.startswith("cuda") else None
 
     return locate

@@ -396,7 +396,7 @@ def _has_newer(session: Session, folder: Path, tag: str | None, state: MemorySta
         names = None if tag is None else (str(tag), f"{tag}{PARTIAL}")
         saved, steps = state.manifest.saved, state.manifest.steps
         found = [c.manifest for c in checkpoints_in(folder) if names is None or c.name in names]
-        # An older file may have more steps: what this training began with.
+        # An older file may have more steps: the one that this training began with.
         newer = any(m is not None and m.steps > steps and m.saved >= saved for m in found)
     answer: bool = session.ranks.control.broadcast(newer, list(range(session.ranks.control.size)))
     return answer
@@ -411,7 +411,7 @@ def _raised_on_all(session: Session) -> Iterator[None]:
         yield
     except CheckpointError as error:
         failure = str(error)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # report any error, because the other ranks wait for the outcome
         failure, other = f"rank {session.ranks.rank} could not resume: {type(error).__name__}: {error}", error
     everyone = session.ranks.control.allgather(
         (host_name(), failure), session.ranks.topology.group_of(Group.WORLD, session.ranks.rank)

@@ -62,7 +62,7 @@ class Report:
     pieces: dict[str, dict[str, dict[str, Piece]]] = field(default_factory=dict)
     parameters: dict[str, TensorRecord] = field(default_factory=dict)
     buffers: dict[str, TensorRecord] = field(default_factory=dict)
-    host: str = ""  # its rank's, where it was told to rank 0
+    host: str = ""  # the rank's host, if the report was sent to rank 0
 
     def to_json(self) -> list[Any]:
         """Return the report for rank 0, in the format of a manifest."""
@@ -165,19 +165,19 @@ class Saver:
         try:
             if session.ranks.rank == 0:
                 content = user_content()
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # report any error, because the other ranks wait for the outcome
             problem = problem or words_of(error)
         transaction = FolderTransaction(session, final, problem)
         if transaction.hosts is not None:  # the same file on every host
             content = session.ranks.control.broadcast(content, list(range(session.ranks.control.size)))
         exchange = self._background_exchange(transaction.token) if in_background else None
-        # Apart from what follows, where ranks may wait for each other.
+        # Separate from the next block: ranks may wait for each other in it, so all of them must enter it.
         described, undescribed = None, None
         try:
             described = (
                 describe(session, tag, model, optimizer, has_content=has_content) if session.ranks.rank == 0 else None
             )
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # report any error, because the other ranks wait for the outcome
             undescribed = words_of(error)
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
         try:
@@ -187,7 +187,7 @@ class Saver:
             first = made.first
             moment = moment or ScriptPosition.now(session)
             jobs = self._jobs(made, model, content, transaction, moment, snapshot=exchange is not None)
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # report any error, because the other ranks wait for the outcome
             report.failure = words_of(error)
         report.failure = undescribed or report.failure
         together = session.ranks.cfg.sharded_data_parallel_degree > 1
@@ -321,7 +321,7 @@ def _complete(
             first()
         for name, make in jobs.items() if goes_on else ():
             report.files[name] = write_recorded(make(), transaction.writing / name)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # report any error, because the other ranks wait for the outcome
         report.failure = words_of(error)
     reports = exchange.gather(report.to_json())
     verdict = None if reports is None else _verdict(transaction, described, reports)

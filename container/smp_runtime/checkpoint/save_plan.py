@@ -377,7 +377,7 @@ def _optimizer_file(
         if flat.buffers is not None:
             found |= {
                 "partition_count": parts,
-                # Nobody else has these, so they need no copy; they may be filled only later.
+                # Nothing else uses these buffers, so they need no copy. They may be filled only later.
                 "fp32_flat_groups": flat.buffers,
                 "param_shapes": flat.shapes,
             }
@@ -426,7 +426,7 @@ class FlatGroups:
     shapes: list[dict[str, list[int]]] = field(default_factory=list)
 
 
-#: Number of a buffer, where a part begins in it, and the part's first and last element in the flat parameter.
+#: Index of a buffer, a part's offset in it, and the part's first and last element in the flat parameter.
 _Place = tuple[int, int, int, int]
 
 
@@ -474,7 +474,7 @@ def flat_groups(
     made.buffers = buffers
 
     def fill() -> None:
-        # Never on the device, where there may be no room for them.
+        # Never on the device, which may not have enough memory for them.
         buffers.extend(torch.zeros(length, dtype=dtype, device="cpu") for length in lengths)
         _fill(buffers, places, held, shards, apart.group if apart is not None else None)
 

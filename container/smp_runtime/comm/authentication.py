@@ -20,11 +20,11 @@ from smp_runtime.errors import DeadlineError, SMPRuntimeError
 SECRET_BYTES = 32
 _TAG_BYTES = hashlib.sha256().digest_size
 
-#: What a caller of rank 0 says: its rank. And what Linux tells of the process behind a socket: number, user, group.
+#: A caller sends its rank to rank 0. Linux reports the process behind a socket: process number, user, group.
 _RANK = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
 
-#: Seconds for a rank that has called to say which it is.
+#: Seconds for a rank to send its number after it has connected.
 _ANSWER_SECONDS = 10.0
 
 

@@ -113,8 +113,8 @@ class TorchCollectives:
         full, shard = _on_wire(full).view(-1), _on_wire(shard).view(-1)
         if full.device.type != "cpu" or size == 1:
             return _started(_all_gather(full, shard, group=group, async_op=True))
-        # gloo's own all-gather makes a second buffer of the whole and copies out of it; sent one by one, the parts
-        # move the same bytes and arrive where they belong.
+        # gloo's own all-gather makes a second buffer of the full tensor and copies out of it. Separate sends and receives
+        # move the same bytes, directly into place.
         parts, mine = full.view(size, -1), group.rank()
         others = [(mine + distance) % size for distance in range(1, size)]
         works = [group.recv([parts[other]], other, _GATHER_TAG) for other in reversed(others)]

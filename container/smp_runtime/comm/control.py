@@ -36,7 +36,7 @@ USER_CHANNEL = 1
 RUNTIME_CHANNEL = 2
 USER_COLLECTIVE_CHANNEL = 3
 
-#: Seconds for ranks that have left to say so, when a connection was lost.
+#: Seconds for ranks that have left to report it, after a connection was lost.
 _ANSWER_SECONDS = 1.5
 
 #: Of errors of PyTorch's collectives that may come of another rank's end.
@@ -76,14 +76,14 @@ class ControlPlane:
     calls, never tensors of the training step.
     """
 
-    #: Whether this process speaks for ranks that are not there: what they would do is what it does.
+    #: Whether this process stands for ranks that do not exist. Those would do the same as this process.
     speaks_for_all = False
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self.rank = carrier.rank
         self.size = carrier.size
-        #: Ranks to which tensors cannot travel any more; whoever has connected them says it.
+        #: Returns the ranks that tensors can no longer reach. It is set by the owner of the connections.
         self.lost_ranks: Callable[[], Sequence[int]] = tuple
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ class ControlPlane:
                 raise
             plain = type(error)(*error.args)
             plain.accused = error.accused
-            raise plain from None  # the way to the wait says nothing to the script
+            raise plain from None  # the runtime's frames before the wait do not help the script
         except RuntimeError as error:
             told = self.explained(error)
             if told is None:
@@ -288,7 +288,7 @@ def connect(environ: Mapping[str, str] | None = None) -> ControlPlane:
     except ConfigError:
         if not process_group_size() > 1:
             raise
-        started = None  # what is left over from another job says nothing to ranks that have met
+        started = None  # variables left over from another job do not matter to ranks that have met
     if started is not None and started.launcher.speaks_mpi:
         return ControlPlane(_mpi(started))
     if process_group_size() > 1:

@@ -36,10 +36,11 @@ from smp_runtime.comm.waiting import FAILED, Wait, WaitingPlace, script_s_call, 
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
 from smp_runtime.tensors.torch_private import default_store
 
-#: Where ranks tell where they are; no channel of :mod:`smp_runtime.comm.control`.
+#: Channel on which ranks report their waiting place. It is no channel of :mod:`smp_runtime.comm.control`.
 _PLACES_CHANNEL = 4
 
-#: In jobs of so many ranks each tells all others when it leaves; in larger ones those that it has spoken with.
+#: In jobs of up to this many ranks, each reports to all others when it leaves. In larger jobs, it reports only to ranks
+#: that it has exchanged messages with.
 _TELLS_ALL = 64
 
 #: Longest pauses between two looks for a message; a store serves all ranks at once.
@@ -93,7 +94,7 @@ class MpiTransport:
         self.call = ""
         # Messages of MPI go by its own connections; this is for what ranks exchange by others.
         self.seal = Seal(self._comm.bcast(secrets.token_bytes(SECRET_BYTES) if self.rank == 0 else None))
-        #: Who is told when this rank leaves. In a large job not all: a connection to each would be made for that.
+        #: Ranks that get a report when this rank leaves. In a large job not all do: each would need a connection for it.
         self._contacts = set(range(self.size)) if self.size <= _TELLS_ALL else set()
         self._places: dict[int, WaitingPlace] = {}
         self._told: list[Any] = []  # requests that are not complete
@@ -295,7 +296,7 @@ class StoreTransport:
         key = self._key(self.rank, dest, channel)
         if seal is not None:
             message = seal.close(self._place_of_message(key, dest), message)
-        self._store.set(key, message)  # type: ignore[arg-type]  # bytes work, the stub says str
+        self._store.set(key, message)  # type: ignore[arg-type]  # bytes work, though the stub declares str
         self._await(key + "/received", dest)
         self._store.delete_key(key + "/received")
 
@@ -364,7 +365,7 @@ class StoreTransport:
         try:
             words = json.loads(told if self._seal is None else self._seal.open(key, told))
             return WaitingPlace(str(words["call"]), str(words["left"]))
-        except (ValueError, LookupError, TypeError):  # a stranger's: it says nothing of that rank
+        except (ValueError, LookupError, TypeError):  # from a stranger: it is no report of that rank
             return None
 
     def went_on(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from smp_runtime.comm.collectives import Collectives, Work
 
-#: Most ranks whose hosts tell one another; of gloo's 2 (n - 1) messages one after the other each takes some 50 µs.
+#: Most ranks that exchange flags between hosts: gloo sends 2 (n - 1) messages one after the other, some 50 µs each.
 MOST_HOSTS = 32
 
 

@@ -37,11 +37,11 @@ logger = logging.getLogger("smp")
 #: Seconds that the calls of a GPU have to end once they are aborted; other exit handlers need time too.
 ABORT_SECONDS = 1.0
 
-#: Seconds for collectives that nobody waits for, before their connections are closed; less after a failure.
+#: Seconds for pending collectives without a waiter, before their connections are closed. Less after a failure.
 _UNDER_WAY_SECONDS = 5.0
 _UNDER_WAY_SECONDS_FAILED = 0.3
 
-#: Seconds after which the system ends a process whose calls have not ended: the interpreter's end would wait for them.
+#: Seconds until the system ends a process with unfinished calls. Otherwise the interpreter's exit would wait for them.
 _LAST_RESORT_SECONDS = 5.0
 
 
@@ -88,7 +88,7 @@ class ProcessGroups:
             raise AssertionError("torch.distributed has no default group after it was started")
         # A script may have started torch.distributed with another backend: one that serves no CPU tensors, for example.
         lacks = not has_backends(dist.get_backend_config(), {"cpu", device.type})
-        # Where gloo was chosen, NCCL may not work: it takes one rank per GPU.
+        # If gloo was chosen, NCCL may not work, since it needs one GPU per rank.
         avoids = backend == "gloo" and self._is_nccl
         self._other = (
             backend if lacks or avoids or (backend == smddp.BACKEND and dist.get_backend() != backend) else None
@@ -106,7 +106,7 @@ class ProcessGroups:
         timeout = timedelta(seconds=timeout_seconds())
         for ranks in groups_to_name(topology, self._rank):
             if ranks not in self._by_ranks:
-                alone = len(ranks) == 1  # nobody else needs to know its name
+                alone = len(ranks) == 1  # no other rank needs to know its name
                 made = dist.new_group(
                     list(ranks), timeout=timeout, backend=self._other, use_local_synchronization=alone
                 )
@@ -172,7 +172,7 @@ class ProcessGroups:
                 if os.fstat(descriptor).st_ino != number:
                     continue  # closed, and its descriptor used again
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    # Other ranks may still read what is in the store.
+                    # The store's connections stay open: other ranks may still read from it.
                     if self._store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
                         connection.shutdown(socket.SHUT_WR)
             except (OSError, IndexError):  # closed, not connected, or no connection between hosts
@@ -210,7 +210,7 @@ class ProcessGroups:
                 stay_inside()
             if control.rank == 0:
                 called = [LOCALHOST] if one_machine else callable_addresses(os.environ)
-                # Port 0: any that is free, taken at once, so that nobody can take it in between.
+                # Port 0 binds a free port at once, so that no other process can take it in between.
                 store = _own_store(called, port or 0, timeout, control.size)
                 agreed = store.port
                 control.broadcast((called, agreed), everyone)
@@ -312,5 +312,6 @@ def _abort() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # Freeing a group of gloo waits for its threads, which a child does not have: what was garbage before the fork stays there.
+    # Freeing a gloo group waits for its threads, which do not exist in a forked child.
+    # So the child never frees garbage from before the fork.
     os.register_at_fork(after_in_child=gc.freeze)

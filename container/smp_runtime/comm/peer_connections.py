@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
 
-#: Ranks of a job in which addresses are exchanged; each tells as many as it has connections.
+#: Most ranks of a job that exchange addresses. Each rank sends one address per connection.
 _MOST_RANKS = 128
 
 #: Kinds of addresses that can be compared between processes.

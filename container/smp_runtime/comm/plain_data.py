@@ -18,7 +18,7 @@ import torch
 from smp_config.machine.launchers import SECRET_VARIABLE
 from smp_runtime.errors import SMPUserError
 
-#: Classes that only hold values, whoever calls them; none whose own attributes a pickle could set.
+#: Classes that only hold values, whichever code calls them. A pickle cannot set attributes of the classes themselves.
 _CLASSES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
@@ -28,7 +28,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
         *(torch.Size, torch.device),
     )
 }
-#: Packages whose records may travel.
+#: Packages with records that may travel in messages.
 _OURS = ("smp_config.", "smp_integrations.", "smp_records.", "smp_runtime.", "smp_tools.")
 
 
@@ -163,5 +163,5 @@ def _path(text: str, is_real: bool) -> pathlib.PurePath:
     return pathlib.Path(text) if is_real else pathlib.PurePath(text)
 
 
-#: What a message may call.
+#: Functions that a message may call.
 _FUNCTIONS = {function.__name__: function for function in (_record, _tensor, _array, _path)}

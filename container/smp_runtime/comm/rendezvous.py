@@ -21,10 +21,10 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 LOCALHOST = "127.0.0.1"
 
-#: In older PyTorch only the older of its two kinds of store listens on a socket that it is given (2.4 to 2.7 say so).
+#: Before PyTorch 2.9, only the older of its two kinds of store accepts a listening socket (2.4 to 2.7 report this).
 _ANY_KIND_TAKES_A_SOCKET = torch.__version__ >= "2.9"
 
-#: Seconds for a host to answer at one of its addresses; a route that leads nowhere says nothing.
+#: Seconds for a host to answer at one of its addresses. A route that leads nowhere returns no error.
 _ANSWER_SECONDS = 3.0
 
 #: Those that this process has come to, by address, port, rank, number of ranks, and whether an agent keeps it.
@@ -110,7 +110,7 @@ def kept_store(listens: str, port: int, timeout: timedelta, *, calls: str, **mor
         chosen, descriptor = listener.getsockname()[1], listener.detach()
     if not _ANY_KIND_TAKES_A_SOCKET:
         more["use_libuv"] = False
-    # It is the store's from now on, which closes it, also where nobody comes.
+    # The store owns the socket from now on. It closes the socket even if no rank connects.
     return dist.TCPStore(calls, chosen, is_master=True, timeout=timeout, master_listen_fd=descriptor, **more)
 
 
@@ -128,7 +128,7 @@ def callable_addresses(environ: Mapping[str, str]) -> list[str]:
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        names = []  # it means nothing here, where this rank connects to itself
+        names = []  # this rank connects to itself too, and cannot resolve the name
     else:
         names = [name]
     return [*names, *(address for name, address in list_addresses().items() if name != LOOPBACK)] or [LOCALHOST]

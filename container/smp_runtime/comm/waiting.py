@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 ENDED = "ended"
 FAILED = "failed"
 
-#: Seconds of a wait before this rank asks where the other one is; then twice, four times … as long.
+#: Seconds of a wait before this rank asks for the other one's place. It asks again after 2, 4, … times as long.
 _QUIET_SECONDS = 0.2
 
-#: Seconds between two looks at what the other one has told.
+#: Seconds between two looks at the other rank's last report.
 _LOOK_SECONDS = 0.02
 
-#: Seconds for what a rank has sent before it left.
+#: Seconds for messages that a rank sent before it left.
 _UNDER_WAY_SECONDS = 0.3
 
 

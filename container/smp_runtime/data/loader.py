@@ -89,7 +89,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, *others, **options)
         self._draws_seeds = self.generator is None
         if self._draws_seeds:
-            # PyTorch's would be the script's own random numbers, which go on where they were in a job that is resumed.
+            # PyTorch's default would draw from the script's random numbers, which a resumed job continues.
             self.generator = torch.Generator()
         if not getattr(self, "in_order", True):
             raise SMPUserError(
@@ -120,7 +120,7 @@ class DataLoader(torch_data.DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # more than PyTorch's own kind of iterator
         source, seen = self.source, -1
         try:
-            while seen != source.times_regrouped:  # else by other ranks, from where the job is
+            while seen != source.times_regrouped:  # after a regrouping, other ranks continue from the job's position
                 seen = source.times_regrouped
                 yield from self._pass(seen)
             source.position.complete()

@@ -93,7 +93,7 @@ class DataPosition:
         if self.is_resumed:  # it was one of an earlier epoch
             return
         self.first = 0
-        if not self.is_numbered:  # the same epoch once more, which is no repetition of what was trained
+        if not self.is_numbered:  # the next pass has the same epoch, but it does not repeat trained samples
             self.index = 0
 
 

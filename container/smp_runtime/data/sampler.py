@@ -76,7 +76,7 @@ class DistributedSampler(TorchSampler[Any], SampleSource):
         if counts and self.is_kept:
             self._refuse_loaders_that_read_ahead()
         seen = -1
-        while seen != self.times_regrouped:  # else by other ranks, from where the job is
+        while seen != self.times_regrouped:  # after a regrouping, other ranks continue from the job's position
             seen = self.times_regrouped
             position = self.position
             start = position.begin(self.epoch)

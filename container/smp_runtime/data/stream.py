@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from smp_runtime.data.position import SampleSource, place_among_readers
 from smp_runtime.errors import SMPUserError
 
-#: What workers are told: the epoch, the index at which the pass begins, and samples in a rank's batch.
+#: Values for workers: the epoch, the first index of the pass, and samples in a rank's batch.
 _EPOCH, _START, _BATCH = range(3)
 _NOTHING = -1
 
@@ -108,7 +108,7 @@ class DistributedStream(IterableDataset[Any], SampleSource):
                 "checkpoint could not tell which samples were trained; use smp.data.DataLoader, which takes the same arguments"
             )
         seen = -1
-        while seen != self.times_regrouped:  # else by other ranks, from where the job is
+        while seen != self.times_regrouped:  # after a regrouping, other ranks continue from the job's position
             seen, position = self.times_regrouped, self.position
             begin = position.begin(self.epoch)
             if begin is None:

@@ -220,7 +220,7 @@ def sparse_hook(state: SparseState, bucket: dist.GradBucket) -> torch.futures.Fu
         gradient = velocity.mul_(state.momentum).add_(gradient)
     unsent += gradient
     count = max(1, math.ceil(state.next_density(bucket) * buffer.numel()))
-    # What is not finite counts as greatest, so that all ranks hear of an overflow.
+    # Non-finite values count as greatest, so that they are sent and all ranks see an overflow.
     places = unsent.abs().nan_to_num_(nan=math.inf).topk(count, sorted=False).indices
     values = unsent[places]
     unsent[places] = 0.0

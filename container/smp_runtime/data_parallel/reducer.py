@@ -137,7 +137,7 @@ class GradientReducer:
             return
         results, used, late = self._send_and_finish()
         if late:
-            # What the parameters hold now is only the late part. A kept buffer is about to be written again.
+            # The parameters now hold only the late part. Copy kept buffers, which are about to be overwritten.
             results = [r.clone() if b.persistent else r for r, b in zip(results, self._buckets, strict=True)]
             self._travels = []
             late_results, used, _ = self._send_and_finish()
@@ -161,7 +161,7 @@ class GradientReducer:
     # -- while backward runs ---------------------------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # The parameter keeps its hook where the garbage collector does not look, so the hook must not keep the reducer.
+        # The garbage collector cannot follow parameter → hook references; a strong reference would leak the reducer.
         weak = weakref.ref(self)
 
         def gradient_added(_: torch.Tensor) -> None:
@@ -372,7 +372,7 @@ def make_reducer(
     """
     by_group: dict[Group, list[torch.nn.Parameter]] = {}
     tables = set(trained).intersection(sparse) if options.get("buckets") is None else set()
-    if options.get("buckets") is not None:  # one order for all, and all ranks that have batches agree on what was used
+    if options.get("buckets") is not None:  # one order for all; all ranks with batches agree on the used parameters
         by_group[sharing_group(ranks) if ranks.cfg.prescaled_batch else Group.DP] = list(trained)
     else:
         for parameter in trained:

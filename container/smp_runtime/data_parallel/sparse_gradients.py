@@ -16,7 +16,7 @@ from smp_runtime.comm.flag_all_reduce import FlagAllReduce
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives
 
-#: What a rank reports of a gradient instead of its number of entries.
+#: Reported in place of a gradient's number of entries: there is no gradient, or it is dense.
 _NONE, _DENSE = -1, -2
 
 
@@ -49,7 +49,7 @@ class SparseReducer:
         self._size = size
         self._reduces = True
         self.touched = False
-        weak = weakref.ref(self)  # the parameter keeps its hook where the garbage collector does not look
+        weak = weakref.ref(self)  # the garbage collector cannot follow parameter → hook; a strong reference leaks
 
         def gradient_added(_: torch.Tensor) -> None:
             if (reducer := weak()) is not None:

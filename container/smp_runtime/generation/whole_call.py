@@ -90,7 +90,7 @@ def call_whole(
     outcome = next(outcome for turn, outcome in zip(turns, outcomes, strict=True) if turn.is_mine)
     if outcome.before.is_as(mine):
         outcome.after.on(ranks.device).restore()
-    else:  # another rank's numbers counted; this one's go on, but not where they were
+    else:  # ran with another rank's random numbers: restore this rank's, and advance them
         mine.restore()
         torch.empty((), dtype=torch.int64, device="cpu").random_()
     return outcome.result

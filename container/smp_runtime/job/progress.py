@@ -170,7 +170,7 @@ class ProgressReporter:
         rate = (self._samples - samples_before) / (now - then) if self._started is not None and now > then else None
         record = ProgressRecord(
             step=self.step,
-            # What a script goes beyond was not the number of its steps.
+            # If a script goes beyond this number, it was not the number of its steps.
             total_steps=None if self.total_steps is not None and self.step > self.total_steps else self.total_steps,
             loss=float(torch.stack([loss.float() for loss in self._losses]).mean()) if self._losses else None,
             eval_loss=self._eval_loss,
@@ -191,7 +191,7 @@ class ProgressReporter:
 def _total_steps(named: Mapping[str, object]) -> int | None:
     for name in TOTAL_STEPS_NAMES:
         try:
-            found = int(named[name])  # type: ignore[call-overload]  # what is no number raises
+            found = int(named[name])  # type: ignore[call-overload]  # a value that is no number raises
         except (KeyError, TypeError, ValueError):
             continue
         if found > 0:  # -1 often means "until the data ends"

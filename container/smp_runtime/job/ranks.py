@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
     from smp_runtime.comm.collectives import Collectives
 
-#: Where the launcher and the training toolkit leave ``mp_parameters``.
+#: Variable in which the launcher and the training toolkit leave ``mp_parameters``.
 PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
 
-#: Where they leave the type of the instance that a rank runs on.
+#: Variable in which they leave the type of the instance that a rank runs on.
 INSTANCE_VARIABLE = "SM_CURRENT_INSTANCE_TYPE"
 
 T = TypeVar("T")
@@ -113,13 +113,13 @@ class Ranks:
     cfg: ModelParallelParameters  # the typed configuration, the same on all ranks
     topology: Topology  # all groups
     rank: int  # global position
-    local_rank: int  # position among the ranks whose launcher announced the same host name
+    local_rank: int  # position among the ranks with the same announced host name
     local_size: int  # their number
-    device: torch.device  # where this rank computes
+    device: torch.device  # this rank computes on it
     backend: str  # of the process groups
     control: ControlPlane  # carries small Python objects between ranks
     groups: ProcessGroups  # carry tensors
-    collectives: Collectives  # what the strategies communicate through
+    collectives: Collectives  # the strategies communicate through these
     step: StepState  # what of a step runs on this rank now
     _kept: dict[object, Any] = field(default_factory=dict, repr=False)
 

@@ -31,8 +31,8 @@ _Key = tuple[int, str]
 class _Attribute:
     """An attribute that forward passes change."""
 
-    slot: ModuleSlot  # where it is
-    base: Taken  # what was there when the step began
+    slot: ModuleSlot  # its holder and name
+    base: Taken  # its value when the step began
     returns: bool = True  # whether a microbatch leaves it as it found it
     is_carried: bool = False  # whether a microbatch reads it before it sets it
     crosses: bool = False  # whether it sets it then only after a wait
@@ -80,16 +80,16 @@ class Attributes:
             if buffer.is_floating_point()
         }
         self._changing: dict[_Key, _Attribute] = {}
-        #: What was there when the step began, where it is looked for attributes that change.
+        #: All values when the step began; None if the step does not look for attributes that change.
         self._began: Entries | None = None
         self._kept: dict[int, dict[_Key, Taken]] = {}
         self._ended: set[int] = set()
-        #: Whether the microbatches run one after the other, and so show what they hand on.
+        #: Whether the microbatches run one after the other, and so show which values they hand on.
         self._is_alone = False
         self._watch = AttributeWatch(self._see_read, self._see_written, in_task)
-        #: By the module's identity and the name: what the newest microbatch has found and not touched yet.
+        #: By the module's identity and the name: attributes that the newest microbatch has found and not touched yet.
         self._found: dict[_Key, tuple[_Attribute, Taken]] = {}
-        #: What it has read of that.
+        #: Those of them that it has read.
         self._read: list[tuple[_Attribute, Taken]] = []
         #: Buffers that a microbatch changes in more than one segment, by name; others would change them in between.
         self._interleaved: set[str] = set()

@@ -58,7 +58,7 @@ def _alone_with(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterator[
     path = Path(tempfile.gettempdir()) / f"smp-compile-{os.getuid()}-{digest[0] % _LOCKS}.lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:  # a folder that nobody may write to: each compiles for itself
+    except OSError:  # the folder is not writable: each process compiles for itself
         yield
         return
     try:

@@ -86,7 +86,7 @@ class CompiledForward:
         self._path = path
         self._kind = kind
         self._interrupts: Callable[[nn.Module], str | None] | None = interrupts
-        #: What the class wants to be around a compiled call.
+        #: Makes the context that the block's class needs around a compiled call.
         self._around: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
             block, "around_compiled", contextlib.nullcontext
         )

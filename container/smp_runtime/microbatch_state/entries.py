@@ -30,7 +30,7 @@ MANAGED = frozenset(vars(nn.Module())) | {
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 #: Values that are compared by equality, since each forward pass makes them anew.
 _PLAIN = (int, float, bool, complex, str, bytes, torch.dtype, torch.device)
-#: What is in a slot that has nothing.
+#: Marks a slot without a value.
 ABSENT = object()
 
 

@@ -181,7 +181,7 @@ class ModuleFlags:
             return
         part = self._part(path)
         begin = self._at_begin(part)
-        flags += begin[len(flags) :]  # a call does not say what its own stage knows
+        flags += begin[len(flags) :]  # a call omits the flags that its own stage knows
         if self._differs or flags != begin:
             _put(part.modules, flags[: len(part.modules)])
             self._freeze(part, flags[len(part.modules) :])

@@ -20,7 +20,7 @@ from smp_runtime.tensors.nested import argument_tensors, leaves_of
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass as _Plainly
 from smp_runtime.tensors.torch_private import make_subclass, rebuild_parameter
 
-#: Where absent tensors say that they are, the innermost last; nothing: on the meta device.
+#: Devices that absent tensors report, the innermost last. If it is empty, they report the meta device.
 _appearing_on: list[torch.device] = []
 
 
@@ -236,7 +236,7 @@ def absent_attributes_of(module: nn.Module, path: str, stage: int) -> None:
 
 def _stand_in(kind: type, like: torch.Tensor, name: str, stage: int, dtype: torch.dtype | None = None) -> Any:
     with _Plainly():
-        # Not of a subclass, whose own functions would see it.
+        # A plain tensor comes first, because a subclass's own functions would intercept the calls.
         empty = torch.empty_like(like, dtype=dtype, device="meta", requires_grad=False).as_subclass(torch.Tensor)
         made: Any = make_subclass(kind, empty, like.requires_grad)
     made.absent_name, made.absent_stage = name, stage

@@ -71,7 +71,8 @@ class ReplacedParameter(nn.Parameter):
 def stand_in(parameter: nn.Parameter, owner: str) -> ReplacedParameter:
     """Return the stand-in for a parameter of a replaced module of class ``owner``, without its elements."""
     with _Plainly():
-        # A tensor that is made on meta can never be elsewhere, where it says that it is once the model is in its place.
+        # A tensor made on meta can never move to another device. But :func:`settle` moves this one to the device of the
+        # model's weights.
         device = torch.device("cpu") if parameter.is_meta else parameter.device
         made: ReplacedParameter = make_subclass(
             ReplacedParameter, _empty(parameter, parameter.dtype, device), parameter.requires_grad

@@ -17,7 +17,7 @@ from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS
 
 logger = logging.getLogger("smp")
 
-#: Bytes of parameters of which a copy is kept while the model runs.
+#: Most bytes of parameters that are copied while the model runs.
 MOST_COPIED = 2**30
 
 
@@ -26,7 +26,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        #: Whose attributes and buffers, by identity of the dictionary that holds them.
+        #: By identity of a dictionary: its module, and whether it holds attributes or buffers.
         self._owners: dict[int, tuple[nn.Module, str]] = {id(vars(module)): (module, "attribute") for module in modules}
         self._owners |= {id(module._buffers): (module, "buffer") for module in modules}
         self._entries = Entries(modules, buffers=True, apart=REGISTRIES)
@@ -40,7 +40,7 @@ class Snapshot:
         }
         parameters = list(model.parameters())
         self._parameters = [(parameter, parameter.grad, parameter._version, parameter.data) for parameter in parameters]
-        #: Of a large model there is no room for a second one; a warning says if its parameters were written in place.
+        #: A second copy of a large model does not fit. A warning reports if its parameters were written in place.
         copies = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta) <= MOST_COPIED
         self._copies = [p.detach().clone() if copies and not p.is_meta else None for p in parameters]
         for parameter in parameters:
@@ -55,7 +55,7 @@ class Snapshot:
                 continue
             module, kind = self._owners[id(slot.holder)]
             counts = kind == "buffer" and isinstance(module, NORMS_WITH_STATISTICS) and module.training
-            on_meta = isinstance(value, torch.Tensor) and value.is_meta  # where nothing can be seen of that
+            on_meta = isinstance(value, torch.Tensor) and value.is_meta  # a meta tensor shows no changes of its values
             if ((counts and on_meta) or not now.is_same(before) or self._is_changed(value)) and tensors_in(value):
                 yield module, slot.key, kind
 
@@ -115,7 +115,7 @@ class Snapshot:
             if parameter.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
                 parameter.data = data
             if former is not None:
-                # Counters do not show what was written through ``.data``.
+                # Always copy: version counters do not show writes through ``.data``.
                 data.copy_(former)
             lost += former is None and parameter._version != version
         if lost:

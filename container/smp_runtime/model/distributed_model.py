@@ -179,7 +179,7 @@ class DistributedModel(WrappedModule):
     def rebuild(self, module: nn.Module) -> None:
         """Lay out ``module``, the script's, after :meth:`leave_stages`; every rank calls it, and then loads every tensor."""
         mode, hook = self.training, self._window.hook
-        if self.partitioned:  # those that have run may load what the training began with
+        if self.partitioned:  # hooks that have run may load the initial weights: never run them again
             self._post_partition_hooks.clear()
         self._wrap(module, are_equal=True)
         self.training, self._window.hook = mode, hook
@@ -211,7 +211,7 @@ class DistributedModel(WrappedModule):
             self._placed.known = KnownParameters(self._part.module, self)
         self.blueprint.note_settings(self._ranks.device, self.precision.compute)
 
-    # -- what it is made of ----------------------------------------------------------------------------------------
+    # -- its parts -------------------------------------------------------------------------------------------------
 
     @property
     def optimizer_shards(self) -> dict[nn.Parameter, OptimizerShard | None] | None:
@@ -249,7 +249,7 @@ class DistributedModel(WrappedModule):
         """Decide which stage gets which module, if that has not been done; every rank calls it, see :meth:`.Stages.decide`."""
         if self.partitioned:
             return
-        if torch.is_inference_mode_enabled():  # what is made now must serve training later
+        if torch.is_inference_mode_enabled():  # tensors made now must serve training later
             with torch.inference_mode(False), torch.no_grad():
                 self.partition(microbatch, first_step=first_step)
             return
@@ -258,7 +258,7 @@ class DistributedModel(WrappedModule):
         try:
             assignment = self._stages.decide(microbatch, first_step=first_step)
         finally:
-            self.training = training  # the step function may switch it; tracing puts back what is inside
+            self.training = training  # the step function may switch it; tracing restores only the modules inside
         self.adopt(assignment)
 
     def adopt(self, assignment: Assignment) -> None:
@@ -282,7 +282,7 @@ class DistributedModel(WrappedModule):
         """Call the module; inside a step, with one microbatch."""
         if self._placed.is_copied:
             if self._trains():
-                self._replicas.begin_training_pass()  # says why it cannot
+                self._replicas.begin_training_pass()  # raises, with the reason
             return self.precision.leave(self.module(*self.precision.enter(args), **self.precision.enter(kwargs)))
         step = self._ranks.step
         if step.is_tracing:

@@ -59,7 +59,7 @@ class GradientAccumulation:
         self._overlap = overlap
         self._bucket_view = bucket_view
         self._passes = 0
-        #: Passes since the last reduction, whose gradients are this rank's own; a step that raised may have added some, too.
+        #: Passes since the last reduction. Their gradients are this rank's own. A step that raised may have added some, too.
         self._unreduced = 0
         self._closing_is_queued = False
         self.is_joined = False
@@ -301,7 +301,7 @@ class GradientAccumulation:
             with shards.forward():
                 yield
         except BaseException:
-            if evaluates:  # forget its order, and let go of what it had gathered
+            if evaluates:  # forget its order, and free the parameters it gathered
                 shards.abandon_window()
                 self.open()
             raise

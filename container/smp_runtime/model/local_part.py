@@ -112,7 +112,7 @@ class LocalPart:
 class ParallelState:
     """The results of the strategies on this rank's part; empty before the model is partitioned."""
 
-    #: What the optimizer updates instead of the parameters; None when it updates the parameters.
+    #: Tensors that the optimizer updates instead of the parameters; None if it updates the parameters.
     optimizer_shards: dict[nn.Parameter, OptimizerShard | None] | None = None
     #: How optimizer state is shared out over the replicas, or None.
     sharded_state: ShardedState | ShardedParameters | None = None
@@ -120,7 +120,7 @@ class ParallelState:
     shards: ShardedParameters | None = None
     #: Parameters that are not trained, and that nothing averages.
     frozen: list[nn.Parameter] = field(default_factory=list)
-    #: What the script writes into parameters whose optimizer works on something else; None where there are none.
+    #: The script's writes into parameters that the optimizer updates through other tensors; None if there are none.
     writes: ScriptWrites | None = None
     must_gather: bool = False  # whether shards have changed that other ranks have copies of
     #: Refuses parameters that come or go later; None while one process may train any, as in plain PyTorch.

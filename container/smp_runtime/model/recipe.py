@@ -58,7 +58,7 @@ def place(
     if replicated and not replicas.are_equal:
         replicas.copy([*(p for p in part.parameters() if p not in in_shards), *part.buffers()])
     masters = precision.convert(part.modules(), skip=in_shards, others=part.module.modules())
-    # What the optimizer updates: the parameters, their float32 masters, or this rank's shards of either.
+    # The optimizer updates the parameters, their float32 masters, or this rank's shards of either.
     local = {id(parameter) for parameter in part.parameters()}
     here = [record.parameter for record in part.registry if id(record.parameter) in local]
     trained = [parameter for parameter in here if parameter.requires_grad]

@@ -150,7 +150,7 @@ class Stages:
         """
         assignment.check(self.part.module, self._ranks.size(Group.PP))
         self.assignment = assignment
-        self._session.at_leave.append(self.leave)  # also where the script has let go of its model
+        self._session.at_leave.append(self.leave)  # also if the script no longer holds its model
         self.part.stage_of = assignment.stage_of
         self.part.registry.place_stages(assignment.stage_of)
 
@@ -368,7 +368,7 @@ def _make_absent(record: ParameterRecord, dtype: torch.dtype) -> None:
     """Free a parameter of another stage; its stand-in reports its name and stage in errors."""
     record.parameter.grad = None
     absent = absent_parameter(record.parameter, record.name, record.placement.stage, dtype)
-    vars(absent).update({**vars(record.parameter), **vars(absent)})  # what the script has set on it
+    vars(absent).update({**vars(record.parameter), **vars(absent)})  # keep the script's attributes
     try:
         swap_contents(record.parameter, absent)
     except RuntimeError as error:

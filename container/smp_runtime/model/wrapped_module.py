@@ -181,7 +181,7 @@ class WrappedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the unwrapped module for ``pickle`` and ``torch.save``; loading returns that module."""
         made = self._copied("pickled (pickle, torch.save)")
-        return operator.itemgetter(0), ([made],)  # the module itself, also where this library is not installed
+        return operator.itemgetter(0), ([made],)  # loads the module itself, even if this library is not installed
 
     def __copy__(self) -> WrappedModule:
         made = type(self).__new__(type(self))
@@ -210,7 +210,7 @@ class WrappedModule(nn.Module):
             )
         return plain_copy(module)
 
-    # -- where it lies ---------------------------------------------------------------------------------------------
+    # -- its device ------------------------------------------------------------------------------------------------
 
     def cpu(self) -> WrappedModule:
         """Move the full model to CPU memory, to save or evaluate it; before it is partitioned, do nothing.

@@ -51,7 +51,7 @@ _HUGGING_FACE = {
 @functools.cache
 def register_all() -> None:
     """Register the built-in modules; only the first call has an effect."""
-    # When one is met; what a script has registered stands until then, and afterwards.
+    # Each function runs when a module of its class is met. A script's own registration takes precedence, before and after.
     register_later("torch.nn.modules.linear.Linear", f"{__name__}.register_linear")
     register_later("torch.nn.modules.sparse.Embedding", f"{__name__}.register_embedding")
     register_later("transformers.pytorch_utils.Conv1D", f"{__name__}.register_conv1d")

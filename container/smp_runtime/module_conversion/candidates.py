@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from smp_runtime.module_conversion.splitting import BlockSplit
     from smp_runtime.nn.sharded.vocabulary import Tie
 
-#: PEFT's list of the modules of a layer that hold adapters, and where the adapted module is.
+#: PEFT's list of the modules of a layer that hold adapters, and the name of the adapted module.
 _ADAPTER_NAMES = "adapter_layer_names"
 _ADAPTED = "base_layer"
 
@@ -89,7 +89,7 @@ class _CandidateSearch:
         self._automatic = automatic
         self._in_place, self._ties = in_place, ties
         self._left_alone = left_alone
-        #: What stops models from being distributed as a whole is said of the outermost.
+        #: Reasons that are reported already. Each is reported for the outermost module only.
         self._said: set[str] = set()
 
     def below(self, module: nn.Module, name: str) -> Iterator[Candidate]:
@@ -102,7 +102,8 @@ class _CandidateSearch:
         mark = mark_of(module)
         how = find_registration(module, mark, self._automatic) if mark.enabled else None
         why = None if how is None else _lost(module)
-        # The plan of a model around this one splits what is in it; that model may call it as no distributed class can be called.
+        # The plan of a model around this one splits modules in it. That model may call it in ways that no distributed class
+        # supports.
         is_around = how is not None and any(id(part) in self._in_place for part in module.modules())
         if how is not None and why is None and not is_around:
             yield Candidate(name, module, how, mark)
@@ -120,7 +121,7 @@ class _CandidateSearch:
             return
         adapters = _adapter_names(module)
         for child_name, child in module.named_children():
-            # What a forward of a script's own does with its direct children, it may do with their weights alone.
+            # A script's own forward may use only the weights of its direct children, without calling them.
             reads_weights = "forward" in vars(module) and not any(True for _ in child.children())
             if child_name not in adapters and not reads_weights:
                 yield from self.below(child, f"{name}.{child_name}" if name else child_name)

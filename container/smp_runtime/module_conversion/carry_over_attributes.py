@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: What the replaced module had, and scripts read.
+#: Attributes of the replaced module that scripts read.
 _KEPT_ATTRIBUTES = ("config", "generation_config")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: Marks what is frozen in a state without values; no parameter of a model has this type.
+#: Type that marks frozen parameters in a state without values; no parameter of a model has it.
 _FROZEN = torch.complex128
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -84,7 +84,7 @@ class CarriedAttributes:
     def __init__(self, state: Mapping[str, torch.Tensor], made: nn.Module, to_ours: Translate | None) -> None:
         self._made = made.state_dict(keep_vars=True)
         self._slices = slices_by_name(made)
-        # Views of the original's, so that nothing is there twice; what is not tied is not taken for it.
+        # Views of the original's tensors, so that no weight is in memory twice. Untied weights are not taken as tied.
         with torch.no_grad(), _NothingIsEqual():
             self._ours = dict(state if to_ours is None else to_ours(state))
         self.lost = [why for name, value in self._ours.items() if (why := self._misfit(name, value))]
@@ -198,7 +198,7 @@ def _inherit_freezing(original: nn.Module, made: nn.Module, to_ours: Translate |
         made.requires_grad_(False)
         return
     found = dict(made.named_parameters())
-    # A state without values shows where each parameter goes; those that are frozen have a type of their own in it.
+    # A state without values shows the new place of each parameter. Frozen parameters have a type of their own in it.
     state: Mapping[str, Any] = {
         name: torch.empty(parameter.shape, device="meta", dtype=_FROZEN if name in frozen else torch.float32)
         for name, parameter in parameters.items()

@@ -34,7 +34,7 @@ def place(module: nn.Module, registry: ParameterRegistry) -> None:
             if parameter is None:
                 continue
             record = registry.record_of(parameter)
-            # One that a subclass made by itself sees what a whole parameter does.
+            # A parameter that a subclass made on its own sees the same batch as a whole parameter.
             record.reduction = part.reductions.get(name, Group.RDP)
             where = part.tensor_slices.get(name)
             if where is not None:

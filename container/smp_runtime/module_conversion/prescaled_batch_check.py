@@ -22,7 +22,7 @@ _PASSES = 3
 #: Elements of a floating point tensor that are compared.
 _SAMPLE = 512
 
-#: Shape, type, and what tells the values apart: a number, or some of them.
+#: Shape, type, and a fingerprint of the values: a checksum, or some of them.
 _Summary = tuple[tuple[int, ...], str, int | list[float]]
 
 
@@ -89,7 +89,7 @@ def _summary(tensor: torch.Tensor) -> _Summary:
         return *about, 0
     if tensor.is_floating_point():
         return *about, flat[:: -(-flat.numel() // _SAMPLE)].double().tolist()
-    # Sums of 64 bits wrap around; the odd factors tell orders apart.
+    # 64-bit sums wrap around. A factor for each position makes the sum depend on the order.
     places = torch.arange(flat.numel(), dtype=torch.int64, device=flat.device) * 0x5851F42D4C957F2D + 1
     return *about, int((flat.to(torch.int64) * places).sum())
 

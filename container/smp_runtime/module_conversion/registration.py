@@ -67,7 +67,7 @@ class Registration:
             overrides: take precedence over its own arguments.
             automatic: used if neither has a value.
         """
-        with without_modes():  # hooks may compute with tensors, also where the creation is deferred
+        with without_modes():  # hooks may compute with tensors, even if the creation is deferred
             args, kwargs = self.arguments(original) if self.arguments is not None else original.__dict__[_GIVEN]
             if self.init_hook is not None:
                 args, kwargs = _pair("init_hook", self.init_hook(*args, **kwargs))

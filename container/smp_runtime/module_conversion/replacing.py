@@ -70,7 +70,8 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
     uses, paths, read = parameter_uses(module), _paths(module), _read_by_others(module, candidates, group)
     made: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    # What is created late is replaced among what was recorded then: its distributed form gets values when it would.
+    # A module with deferred creation is replaced within its own record. So its distributed form gets values when the
+    # module would have.
     for deferral, run in itertools.groupby(candidates, lambda candidate: _deferral_of(candidate.original, group)):
         late = contextlib.nullcontext() if deferral in (None, Deferral.current()) else deferral.taking_over()
         with late, weight_stream(group):
@@ -79,7 +80,8 @@ def distribute(module: nn.Module, group: TensorGroup) -> nn.Module:
                 if id(original) in seen:
                     continue
                 seen.add(id(original))
-                # What all references to it lead to is replaced in all places; what others lead to as well would be torn apart.
+                # A weight can be replaced if all references to it pass through this module.
+                # Otherwise replacing it would break a tie.
                 inside, times = parameter_uses(original), paths[id(original)]
                 shares = not candidate.how.shares_weights
                 if shares and any(uses[key] > count * times for key, count in inside.items()):

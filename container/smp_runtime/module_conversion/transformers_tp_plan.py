@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _COLUMNS, _ROWS = LinearSplit(columns=True), LinearSplit(columns=False)
 _COLUMNS_JOINED, _ROWS_OF_WHOLE = LinearSplit(columns=True, joins=True), LinearSplit(columns=False, joins=True)
-#: Styles of linear maps. Those called local are the same here: what is split is a plain parameter anyhow.
+#: Styles of linear maps. Local styles need no distinction here, since a split weight is a plain parameter.
 _LINEAR = {
     "colwise": _COLUMNS,
     "local_colwise": _COLUMNS,
@@ -27,9 +27,10 @@ _LINEAR = {
     "rowwise_rep": _ROWS_OF_WHOLE,
     "rowwise_split_input": _ROWS_OF_WHOLE,
 }
-#: Nothing is to be done: what is behind them follows from the maps inside.
+#: Styles that need no action: the layout behind these modules follows from the maps inside.
 _WHOLE = frozenset({"replicate", "local", "gather", "all_reduce", "replicated_with_grad_allreduce"})
-#: Of models' own plans, and not known here yet: what they name stays whole, with all that is beside it.
+#: Styles of models' own plans that are not supported yet. Modules with these styles stay whole, and so do the modules
+#: beside them.
 _LATER = frozenset(
     """sequence_parallel packed_colwise packed_rowwise local_packed_colwise local_packed_rowwise embedding_rowwise
     embedding_colwise moe_tp_experts moe_identity_expert mla_kv_a_proj local_params grouped_gemm ep_router""".split()

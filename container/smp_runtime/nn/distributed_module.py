@@ -190,7 +190,7 @@ class ReadByOthers(DistributedModule):
     While a forward pass runs, other code gets the whole weights. The module reads its part by :meth:`_own_part`.
     """
 
-    #: Set where it stands for a module of the script's.
+    #: Class of the script's module that it replaces; empty if it replaces none.
     replaced_class: str = ""
 
     def __getattr__(self, name: str) -> Any:

@@ -83,7 +83,7 @@ class DistributedTransformerLayer(DistributedModule):
             if half is not None:
                 half.converts = False
 
-    #: What is compiled of it: without the way in and out, on which the ranks may agree on shapes.
+    #: The compiled method. Entry and exit stay outside, since the ranks may agree on shapes there.
     compiled_method = "_inside"
 
     def around_compiled(self) -> contextlib.AbstractContextManager[None]:
@@ -128,7 +128,7 @@ class DistributedTransformerLayer(DistributedModule):
         ready = self.attention.ready()
         normed = self.attention.normed(states, ready)
         attend = self.attention.change
-        if is_marked(self.attention):  # whose own call is not made here
+        if is_marked(self.attention):  # checkpoint it here, since its own call is bypassed
             change = checkpoint(attend, normed, None, mask, positions, ready)
         else:
             change = attend(normed, None, mask, positions, ready, cache)

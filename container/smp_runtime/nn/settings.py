@@ -26,7 +26,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-#: Switches that have nothing to do here, with the value that says nothing, and what is done instead.
+#: Switches without effect here. Each has the value that requests nothing, and the text for the warning.
 _KERNELS = "PyTorch chooses its kernels itself, fused ones where it has them"
 WITHOUT_EFFECT: Mapping[str, tuple[bool, str]] = {
     "fused_softmax": (True, _KERNELS),

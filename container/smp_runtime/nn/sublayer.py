@@ -36,7 +36,7 @@ class HalfBlock(DistributedModule):
         #: Of parameters that work on rows.
         self.row_reduction = Group.RDP if self.flow.rows_see_all else Group.DP
 
-    #: What is compiled of it: without the way in and out, on which the ranks may agree on shapes.
+    #: The compiled method. Entry and exit stay outside, since the ranks may agree on shapes there.
     compiled_method = "_inside"
 
     def around_compiled(self) -> contextlib.AbstractContextManager[None]:

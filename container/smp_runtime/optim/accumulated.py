@@ -33,7 +33,7 @@ class _BeforeUpdates:
     outlives_regrouping = True
 
     def __init__(self, session: Session) -> None:
-        weak = weakref.ref(session)  # the hook is PyTorch's, and lasts longer than a session that nobody closes
+        weak = weakref.ref(session)  # PyTorch keeps the hook, even longer than a session that is never closed
 
         def before_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (session := weak()) is not None:

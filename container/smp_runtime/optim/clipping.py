@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: What PyTorch's function is made of since 2.6, however a script has imported it; before, it is one function, wrapped once.
-#: Since then scripts call the two as well, under names without the underscore.
+#: Since 2.6 PyTorch's function calls these two, so replacing them works however a script has imported it.
+#: Before 2.6 it is one function, wrapped once.
+#: Since 2.6 scripts also call the two directly, by their names without the underscore.
 _MEASURE, _SCALE = "_get_total_norm", "_clip_grads_with_norm_"
 
-#: Other parameters, and what a rank has of them.
+#: Other parameters, each with the part of its values or gradient that this rank has.
 _Pairs = list[tuple["nn.Parameter", torch.Tensor]]
 
 
@@ -260,7 +261,7 @@ class _Clipping:
             return None
         parameters = [of[id(tensor)] for tensor in tensors]
         is_all = len({id(parameter) for parameter in parameters}) == len(trained)
-        if is_all and len(session.models) == 1:  # with those whose gradients lie in shards, or on other stages
+        if is_all and len(session.models) == 1:  # include those with gradients in shards, or on other stages
             parameters = list(weights.values())
         model, optimizer = self._owner(parameters)
         if model is None:

@@ -115,7 +115,7 @@ class DistributedOptimizer(SavedOptimizer):
     @property
     def param_groups(self) -> Any:
         """Return the groups of the inner optimizer."""
-        if self._model is not None:  # a script that goes through them finds what it has written into the model before
+        if self._model is not None:  # a script that reads the groups must find its earlier writes to the model
             self._model.adopt_writes()
         return self.optimizer.param_groups
 

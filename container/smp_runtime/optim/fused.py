@@ -266,7 +266,7 @@ class FusedLAMB(NormedOptimizer):
     def _total_norm(self, pairs: Pairs) -> torch.Tensor | None:
         if self._norms is None:
             return torch.stack([square.double() for square in self._squares(pairs)]).sum().sqrt() if pairs else None
-        # Another rank may hold gradients where this one holds none, so every rank takes part.
+        # Every rank takes part in this sum over ranks. One without gradients must too, as another rank may have some.
         return self._norms.total_square(pairs, self._known()).sqrt()
 
 

@@ -18,13 +18,13 @@ import torch
 from smp_runtime.comm.flag_all_reduce import to_device
 from smp_runtime.tensors.torch_private import has_step_hooks
 
-#: Those whose update has a fused form for CPU and CUDA since PyTorch 2.4, and is the class's own.
+#: Optimizers with a fused update for CPU and CUDA since PyTorch 2.4. Not subclasses: they may update differently.
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 #: In bfloat16 the fused form rounds less often than the loop, so that a training would be another one.
 _DTYPES = (torch.float32, torch.float64)
 
-#: Where the update of an optimizer has a fused form.
+#: Devices for which an optimizer's update has a fused form.
 _DEVICES = ("cpu", "cuda")
 
 
@@ -62,8 +62,8 @@ def _is_open(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     if not trained:
         return False
     states = [optimizer.state.get(parameter) or {} for parameter in trained]
-    # The kernel of SGD is told once for all parameters whether they have a sum of gradients. One that gets its first gradient
-    # later than others has none.
+    # SGD's kernel takes one flag for all parameters: whether they have a sum of gradients.
+    # A parameter that gets its first gradient later than others has none.
     has_sum = {state.get("momentum_buffer") is None for state in states}
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and len(has_sum) > 1:
         return False
@@ -74,7 +74,7 @@ def _is_open(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
         kept = [value for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step"]
         if not are_fusible([parameter, parameter.grad, *kept]) or not _has_kernel(optimizer, parameter.device):
             return False
-    # A hook may take gradients away, and nobody but the device would know which counters went on.
+    # A hook may remove gradients. Then only the device would know which counters advanced.
     is_counted = not isinstance(optimizer, torch.optim.SGD) and any(p.device.type != "cpu" for p in trained)
     return not (is_counted and has_step_hooks(optimizer))
 

@@ -149,7 +149,7 @@ class WholeNorms:
             )
         device = self._ranks.device
         zero = torch.zeros(1, device=device, dtype=torch.float64)
-        # What the sharding does not know is whole on all of its ranks.
+        # A parameter that the sharding does not know is whole on all of its ranks.
         shared_out = (
             self._model.optimizer_shards or {} if self._model is not None and self._sharing is not None else None
         )
@@ -204,8 +204,8 @@ class WholeNorms:
     ) -> tuple[torch.Tensor, dict[int, int]]:
         """Return squares by number, and the numbers by ``id`` of the updated tensors."""
         state = self._model.sharded_state if self._model is not None else None
-        # The sharding numbers what it shares out, also that of which nothing is here; all else, whole on every rank of a
-        # sharding group, comes behind. So the vector is as long on every rank.
+        # The sharding numbers every parameter that it shares out, even if this rank has no part of it. The others come
+        # behind; they are whole on every rank of a sharding group. So the vector has the same length on every rank.
         shared = len(state.optimizer_shards) if state is not None else 0
         numbered = {id(shard.optimized): shard.number for shard in self._optimizer_shards if shard.number is not None}
         numbers = {id(updated): numbered[id(updated)] for updated in known if id(updated) in numbered} if shared else {}

@@ -81,7 +81,7 @@ class MasterGradients:
             if is_divided:
                 set_gradient(shard.optimized, gradient.view(shard.optimized.shape))
                 continue
-            if gradient.dtype is shard.optimized.dtype:  # float32 gradients of a shard belong to nobody else
+            if gradient.dtype is shard.optimized.dtype:  # float32 gradients of a shard have no other owner
                 brought = gradient if gradient.is_sparse else gradient.view(shard.optimized.shape)
                 set_gradient(shard.optimized, brought)
                 unscaled.append(brought)

@@ -118,7 +118,8 @@ class SavedOptimizer(torch.optim.Optimizer):
         state, half = self._gathered_state(to_first=to_first), self.fp16_states(keep=keeps)
         if self._model is None or not half or not keeps:
             return state if first else {}
-        # Numbered by the registry, which all ranks have alike: a rank may have no master of what another rank keeps whole.
+        # Numbered by the registry, which is the same on all ranks.
+        # A rank may lack the master of a parameter that another rank keeps whole.
         records = list(self._model.registry)
         masters = half["masters"]
         values = {n: {"master": masters[record.name]} for n, record in enumerate(records) if record.name in masters}

@@ -33,7 +33,7 @@ _META = torch.device("meta")
 #: Of operations that draw random numbers.
 _SEEDED = torch.Tag.nondeterministic_seeded
 
-#: Function, arguments, keywords, what it returned or wrote, and the default type of tensors at that moment.
+#: Function, arguments, keywords, its result or written tensors, and the default type of tensors at that moment.
 _Entry = tuple[Any, tuple[Any, ...], Mapping[str, Any], Any, torch.dtype]
 
 #: Operations that write every element of their first argument without looking at it.
@@ -119,7 +119,7 @@ class Deferral(TorchDispatchMode):
         self._record = [entry for place in sorted(behind) for entry in behind[place]]
 
     def __enter__(self) -> Deferral:
-        if not self._is_taking_over:  # the library's own code looks for what has no values
+        if not self._is_taking_over:  # the library's own code must see which tensors have no values
             #: The state of the generator as this left it; another one is the script's doing.
             self._generator = torch.get_rng_state()
             if self._start is None:
@@ -268,7 +268,7 @@ class Deferral(TorchDispatchMode):
                     numbers.before(next(draws))
                 real_args, real_kwargs = tree_map(value_of, (args, kwargs))
                 results = func(*real_args, **real_kwargs)
-                # Without a result it wrote what it was given.
+                # A function without a result has written into its first arguments.
                 written = _tensors(real_args[: len(_tensors(outputs))] if results is None else results)
                 pairs = zip(_tensors(outputs), written, strict=True)
                 # No name may hold a tensor until the next operation has made its own.

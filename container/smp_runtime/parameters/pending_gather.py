@@ -23,7 +23,7 @@ from torch import nn
 from smp_runtime.tensors.lazy_tensor import NEEDS_NO_ELEMENTS, OF_ITS_PLACE
 from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, tree_leaves
 
-#: Where such a parameter has what it waits for.
+#: Attribute of such a parameter that holds its pending gather.
 _GATHER = "_smp_gather"
 
 _NEEDS_NO_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE
@@ -88,7 +88,7 @@ class _ParameterGather:
                 return
             self._work.wait()
             if self._stream is not None and self._stream != torch.cuda.current_stream():
-                with torch.cuda.stream(self._stream):  # what the script puts after its update there comes after it too
+                with torch.cuda.stream(self._stream):  # later work on that stream must wait too
                     self._work.wait()
             for refer in self._parameters:
                 if (parameter := refer()) is not None:

@@ -31,9 +31,9 @@ _OVERWRITING = {
     "resize_",
     "requires_grad_",
 }
-#: PyTorch's norms of weights multiply their buffers with the weight, whose type they must have; each value has length 1 again.
+#: PyTorch's norms of weights multiply their buffers by the weight, so both need one type. Each value has length 1 again.
 _OF_WEIGHTS = "torch.nn.utils.parametrizations"
-#: Those among them whose argument may hold the old value.
+#: Those of ``_OVERWRITING`` with an argument that may hold the old value.
 _FROM_ARGUMENT = {"copy_", "set_"}
 
 
@@ -105,7 +105,7 @@ class _Method:
         self._depth = depth
         self._parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
         self._me = self._parameters[0] if self._parameters else ""
-        #: By local variable, the attributes and arguments that its value depends on, and those whose memory it is.
+        #: By local variable, the attributes and arguments that its value depends on, and those that share its memory.
         self._depends: dict[str, set[str]] = {}
         self._is: dict[str, set[str]] = {}
         if depth:  # a function beside the class: its arguments are what may change
@@ -113,7 +113,7 @@ class _Method:
         self.names: set[str] = set()
         self.called: set[str] = set()
         self.writes_any = False
-        for _ in range(2):  # a loop may use below what it has set above
+        for _ in range(2):  # twice, as a loop may use a name above the line that sets it
             for statement in function.body:
                 self._visit(statement)
         self.writes_any = _ANY in self.names

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: Where checkpoints lie; set in a job, not by other launchers.
+#: Folder of the checkpoints; a job sets the variable, other launchers do not.
 _FOLDER_VARIABLE, _FOLDER = "SMP_CHECKPOINT_DIR", "checkpoints"
 
-#: In the user content of a checkpoint that was saved here: finished steps, states by name, and what the script has added.
+#: Keys in the user content of a checkpoint saved here: finished steps, states by name, and the script's content.
 _STEP, _STATES, _OWN = "smp_step", "smp_states", "content"
 
 
@@ -123,7 +123,7 @@ class Progress:
         finally:
             self._in_loop = False
 
-    # -- what the session calls ------------------------------------------------------------------------------------
+    # -- called by the session -------------------------------------------------------------------------------------
 
     def on_update(self, optimizer: object) -> None:
         """Check for a stop after an update of the optimizer, and record state that the rest of the iteration may change."""

@@ -27,7 +27,7 @@ logger = logging.getLogger("smp")
 
 VARIABLE = "SMP_AUTO_CHECKPOINT"
 
-#: In the folder of checkpoints: what the script saves there by itself has content of its own, and is not mixed with this.
+#: Subfolder of the checkpoints' folder. The script's own checkpoints have other content and must not mix with these.
 _FOLDER = "auto"
 
 
@@ -108,7 +108,7 @@ class Automatic:
             mine = "it handles SIGTERM itself"
         elif ranks.kept(Resumed):
             mine = "it resumes by itself"
-        elif SourcePositions.of(ranks).state():  # of which this step has a batch already
+        elif SourcePositions.of(ranks).state():  # this step has a batch of it already
             mine = (
                 "what it reads with smp.data goes on by smp.auto_resume alone, which is called before the first batch"
             )

@@ -37,7 +37,7 @@ _ANSWER_PAUSE_SECONDS = 2e-3
 #: Keys: who asked, which step each rank will finish next, and after which all stop.
 _ASKED, _NEXT, _LAST = "asked", "next", "last"
 
-#: In place of a step: a rank has left the job, or it is not known where it is; then none stops.
+#: In place of a step: a rank has left the job, or its step is unknown; then no rank stops.
 _NEVER = -1
 
 
@@ -174,7 +174,7 @@ class StopAgreement:
             with contextlib.suppress(RuntimeError):
                 self._answer(self._board, None)  # others may wait for this rank
         except RuntimeError:
-            pass  # the store is gone: rank 0 has left, and nobody else stops either
+            pass  # the store is gone: rank 0 has left, and no other rank stops either
 
     def _found_request(self, board: _Board) -> str | None:
         """Block until any rank was asked to stop, and return the reason; None when this rank leaves."""
@@ -265,7 +265,7 @@ class _Board:
     def __init__(self, connection: SecondConnection) -> None:
         self._store = connection.store
         self._seal = Seal(connection.secret)
-        # Of this agreement alone, also where a job has several, one after the other.
+        # Unique to this agreement, even if a job has several, one after the other.
         self._title = self._seal.derived("title", b"").hex()[:16]
 
     def write(self, name: str, value: Any) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from smp_runtime.checkpoint.files.manifest import Piece
     from smp_runtime.job.ranks import Ranks
 
-#: What is wanted: a state key, a name, and a region of it.
+#: A requested tensor region: a state key, a name, and the region.
 Want = tuple[str, str, TensorRegion]
 #: The same in a message.
 _Told = tuple[str, str, tuple[Any, ...]]

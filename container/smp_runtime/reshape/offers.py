@@ -171,7 +171,7 @@ def exchange_offers(
         manifest.pieces[str(rank)] = pieces
         manifest.parameters |= parameters
         manifest.buffers |= found
-    # In the order of the model, on all ranks: stages tell of their own.
+    # In the model's order on all ranks, because each stage reports only its own parameters.
     order = {record.name: record for record in model.registry}
     manifest.parameters = {name: manifest.parameters[name] for name in order if name in manifest.parameters}
     own = [key for key, rank in first.items() if rank == ranks.rank]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: Settings that a job keeps: what the weights are, and how its processes met.
+#: Settings that a job keeps: the form of the weights, and how its processes met.
 FIXED = (
     "fp16",
     "bf16",
@@ -112,7 +112,7 @@ def reshape(session: Session, parameters: Mapping[str, Any]) -> Reshaped:
             try:
                 move.to(wanted)
             except (DeadlineError, RankLeftError, ConnectionLostError):
-                raise  # there is nobody to go back with
+                raise  # no other rank could go back together with this one
             except (SMPError, ConfigError):
                 # Nothing has been moved yet, and all ranks have met the same.
                 logger.warning("the job goes on as it was")
@@ -153,7 +153,7 @@ class _Move:
         self._stages = session.ranks.size(Group.PP)
         self._degree = session.ranks.size(Group.TP)
         own = {id(part) for part in model.blueprint.modules()}
-        #: Where the script's own modules are; in other places tensor parallelism has put some with buffers of their own.
+        #: Paths of the script's own modules. Tensor parallelism has put modules at other paths, some with own buffers.
         self._own = {path for path, part in model.module.named_modules(remove_duplicate=False) if id(part) in own}
         self._loading: LiveLoading
         self._reader: LiveReader
@@ -173,7 +173,7 @@ class _Move:
             optimizer.release()
         session.regroup(parameters)
         with _same_random_numbers(session), defer_creation(session.ranks.keep(Deferrals, Deferrals)):
-            # In half precision training the types of now are not the script's, whose weights begin in float32.
+            # In half precision training, the current types are not the script's: its weights begin in float32.
             types_stay = not model.precision.is_half
             module = model.blueprint.build(_parameter, torch.zeros_like, types_stay=types_stay)
             self._follow_buffers(module)
@@ -308,7 +308,7 @@ def _checked(session: Session, given: Mapping[str, Any]) -> ModelParallelParamet
             f"smp.reshape cannot change {', '.join(fixed)} of a job that runs; save a checkpoint, and resume it in a job that has "
             "the other setting"
         )
-    wanted.topology(session.ranks.control.size)  # says what does not fit
+    wanted.topology(session.ranks.control.size)  # raises an error if the degrees do not fit
     return wanted
 
 

@@ -111,7 +111,7 @@ def _blocks(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -> 
     if count == 0:
         return []
     strides = places.diff()
-    # A block ends behind a run whose successor has another length, or is at another distance than the one before it was.
+    # A block ends after a run if the next run has another length, or follows at another distance than this run did.
     ends = lengths.diff() != 0
     ends[1:] |= (strides[1:] != strides[:-1]) & ~ends[:-1]
     bounds = [0, *(torch.nonzero(ends).view(-1) + 1).tolist(), count]

@@ -79,7 +79,7 @@ class HierarchicalGathering:
     def start(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """See :class:`Gathering`."""
         block = shard.numel() * self._hosts
-        # In place: a rank's block is where the second phase will put it.
+        # In place: the second phase expects a rank's block at this position.
         mine = full[self._local * block : (self._local + 1) * block]
         first = self._collectives.all_gather(mine, shard, self._across)
         return _TwoPhases(self, first, full, mine)

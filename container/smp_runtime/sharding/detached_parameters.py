@@ -22,7 +22,7 @@ from smp_runtime.tensors.torch_private import DisableTorchFunctionSubclass, can_
 if TYPE_CHECKING:
     from smp_runtime.parameters.watched_values import GradientSource
 
-#: Autograd makes a view of a parameter to find where its gradient goes; ``module.to()`` asks whether ``data`` can be set.
+#: Autograd makes a view of a parameter to find its gradient's node; ``module.to()`` asks whether ``data`` can be set.
 _WITHOUT_ELEMENTS = NEEDS_NO_ELEMENTS | OF_ITS_PLACE | {torch.Tensor.view_as, can_take_contents}
 
 

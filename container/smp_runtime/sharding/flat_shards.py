@@ -55,7 +55,7 @@ class FlatShards(Generic[Unit]):
         self._precision = precision
         self._group = ranks.process_group(sharing)
         self._members = ranks.members(sharing)
-        # What is gathered comes in the order of the ranks.
+        # An all-gather returns the parts in the order of the ranks, not of the shards.
         order = sorted(range(len(shard_of)), key=shard_of.__getitem__)
         self._order = None if order == sorted(order) else order
         self._where = {p: (unit, index) for unit in self.units for index, p in enumerate(unit.parameters)}

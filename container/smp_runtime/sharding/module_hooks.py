@@ -140,7 +140,7 @@ class ModuleUses:
             self._registered[id(part)] = own
             self._hooks[id(part)] = (
                 part.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-                # Also after an error: checkpointing ends a recomputation with one, as soon as it has what it wants.
+                # Also after an error: checkpointing ends a recomputation with one, once it has the tensors that it needs.
                 part.register_forward_hook(self._after, always_call=True),
             )
             if self.units_held_by(part) and not isinstance(part._parameters, WatchedParameters):
@@ -216,7 +216,8 @@ class ModuleUses:
             uses.append(self._enter(unit, call))
 
     def _enter(self, unit: ShardedUnit, call: _ModuleCall) -> UnitUse:
-        # Recomputation finds a unit gathered, and ranks whose losses leave it out do not recompute.
+        # Recomputation finds its unit gathered. It must request nothing: ranks with a loss that leaves the unit out do not
+        # recompute, and collectives must be the same on all ranks.
         if unit.calls == 0 and not (unit.ready and unit.open_uses and backward_pass() != -1):
             self.live.need(unit)
         # Of this thread: in a pipeline others may be inside calls of the same unit.
@@ -224,8 +225,8 @@ class ModuleUses:
         use = UnitUse(start=call.start, is_inner=is_inner)
         unit.calls += 1
         unit.called = unit.called or call.start
-        # Inside somebody else's saved tensor hooks (checkpointing has some) nobody tells what is saved.
-        # Of what only some ranks use, it would not be the same on all.
+        # Inside other saved-tensor hooks, such as checkpointing's, saved tensors are not reported here.
+        # For a unit that only some ranks use, the answer would differ between ranks.
         watches = self._watches() and not unit.by_tokens
         use.saved = False if watches and not _may_run_again(call.module) else None
         use.watched = watches
@@ -251,7 +252,7 @@ class ModuleUses:
         if call.units:
             output = copy_views(output, call.units)
         if call.units and torch.is_grad_enabled():
-            # A call inside one that needs the same unit, which is gathered and let go for the outer one.
+            # Skip a call inside one that needs the same unit: the outer call gathers and frees it.
             outer = [(unit, use) for unit, use in zip(call.units, call.uses, strict=False) if not use.is_inner]
             if outer:
                 self._watch_inputs(outer, call.inputs)
@@ -277,7 +278,7 @@ class ModuleUses:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _watch_gradients(self, unit: ShardedUnit) -> None:
-        # Python does not see the way from a tensor to its hooks: what they hold would never be let go of.
+        # The garbage collector cannot follow references from a tensor to its hooks: strong ones would leak.
         weak, weak_unit = weakref.ref(self), weakref.ref(unit)
 
         def hook(index: int) -> Callable[[torch.Tensor], None]:
@@ -366,7 +367,7 @@ class ModuleUses:
 
         If calls share another input, its gradient comes only after backward of all of them.
         """
-        # What was seen to be saved is gathered again when it is unpacked, so room may be made of the unit meanwhile.
+        # Saved tensors are gathered again when they are unpacked, so the unit may be freed meanwhile.
         if use in unit.open_uses and all(other.saved is not None for other in unit.open_uses):
             unit.quiet = True
 
@@ -375,7 +376,7 @@ class ModuleUses:
         if use not in unit.open_uses:
             return
         if unit.trained and unit.forward_uses <= 1 and not unit.by_tokens:
-            # Its gradients tell exactly when all that reads the weights has run.
+            # The arrival of its gradients shows exactly when everything that reads the weights has run.
             unit.quiet = True
             return
         unit.open_uses.discard(use)

@@ -68,11 +68,11 @@ class ScriptGradients:
         self._ranks = ranks
         self.reduce: Callable[[], None] = lambda: None
         self._delivered: dict[int, _Delivered] = {}
-        #: Units whose gradients were cleared last, and which parameters had one. ``_zeroed`` holds those cleared to zero and
-        #: not allocated yet: a reduction, a read of the script or an update allocates them.
+        #: Units with the gradients that were cleared last, and for each parameter whether it had one. ``_zeroed`` holds
+        #: those cleared to zero and not allocated yet: a reduction, a read of the script or an update allocates them.
         self._former: dict[int, tuple[FlatUnit, list[bool]]] = {}
         self._zeroed: dict[int, tuple[FlatUnit, list[bool]]] = {}
-        #: Parameters whose gradient the script has in hand, or has set.
+        #: Parameters with a gradient that the script holds or has set.
         self._held: dict[nn.Parameter, None] = {}
 
     def deliver(self, unit: FlatUnit, reduced: torch.Tensor, used: Sequence[bool]) -> list[bool]:
@@ -185,6 +185,6 @@ class ScriptGradients:
             shard.reduced = unit.slice_of(delivered.reduced, fragment)
         if shard.reduced.dtype is part.dtype:
             shard.reduced.copy_(part)
-        else:  # what the script left alone stays unrounded
+        else:  # elements that the script left unchanged stay unrounded
             is_same = shard.reduced.to(part.dtype) == part
             shard.reduced.copy_(torch.where(is_same, shard.reduced, part))

@@ -152,12 +152,12 @@ class ShardedGradients:
         self._order_is_fixed = False
         self._filling: dict[int, ReduceScatterInput] = {}
         self._travelling: PendingReduceScatter | None = None
-        #: Units that backward has reached, and passed, and whose groups have not been sent since.
+        #: Units that backward has reached, and passed, until their groups are sent.
         self._reached: set[int] = set()
         self._passed: set[int] = set()
         self._is_amid = False
-        #: Sums of this window, and what is ready for the update; by type, shards of all units in the order of the groups. Sums
-        #: that are not noted in ``_summed`` have anything in them.
+        #: Sums of this window, and sums ready for the update; by type, shards of all units in the order of the groups.
+        #: A sum that is not noted in ``_summed`` is uninitialized memory.
         self._sums: dict[torch.dtype, torch.Tensor] = {}
         self._ready: dict[torch.dtype, torch.Tensor] = {}
         self._summed: set[int] = set()
@@ -172,9 +172,9 @@ class ShardedGradients:
 
     # -- while backward runs ---------------------------------------------------------------------------------------
 
-    # What is sent when must be the same on all ranks of a sharding group, though not all need use the same parameters:
-    # a collective that comes earlier on one rank than a gather, and later on another, can stop both. So it follows from
-    # which modules backward reaches and passes, never from which gradients come.
+    # All ranks of a sharding group must send in the same order, though they may use different parameters.
+    # If a collective comes before a gather on one rank and after it on another, both can block.
+    # So the order follows from the modules that backward reaches and passes, never from the gradients that arrive.
 
     @torch.no_grad()
     def arrived(self, unit: ShardedUnit, index: int, parameter: torch.Tensor) -> bool:
@@ -336,7 +336,7 @@ class ShardedGradients:
         news = FlagAllReduce(news, device, self._ranks.collectives, group, self._ranks.size(Group.RDP)).finish()
         self._used_anywhere = news[:used] > 0
         self._used.zero_()
-        if not self._ranks.control.speaks_for_all:  # else there is nobody who could have gathered anything else
+        if not self._ranks.control.speaks_for_all:  # else this process stands for all ranks, and gathers cannot differ
             refuse_unequal(self._sharing, [int(digest) for digest in news[used + groups :]])
         return [number for number in range(groups) if news[used + number] > 0]
 

@@ -145,7 +145,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
         elif parameter in self._numbers:
             get_data(parameter).copy_(value)
 
-    # -- what the script writes ------------------------------------------------------------------------------------
+    # -- writes of the script --------------------------------------------------------------------------------------
 
     def unit_of(self, parameter: nn.Parameter) -> ShardedUnit:
         """Return the unit that a sharded parameter is in."""

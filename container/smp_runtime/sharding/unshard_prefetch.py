@@ -183,7 +183,7 @@ class UnshardPrefetch:
     def _warn(self, unit: ShardedUnit) -> None:
         """Warn once that parameters needed at the same time exceed the cap; they are gathered all the same."""
         used = [f"{_name(other)} uses {other.filled:,}" for other in self._gathered.values()]
-        if not self._speaks or not used:  # of one that is too large by itself the plan of the units tells
+        if not self._speaks or not used:  # warn_of_large_units() reports a unit that is too large alone
             return
         self._speaks = False
         least = self.elements + unit.filled

@@ -15,7 +15,7 @@ from smp_runtime.errors import SMPUserError
 if TYPE_CHECKING:
     import torch
 
-#: Where a module keeps the parameters that it uses but does not hold.
+#: Attribute for the parameters that a module uses but does not hold.
 REGISTERED = "_smp_registered_parameters"
 
 
@@ -26,9 +26,10 @@ class Reads(Protocol):
         """Handle a read of a parameter as a module's attribute."""
 
 
-# Of a read such as ``self.child.weight`` in the parent's forward no hook tells: they tell of calls. A parametrization
-# would, but it renames parameters and changes the module's class, which state dictionaries and scripts see. A function mode
-# would see every operation of the step, on every thread that is in one, and not what a function takes by itself.
+# No hook reports a read such as ``self.child.weight`` in the parent's forward: hooks report calls.
+# A parametrization would report it, but it renames parameters and changes the module's class, which state dictionaries
+# and scripts see. A function mode would see every operation of the step on every thread that is in one, but not the
+# reads inside a function.
 class WatchedParameters(dict):
     """A module's parameters, which report each read of one."""
 
@@ -43,7 +44,7 @@ class WatchedParameters(dict):
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self.items()), memo)  # for a whole copy, whose values come from elsewhere
+        return copy.deepcopy(dict(self.items()), memo)  # for a whole copy, which gets its values from elsewhere
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refuse_copy("pickled")

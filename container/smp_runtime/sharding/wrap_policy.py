@@ -123,7 +123,7 @@ class _Planner:
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
             del self._left[id(parameter)]
-        # What a module with children holds itself is fetched when it is read, not while all the children run.
+        # A parent module's own parameters are gathered when they are read, not while all its children run.
         self.units += [WrapPlan(name, module if together else None, kind, by_tokens) for kind in kinds.values()]
 
 

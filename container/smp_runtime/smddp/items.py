@@ -89,7 +89,7 @@ def resolve_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor, ``[bytes]`` of uint8."""
-    # Contiguous tensors may still have odd strides where a dimension has one element.
+    # Contiguous tensors may still have odd strides in dimensions with one element.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -284,7 +284,7 @@ def _pass_on(weak: weakref.ref[MessageGather], waiting: queue.SimpleQueue[_Pendi
         gather, owner = waiting.get(), weak()
         if owner is None or (gather is None and waiting.empty()):
             return
-        if gather is None:  # what had to wait for room is behind it
+        if gather is None:  # the all-gathers that had to wait for room are behind it
             waiting.put(None)
         else:
             _finish(owner, gather)

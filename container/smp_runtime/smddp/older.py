@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as _TorchDistributedDataPa
 from smp_runtime.errors import SMPUserError
 from smp_runtime.smddp.registration import BACKEND, register
 
-#: Where launchers say which of its host's ranks this is.
+#: Variables in which launchers pass the local rank.
 _LOCAL_RANK_VARIABLES = ("SMDATAPARALLEL_LOCAL_RANK", "LOCAL_RANK", "SMP_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 

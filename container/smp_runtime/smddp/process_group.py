@@ -58,7 +58,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         gathers: dict[str, MessageGather | StreamGather],
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stub lacks this constructor
-        # Not super(): PyTorch would look for an override of what it is asked for, and find it here again.
+        # Not super(): PyTorch would look for an override of the called method, and find this class's again.
         self._plain = _bare_group(rank, size)
         kinds = [kind for kind, _ in plain.values()]
         for group in (self, self._plain):
@@ -67,7 +67,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         self.sizes = sizes
         self._gathers = gathers
         self._said: set[str] = set()
-        #: All-gathers that went in phases, and that the plain backend did; what this rank has put into both, in bytes.
+        #: Number of all-gathers in phases and by the plain backend; this rank's input bytes to both.
         self.in_phases = 0
         self.fallen_back = 0
         self.bytes_in_phases = 0
@@ -141,7 +141,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         """Gather a tensor from each rank: ``output_tensors[0][rank]`` takes ``input_tensors[0]`` of that rank."""
         if isinstance(input_tensors, torch.Tensor):
-            # The short form, whose third argument is a timeout.
+            # The short form: its third argument is a timeout.
             output_tensors, input_tensors, opts = [output_tensors], [input_tensors], None
         input_tensors, item = [resolve_values(shard) for shard in input_tensors], None
         if len(input_tensors) == 1:
@@ -157,7 +157,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
         """Begin all-gathers in phases; return None if the plain backend has to do them."""
         wanted = [item for item in items if item is not None]
         if len(wanted) < len(items) or not items:
-            return None  # tensors that do not fit each other: the plain backend says what is wrong
+            return None  # tensors do not fit each other: the plain backend raises the error
         device = wanted[0].shard.device.type
         if not all(self.tries_phases(item.shard.numel(), device) for item in wanted):
             return None
@@ -182,7 +182,7 @@ class SmddpProcessGroup(dist.ProcessGroup):
             reason = self.sizes.pieces_reason(shard.nbytes, self.grid.hosts, self.grid.ranks_per_host)
             self._fall_back(reason or "", shard.nbytes, "pieces")
             return None
-        self.tries_phases(shard.nbytes, device)  # counts it, and says why
+        self.tries_phases(shard.nbytes, device)  # counts the fallback, and logs the reason
         return None
 
     def tries_phases(self, shard_bytes: int, device: str = "cpu") -> bool:

@@ -72,14 +72,14 @@ class StreamGather:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         future = torch.futures.Future(devices=[device])
-        # What the stream does is in order, so the next all-gather uses the buffers when this one is through with them.
+        # The stream runs its work in order, so the next all-gather uses the buffers only after this one is done.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             self._enqueue(items, *self._buffers)
             for item in items:
                 for tensor in (item.shard, *item.outputs, *item.filled):
                     tensor.record_stream(self._stream)
-            # Completed at once: what waits for it waits for what the stream has been given so far.
+            # Completed at once: a waiter waits for the stream's work so far.
             future.set_result(reported)
             event = torch.cuda.Event()
             event.record(self._stream)

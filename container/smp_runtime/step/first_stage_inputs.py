@@ -79,7 +79,7 @@ class FirstStageInputs:
         except RankLeftError:
             if reader is None:
                 raise
-            return arguments  # the pipeline's own connections tell more of it
+            return arguments  # the pipeline's own connections report it in more detail
 
     def _of_step(self, arguments: Arguments, name: str, reader: int | None) -> Arguments:
         self._calls += 1

@@ -88,7 +88,7 @@ def shapes_in(*values: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-#: Told to who takes a :class:`StepOutput` for a tensor.
+#: Error text for code that uses a :class:`StepOutput` as a tensor.
 _IS_SEVERAL = (
     "holds one tensor for each microbatch; call .reduce_mean() on it first (or .reduce_sum(), .concat(), .stack()), "
     "as in float(loss.reduce_mean())"
@@ -181,7 +181,7 @@ def _merge(values: list[Any], detach: bool) -> Any:
         if any(len(value) != len(first) for value in values):
             return values
         return type(first)(_merge(list(parts), detach) for parts in zip(*values, strict=True))
-    if isinstance(first, Mapping):  # Transformers' ModelOutput is one, whose constructor takes keywords
+    if isinstance(first, Mapping):  # includes Transformers' ModelOutput; its constructor takes keywords
         if any(value.keys() != first.keys() for value in values):
             return values
         merged = {key: _merge([value[key] for value in values], detach) for key in first}

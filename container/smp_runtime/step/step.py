@@ -82,7 +82,7 @@ class StepFunction:
             return True
         try:
             self._signature.bind(*args, **kwargs)
-        except TypeError:  # with the instance it fits, or is told as Python would
+        except TypeError:  # it fits with the instance, or fails as in plain Python
             return True
         return False
 
@@ -313,7 +313,7 @@ class StepCall(NamedTuple):
     function: str  # its name
     modes: tuple[bool, ...]  # whether gradients are recorded, and each model's training flag
     shapes: Hashable  # of its arguments
-    probe: float | None  # a sum over the first tensor's first elements; None where nobody has looked
+    probe: float | None  # a sum over the first tensor's first elements; None if not computed
 
     def check(self, root: StepCall, rank: int, root_rank: int) -> str:
         """Compare this rank's call with the root stage's.

@@ -41,7 +41,7 @@ class ActivationFlow(abc.ABC):
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
-        #: What the ranks just agreed on the shape of, by its id.
+        #: The id of the tensor for which the ranks have just agreed on a shape.
         self._agreed: int | None = None
 
     @abc.abstractmethod
@@ -182,7 +182,7 @@ class SlicedFlow(ActivationFlow):
             return self._mask_for_all_batches(mask, like, positions)
         missing = self._missing(like.shape[1])
         if mask is None:
-            if not missing or causal:  # padding comes last, where causal attention never looks
+            if not missing or causal:  # padding comes last, so causal attention never sees it
                 return None
             mask = like.new_zeros(1, 1, 1, like.shape[1])
         # Under cross attention there are as many queries as the other states have positions.

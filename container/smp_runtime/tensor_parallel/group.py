@@ -219,7 +219,7 @@ def gather_whole(mine: torch.Tensor, where: TensorSlice, group: TensorGroup) -> 
     on_device = F.pad(mine.detach(), padding).to(group.device)
     full, work = group.start_gather(on_device)
     work.wait()
-    if len(where.bounds) > 2:  # several pieces, each of which the ranks divide
+    if len(where.bounds) > 2:  # several pieces, each divided over the ranks
         runs = (join(run, where.dim) for run in full.split(where.lengths, where.dim + 1))
         return torch.cat(list(runs), where.dim).to(mine.device)
     if where.size == where.shape[where.dim]:  # one rank has all of it

@@ -31,7 +31,7 @@ class _Stream(threading.local):
     """Where the parameters made now get their random numbers from."""
 
     group: TensorGroup | None = None
-    #: What the ranks agreed on when the first number was drawn; a tensor without value where the creation is deferred.
+    #: The ranks agree on it when the first number is drawn. It is a tensor without a value if the creation is deferred.
     seed: int | torch.Tensor | None = None
     count: int = 0
     #: Of parameters made without values, what writes them.

@@ -126,7 +126,7 @@ class _Columns(torch.autograd.Function):
             found = torch.ops.smp.columns_backward(list(gradients), x, weights, ctx.dim, needed)
             found = [each if wanted else None for each, wanted in zip(found, needed, strict=True)]
         else:
-            # Where they are kept as slices, what was gathered again would have to be kept.
+            # Weight gradients of sliced inputs may not wait, since the gathered inputs would stay in memory until then.
             found = _columns_gradients(ctx.group, gradients, x, weights, ctx.dim, needed, may_wait=ctx.dim is None)
         return found[0], None, None, None, *found[1:]
 

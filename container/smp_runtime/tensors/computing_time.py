@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-#: What is read, the last of them; a rehearsal, which computes nothing, puts a clock of its own here.
+#: The last clock is read. A rehearsal, which computes nothing, adds a clock of its own here.
 clocks: list[Callable[[], float]] = [time.perf_counter]
 
 

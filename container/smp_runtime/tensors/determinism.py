@@ -25,7 +25,7 @@ VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
 
 #: Of generators that the script has left as they were.
 _SEED = 0
-#: PyTorch draws greater ones for a generator that nobody has seeded; a script's are smaller as a rule.
+#: PyTorch draws greater seeds for a generator without a seed. A script's seeds are usually smaller.
 _DRAWN = 1 << 32
 
 _REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
@@ -83,7 +83,7 @@ class UnseededDraws:
     def __init__(self) -> None:
         self._told: set[tuple[str, int]] = set()
         self._lock = threading.Lock()  # guards the set
-        self._put: list[tuple[Any, str, Any, Any]] = []  # whose attribute, its name, what was there, what is there now
+        self._put: list[tuple[Any, str, Any, Any]] = []  # owner, name of the attribute, former value, new value
         self._replace(random, "seed", "random.seed()", lambda given: _has_no_seed(given, "a"))
         self._replace(torch, "seed", "torch.seed()", lambda given: True)
         self._replace(torch.random, "seed", "torch.seed()", lambda given: True)

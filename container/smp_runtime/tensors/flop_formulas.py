@@ -6,7 +6,7 @@ import logging
 
 _told = logging.getLogger("torch.utils.flop_counter")
 _was = _told.disabled
-# It warns when it is imported, in every rank whose CUDA is emulated, where there can be no kernels of Triton.
+# The import warns in every rank with an emulated CUDA device, since no Triton kernels can exist there.
 _told.disabled = True
 try:
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-#: What PyTorch keeps a function out of compiled code with, once it has been called.
+#: Attribute in which PyTorch keeps the form of a function that runs outside compiled code, from its first call on.
 _OUTSIDE_COMPILER = "__dynamo_disable"
-#: Where PyTorch's decorators are written that load its compiler when what they decorate is called.
+#: Modules of PyTorch's decorators that load its compiler when the decorated function is called.
 _LOADING = {"inner": "torch._compile", "_use_grad": "torch.optim.optimizer"}
 
 

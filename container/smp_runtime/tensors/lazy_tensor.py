@@ -142,11 +142,11 @@ def _getters(names: str) -> list[Any]:
     return [attribute.__get__ for attribute in _methods(names)]
 
 
-#: What can be answered from shape, type and place in the graph; of a stand-in for a tensor of another stage, too.
+#: Functions that need only shape, type and place in the graph. Stand-ins for tensors of other stages answer them, too.
 NEEDS_NO_ELEMENTS = {
     *_getters("shape dtype device requires_grad grad_fn ndim is_leaf layout itemsize nbytes output_nr"),
     *_getters("is_cuda is_meta is_sparse is_quantized is_nested is_cpu is_mps is_xla"),
-    *_getters("_version"),  # of the tensor without elements; what a module changes in place is the plain tensor
+    *_getters("_version"),  # of the tensor without elements; modules change the plain tensor in place
     *_methods("size dim ndimension numel nelement element_size is_floating_point is_complex"),
     *_methods("__len__ __hash__ get_device"),
     *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
@@ -162,7 +162,7 @@ OF_ITS_PLACE = {
 
 _NOT_AUGMENTED = {"__index__", "__int__", "__invert__", "__iter__", "__init__"}
 
-#: With the place of the tensors among the arguments whose gradients are asked for.
+#: Backward passes, with the position of the argument that lists the tensors to differentiate by.
 _GRADIENTS_OF = {torch.autograd.grad: 1, torch.Tensor.backward: 4}
 
 #: Made from shape and type alone. PyTorch names its own functions, whoever has wrapped them.

@@ -34,7 +34,7 @@ def answer(module: nn.Module, by: CallHandler) -> None:
     """Send a module's calls to ``by``, unless they go to another rank already."""
     if by.is_elsewhere or not getattr(answer_of(module), "is_elsewhere", False):
         module.__dict__["_call_impl"] = by
-    if by.is_elsewhere:  # what a compiler made of the module here does not count
+    if by.is_elsewhere:  # a compiled form of the module here must not answer
         module.__dict__["_compiled_call_impl"] = None
 
 

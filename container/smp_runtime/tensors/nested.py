@@ -26,7 +26,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _look(item: Any, depth: int, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    # Not inside of the function above: one that calls itself there would keep what was found until garbage is collected.
+    # Not nested in the function above: a recursive closure is a reference cycle, which would keep ``found`` until the
+    # next garbage collection.
     if isinstance(item, torch.Tensor):
         found[id(item)] = item
         return

@@ -201,7 +201,7 @@ class _GroupNorm:
         return [each if wants else None for each, wants in zip(found, wanted, strict=True)]
 
 
-# ---- from calls to operations: None where a call cannot be split ----
+# ---- from calls to operations: None if a call cannot be split ----
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> SplittableOperation | None:
@@ -286,7 +286,7 @@ _ATTENTION = taken_apart(F.multi_head_attention_forward)
 
 #: Calls that run a backward pass and that modes can take.
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-#: What is taken besides operations that can be split.
+#: Functions taken besides operations that can be split.
 _TAKEN = {F.multi_head_attention_forward, *_BACKWARD}
 
 
@@ -352,10 +352,10 @@ def _operation(make: Callable[..., SplittableOperation | None], args: Any, kwarg
         return None
     device = next(each.device for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
     if torch.is_autocast_enabled(device.type):
-        return None  # casts inside the operation, whose gradients are autograd's own affair
+        return None  # autograd itself must handle the casts inside the operation
     try:
         operation = make(*args, **kwargs)
-    except TypeError:  # arguments that the operation does not have: its own error says so
+    except TypeError:  # invalid arguments: the operation's own call raises the error
         return None
     if operation is None or len({t.dtype for t in operation.tensors if _has_gradient(t)}) > 1:
         return None

@@ -8,7 +8,7 @@ A few names stay where they are used, :data:`IN_PLACE`: those that a subclass ov
 of modules knows, for which a function would only hide what happens. The same tests try them.
 """
 
-# ruff: noqa: SLF001 - private names are what this file is for
+# ruff: noqa: SLF001 - this file is the place for private names
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from smp_runtime.errors import SMPRuntimeError
 
-#: The oldest and the newest release that all tests of the runtime are run with; setup.cfg says what older ones lack.
+#: The oldest and the newest release that all tests of the runtime run with. setup.cfg lists the limits of older ones.
 TESTED = ("2.8", "2.15")
 
-#: Private names that other files use as they are, by what has them.
+#: Private names that other files use directly, by their owner.
 IN_PLACE: Mapping[str, tuple[str, ...]] = {
-    # What a module holds. These dictionaries are what named_parameters and the like read.
+    # Contents of a module. named_parameters and similar methods read these dictionaries.
     "torch.nn.Module": (
         *("_parameters", "_buffers", "_modules"),
         *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -52,7 +52,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     "torch.Tensor": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
     # One kernel for many tensors; torch.optim is written with these.
     "torch": ("_foreach_mul_", "_foreach_copy_", "_foreach_clamp_min_", "_foreach_clamp_max_"),
-    # Operators, whose names are part of the format of exported programs.
+    # Operators. Their names are part of the format of exported programs.
     "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag", "_to_copy"),
     # Overridden, and asked whether it has begun.
     "torch.amp.GradScaler": (
@@ -60,7 +60,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     ),
     # Overridden: names of before PyTorch 2.13.
     "torch.distributed.ProcessGroup": ("_allgather_base", "_reduce_scatter_base"),
-    # Replaced where gradients lie on several ranks; before PyTorch 2.6 what the public function wraps is.
+    # Replaced if gradients lie on several ranks. Before PyTorch 2.6, the function that the public one wraps is replaced.
     "torch.nn.utils.clip_grad": ("_get_total_norm", "_clip_grads_with_norm_"),
 }
 
@@ -313,7 +313,8 @@ def schema_of(function: Any) -> Any:
 
 # -- modules -----------------------------------------------------------------------------------------------------------
 
-#: ``(module, *args, **kwargs)``: a module's call with its hooks, past a ``__call__`` of its class and what is put there.
+#: ``(module, *args, **kwargs)``: a module's call with its hooks. It bypasses a ``__call__`` of its class, and any
+#: replacement of that.
 call_with_hooks: Callable[..., Any] = _private("calls modules for other stages", "nn.Module._wrapped_call_impl")
 
 #: Classes of modules that keep running statistics and may count batches while they train.
@@ -459,7 +460,7 @@ def packet_of(operation: Any) -> Any:
     return operation._overloadpacket
 
 
-#: Operations whose result shares the memory of their argument, though their schemas do not say so.
+#: Operations that return a tensor in the memory of their argument, though their schemas do not declare it.
 SHARING = frozenset({torch.ops.aten._unsafe_view.default})
 
 #: The operation behind ``tensor.item()``.

@@ -90,7 +90,7 @@ class WeightGradients:
         """
         left = Counter(id(weight) for later in self._later for weight in later.weights)
         sums: dict[int, torch.Tensor] = {}
-        # Taken one by one, so that what an operation has kept is let go of as soon as it is used.
+        # Taken one by one, so that tensors saved by an operation are freed as soon as they are used.
         self._later.reverse()
         while self._later:
             weights, compute = self._later.pop()
@@ -197,7 +197,7 @@ def _may_wait(weight: torch.Tensor | None) -> bool:
         return False
     try:
         return bool(will_run(get_gradient_edge(weight).node))
-    except RuntimeError:  # so PyTorch says that torch.autograd.grad asks for this leaf
+    except RuntimeError:  # PyTorch raises this if torch.autograd.grad asks for this leaf
         return False
 
 

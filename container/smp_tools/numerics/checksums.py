@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from smp_runtime.model.local_part import LocalPart, ParallelState
     from smp_runtime.parameters.registry import ParameterRecord
 
-#: Pieces of a tensor whose sums have weights of their own, so that pieces in another order have another checksum.
+#: Number of pieces of a tensor. The sum of each piece has its own weight, so their order changes the checksum.
 _PIECES = 61
 #: Elements that are summed at once: their sum is exact in float64, and they stay in the cache of a processor.
 _CHUNK = 1 << 20

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Training passes that are watched: the first order of a pipeline comes from the first steps, and is reviewed five steps later.
 WATCHED_PASSES = 10
-#: Numbers beyond it are a training that diverges, or a batch that overflows. What comes of them says nothing of the library.
+#: Larger numbers mean that the training diverges or a batch overflows. Their results are no evidence about the library.
 _ORDINARY = 1e8
 
 
@@ -43,7 +43,7 @@ class FirstSteps:
         self.is_waiting = False
         self._has_begun = False  # a training pass that is not counted yet
         self._is_finite = True  # this rank's batch, parameters and buffers, in this pass
-        self._is_certain = True  # the same for all ranks whose numbers meet
+        self._is_certain = True  # the same for all ranks that exchange numbers
         self._since_update: bool | None = None  # the same for all passes since the last update; None before the first
         self._losses: list[tuple[int | None, torch.Tensor]] = []
 
@@ -63,7 +63,7 @@ class FirstSteps:
         return values
 
     def _look_at(self, inputs: Any) -> None:
-        tensors = tensors_in(inputs)  # without any, the batch comes another way, and nobody has seen it
+        tensors = tensors_in(inputs)  # if there are none, the batch arrives another way, unchecked
         self._is_finite = self._is_finite and bool(tensors) and _are_ordinary(tensors, allows_masks=True)
 
     @torch.no_grad()

@@ -228,7 +228,7 @@ class UpdateGuard:
         )
         return sorted((_Norm(*one) for theirs in said for one in theirs), reverse=True)[:_MOST_NAMES]
 
-    # -- what is bad -----------------------------------------------------------------------------------------------
+    # -- bad values ------------------------------------------------------------------------------------------------
 
     def _models(self) -> list[DistributedModel]:
         return self._session.models  # type: ignore[return-value]  # the one class of them

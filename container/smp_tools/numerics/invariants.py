@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EVERY_UPDATES = 1000
 #: Updates for which a comparison is asked for: a script with several models and optimizers uses them in turn.
 _ASKED_UPDATES = 8
-#: Ranks that wish a comparison are counted in units of one, ranks whose batch and parameters are finite in units of this.
+#: A rank that requests a comparison adds 1 to the sum. A rank with finite batch and parameters adds this value.
 _FINITE = 1 << 20
 
 

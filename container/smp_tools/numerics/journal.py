@@ -62,7 +62,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             is_cut = self.path.exists() and not _ends_a_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
-            # A start that was killed may have left the beginning of a line, which nobody must read as one.
+            # A start that was killed may have left an incomplete line. A reader must not take it for a whole one.
             if is_cut:
                 os.truncate(self.path, _whole_lines(self.path))
             self._write(head_line(head))

@@ -101,7 +101,7 @@ class ModuleWatch:
         if not self._listens():
             return
         microbatch = self._ranks.step.microbatch
-        # What is checkpointed runs again in backward: then its gradients come, but its results are known.
+        # A checkpointed module runs again in backward. Its gradients come from that call; its results are known.
         again = backward_pass() != -1
         key = name, microbatch, again
         nth = self._calls[key] = self._calls.get(key, -1) + 1
@@ -169,7 +169,7 @@ def _hook(watch: ModuleWatch, name: str) -> Callable[..., None]:
     weak = weakref.ref(watch)
 
     def called(module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():  # inside a compiled block, whose own results count
+        if torch.compiler.is_compiling():  # inside a compiled block: only the block's own results count
             return
         if (found := weak()) is not None:
             found.hear(found.called, name, result)

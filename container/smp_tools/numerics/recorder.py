@@ -89,7 +89,7 @@ class NumericsRecorder:
         self._journal = Journal(folder, self._head)
         self._watches: list[ModuleWatch] = []
         self._position, self._call = -1, 0
-        self._state_of = -1  # the update whose weights are written
+        self._state_of = -1  # the last update with its weights written
         self._random = ""
         self._before: list[tuple[ValueOwner, Sketch]] = []
         self.has_stopped = False
@@ -157,7 +157,7 @@ class NumericsRecorder:
                 for number, model in enumerate(models)
             ]
 
-    # -- what the session tells ------------------------------------------------------------------------------------
+    # -- callbacks of the session ----------------------------------------------------------------------------------
 
     @_contained
     def begin(self) -> None:

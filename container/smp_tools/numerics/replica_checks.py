@@ -61,7 +61,7 @@ def compare_copies(part: LocalPart, placed: ParallelState, ranks: Ranks, update:
         NumericsError: on all ranks of the stage, if copies differ.
     """
     if placed.sharded_state is not None:
-        placed.sharded_state.settle()  # what is gathered must be there
+        placed.sharded_state.settle()  # pending gathers must arrive before the checksums read them
     copies = [copy for copy in copies_of(part, placed, ranks) if copy.tensor.numel()]
     members = ranks.members(Group.DP)
     sums = torch.stack([checksum(copy.tensor).to(ranks.device) for copy in copies]).tolist() if copies else []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Elements that are projected at once, in float64.
 _CHUNK = 1 << 22
-#: Elements whose bits are summed at once: in float64 they stay in the cache of a processor.
+#: Bit patterns of elements that are summed at once: in float64 they stay in the cache of a processor.
 _SUMMED = 1 << 20
 #: Of a slice with no more elements the directions are kept: most parameters are small, and so is the time for their elements.
 _FEW = 2048

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
 
-#: In the job's output data, where ``SMP_RECORD_NUMERICS`` is 1.
+#: Folder in the job's output data if ``SMP_RECORD_NUMERICS`` is 1.
 _FOLDER = "numerics"
 
 
@@ -91,7 +91,7 @@ def _begin(session: Session) -> None:
         _follow_models(session, session.ranks.keep(UpdateGuard, lambda: UpdateGuard(session, guards, place)))
     if (trial := Trial.from_environment(environ)) is not None:
         TrialRun(session, trial)
-    # After the guards, which say more. Ranks that stand for absent ones have no values to compare.
+    # The guards come first, because they report more. Ranks that stand for absent ones have no values to compare.
     if session.ranks.cfg.check_invariants and not session.ranks.control.speaks_for_all:
         session.ranks.keep(Invariants, lambda: JobInvariants(session))
 

@@ -62,7 +62,7 @@ class CallLog:
         self._file = file.open("w", encoding="utf-8")
         self._members: dict[tuple[int, ...], list[int]] = {}
         self._number = -1
-        self._open: tuple[str, str] | None = None  # of what has been called last: what, and where
+        self._open: tuple[str, str] | None = None  # the last call: its name, and its file and line
         self._heard: set[int] = set()  # ranks of its groups
         self.step = -1
         self.public_call: Callable[[], str] = str

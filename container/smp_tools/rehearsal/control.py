@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from smp_tools.rehearsal.calls import CallLog
 
 
-#: What the call of a step function is called.
+#: Prefix of the name of a step function's call.
 _STEP = "the step "
 
 
@@ -108,7 +108,7 @@ class KindsCarrier:
             if self._heard is not None:
                 self._heard.note(self.rank, "", channel, [dest], payload)
             if dest in self._said.speakers:
-                return  # which is through, and has heard what it heard
+                return  # rehearsed before: it has finished, with its own messages
         if kind == self._inner.rank:
             self._own[channel].append(payload)
         elif self.call != "smp.broadcast" or dest in self._kinds.representatives:  # who receives for its stage, once
@@ -181,7 +181,7 @@ class RehearsedControl(ControlPlane):
         with super().doing(call):
             if self._calls is not None and is_outermost:
                 self._calls.another()
-                if call.startswith(_STEP):  # whose ranks wait for each other's tensors, where they agree on nothing
+                if call.startswith(_STEP):  # its ranks wait for each other's tensors, even if they agree on nothing
                     self._calls.of_library(self._kinds.representatives)
             yield
 

@@ -279,9 +279,9 @@ class DirectCollectives:
         if name is not None and group is not None and not self.counted.inside:
             tensors = tensors_of(args[0])
             size = sum(tensor.nbytes for tensor in tensors)
-            if function.namespace == "_c10d_functional":  # of which the argument is this rank's
+            if function.namespace == "_c10d_functional":  # its argument is this rank's tensor
                 size *= group.size() if name == "all_gather" else 1
-            elif name == "reduce_scatter":  # whose first argument is the result
+            elif name == "reduce_scatter":  # its first argument is the result
                 size *= group.size()
             self._ledger.add(name, size, group)
             if self._ledger.calls is not None and group.size() > 1:

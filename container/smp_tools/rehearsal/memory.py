@@ -30,7 +30,7 @@ _MOST_POINTS = 400
 #: Holders that are named.
 _MOST_HOLDERS = 10
 
-#: Rooms whose tensors carry others' from rank to rank.
+#: Packages that move other packages' tensors from rank to rank.
 _CARRIERS = ("smp_runtime.data_parallel", "smp_runtime.sharding", "smp_runtime.comm", "smp_runtime.pipeline.transport")
 
 
@@ -50,10 +50,10 @@ class _Storage:
     born: int  # number of the change
     where: RankPhase
     operation: str
-    kind: str = ""  # what is known of it
+    kind: str = ""  # empty if it is not known
     carries: bool = False  # made by a room that moves others' tensors
-    microbatch: int | None = None  # whose forward pass has made it
-    in_host: bool = False  # where a job has GPUs, it lies in main memory
+    microbatch: int | None = None  # the one with the forward pass that made it
+    in_host: bool = False  # in main memory if the job has GPUs
     letting_go: weakref.ref[torch.UntypedStorage] | None = None  # hears of it
 
 
@@ -82,7 +82,7 @@ class LiveMemory:
     def __init__(self, where: Callable[[], RankPhase], clock: Callable[[], float] = lambda: 0.0) -> None:
         self._where = where
         self._clock = clock
-        self._lock = threading.RLock()  # a storage may be let go of while another is noted
+        self._lock = threading.RLock()  # reentrant: a storage may be freed, which calls _gone, while another is noted
         self._alive: dict[int, _Storage] = {}
         self._gone_since_peak: list[_Storage] = []
         self._changes = 0
@@ -95,7 +95,7 @@ class LiveMemory:
         self._peak_change = 0
         self.peak_at = RankPhase("start", "")
         self.peak_line = ""
-        #: Of the step that is recorded: when, by how much, whose.
+        #: Changes in the recorded step: time, bytes, and the storage that changed.
         self._events: list[tuple[float, int, _Storage]] = []
         self._records = False
 
@@ -173,7 +173,7 @@ class LiveMemory:
                 return
             self._changes += 1
             if before > storage.nbytes():
-                # What it had may have been part of the peak, which a second entry remembers.
+                # The former bytes may have been part of the peak: a second entry keeps them there.
                 if entry.born <= self._peak_change:
                     left = _Storage(before, entry.born, entry.where, entry.operation, entry.kind, entry.carries)
                     self._gone_since_peak.append(left)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-#: ``said-0.pickle`` in the request's folder, which nobody but these processes writes to.
+#: ``said-0.pickle`` in the request's folder; only these processes write to that folder.
 _PREFIX, _SUFFIX = "said-", ".pickle"
 
-#: Who has said it, in which call, over which channel, and to whom: a rank, or all of a group.
+#: Sender, call, channel, and receivers: one rank, or all of a group.
 _Key = tuple[int, str, int, tuple[int, ...]]
 
 

@@ -44,7 +44,7 @@ class ModuleInventory:
         idle: list[str] = []
         seen: set[int] = set()
         for model in models:
-            ours: list[str] = []  # modules of this library, which use what is inside them as they like
+            ours: list[str] = []  # modules of this library, which may use submodules without calling them
             for path, module in model.module.named_modules():
                 if model.assignment is not None and model.assignment.stage_of(path) != stage:
                     continue

@@ -21,7 +21,7 @@ class _ThreadPhases(threading.local):
     """State of one thread."""
 
     def __init__(self) -> None:
-        self.modules: list[str] = []  # whose forward runs, the innermost last
+        self.modules: list[str] = []  # modules with a running forward pass, the innermost last
         self.backward = (-1, "")  # the backward pass that came to a module last, and the module
 
 

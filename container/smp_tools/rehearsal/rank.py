@@ -60,7 +60,7 @@ _PUBLIC = "smdistributed.modelparallel.torch"
 #: Exit codes of a kind.
 _DONE, _FAILED, _OTHER_KINDS = 0, 1, 3
 
-#: Steps in which ranks' calls are compared; what a script calls in a step it has called by the second.
+#: Steps in which ranks' calls are compared. By the second step, a script has made each call that its steps make.
 _COMPARED_STEPS = 2
 
 #: Between two looks at the processes, and at their calls.
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     request = read_request(Path(arguments[0]))
     use_fresh_memory()
-    install_where_asked()  # PyTorch calls it by itself only where the packages are installed, and not found by a path
+    install_where_asked()  # PyTorch calls it only if the packages are installed, not if a path finds them
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
     os.environ[REHEARSAL_VARIABLE] = str(request.ranks)
     os.environ.pop(TIMELINE_VARIABLE, None)  # for which ranks compare their clocks
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in public.__all__:  # loaded once, for the scripts of all kinds
         getattr(public, name)
     importlib.import_module("torch._dynamo")  # some seconds; the first module that a script initializes imports it
-    gc.freeze()  # what is imported stays; kinds need not look through it whenever they collect
+    gc.freeze()  # imported objects stay: the forked kinds need not scan them at each collection
     codes = _fork_all(request, arguments[1:])
     if _OTHER_KINDS in codes:
         failures = [read_failure(path) for path in Path(request.folder).glob("failed-*.json")]
@@ -164,7 +164,7 @@ def _watch(request: RehearsalRequest, children: Sequence[int]) -> list[int]:
                 _tell(request, found)
                 return [_FAILED] * len(children)
         time.sleep(_PAUSE_SECONDS)
-    # Of ranks that have failed, calls that they have not made any more say nothing.
+    # If ranks have failed, the calls that they did not make any more are no difference.
     is_over = not any(codes.values())
     if _OTHER_KINDS not in codes.values() and (found := agreement.difference(is_over=is_over)) is not None:
         _tell(request, found)
@@ -246,7 +246,7 @@ class _Kind:
         def call(*args: Any, **kwargs: Any) -> None:
             signature.bind(*args, **kwargs)
             if self._session is None:
-                function(*args, **kwargs)  # which says that smp.init() is missing
+                function(*args, **kwargs)  # raises: smp.init() is missing
                 return
             control = self._session.ranks.control
             with control.doing(f"smp.{function.__name__}"):
@@ -353,7 +353,7 @@ class _Kind:
 _save = torch.save
 
 
-#: Bytes of a tensor that travels from rank to rank; of larger ones nobody has computed the elements.
+#: Most bytes of a tensor that is pickled for another rank; the elements of larger ones are not computed.
 _TRAVELS = 1 << 26
 
 
@@ -374,7 +374,7 @@ def _save_nothing(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
             f"a tensor of {size:,} bytes is handed to other ranks as an object, and a rehearsal has no elements of it; hand over "
             "its shape, or use a collective of tensors"
         )
-    _save(content, file, *args, **kwargs)  # PyTorch pickles tensors by this, and ranks tell each other some
+    _save(content, file, *args, **kwargs)  # PyTorch pickles tensors with torch.save, and ranks send each other some
 
 
 def _refused(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -32,13 +32,13 @@ from smp_runtime.tensors.torch_private import (
     without_modes,
 )
 
-#: Operations whose tensors, arguments and results together, have at most so many bytes are performed.
+#: An operation is performed if its tensors, arguments and results together, have at most this many bytes.
 PERFORMED_BYTES = 256 * 1024
 
 #: Results up to so many bytes get values even if nothing is computed: larger memory is fresh from the system, and so all zeros.
 _FILLED_BYTES = 256 * 1024
 
-#: Of the C library: what ``malloc`` is told, so that freed memory is never handed out again with old values in it.
+#: Options of the C library's ``malloc``. They keep it from handing out freed memory with old values in it.
 _M_MMAP_THRESHOLD, _M_MMAP_MAX = -3, -4
 
 _META = torch.device("meta")
@@ -111,7 +111,7 @@ class _Plan:
         return kwargs.get(place)
 
 
-#: Operations without the tag whose result depends on values all the same.
+#: Operations without the tag that still have a result that depends on values.
 _DYNAMIC = {torch.ops.aten.equal.default, ITEM}
 
 
@@ -221,7 +221,7 @@ class SkipComputeMode(TorchDispatchMode):
             result = function(*_meta(args), **_meta(on_meta))
         except (
             RuntimeError
-        ):  # there is no such kernel; or the operation itself is wrong, and says so better when it is tried
+        ):  # there is no such kernel, or the operation itself is wrong: performing it then raises a better error
             return _UNKNOWN
         return _shape(result) if isinstance(result, torch.Tensor) else tree_map(_shape, result)
 

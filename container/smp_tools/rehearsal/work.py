@@ -229,7 +229,7 @@ class ModuleTimes:
             ]
 
 
-#: By phase, what a timeline calls it.
+#: Letter of each phase in a timeline.
 _KINDS = {"forward": "F", "backward": "B"}
 
 #: Operations that only allocate.

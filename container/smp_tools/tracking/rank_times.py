@@ -83,7 +83,7 @@ def _gpu_share(device: torch.device) -> float | None:
         return None
     try:
         return torch.cuda.utilization(device) / 100
-    except Exception:  # the package that asks the driver is missing, or the driver says nothing
+    except Exception:  # the package that asks the driver is missing, or the driver does not answer
         return None
 
 

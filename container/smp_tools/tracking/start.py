@@ -55,7 +55,7 @@ def _begin(session: Session) -> None:
     names = tracking.loggers_of(environ)
     every, peak = tracking.log_every(environ), tracking.peak_tflops(environ)
     seconds = tracking.seconds_between_records(environ)
-    tracking.require_packages(names)  # on every rank: all say it, and none waits for another
+    tracking.require_packages(names)  # on every rank: all raise, so none waits for another
     begin_profile(session, environ)
     session.ranks.keep(RankTimes, lambda: RankTimes(session, seconds))
     if session.ranks.rank:

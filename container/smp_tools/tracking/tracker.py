@@ -105,7 +105,7 @@ class UpdateTracker:
         if self._writer is not None:
             self._writer.close(failed=self._session.has_failed)
 
-    # -- what is known ---------------------------------------------------------------------------------------------
+    # -- values of an update ---------------------------------------------------------------------------------------
 
     def _look_at(self, values: list[Any], axes: list[int | None]) -> list[Any]:
         """Count the tokens of a sample: elements of the first integer argument with more than one axis."""

@@ -14,7 +14,7 @@ from smp_tools.tracking.points import LaterPoint, MetricPoint
 
 logger = logging.getLogger("smp")
 
-#: Seconds between two times at which trackers write what they have.
+#: Seconds between two times at which trackers write their points.
 _FLUSH_SECONDS = 1.0
 #: Points that wait at most, for a tracker that does not come after.
 _MOST_WAITING = 100_000

@@ -26,7 +26,7 @@ from smp_config.formats import strict_json
 MOST_BYTES = 4 << 30
 MOST_FILES = 100_000
 
-#: What the reader of headers may ask for at once; a header, or a long name behind it, is far smaller.
+#: Most bytes that the reader of headers may request at once; a header, or a long name behind it, is far smaller.
 _MOST_HEADER_BYTES = 1 << 20
 
 #: What reading or writing a broken archive raises.
@@ -72,7 +72,7 @@ def unpack(path: Path, target: Path, where: str) -> None:
         with read_archive(path) as archive:
             members = _checked(archive, where, most)
         with tarfile.open(path) as archive:
-            # Older releases of Python lack the filter; what is wrong has been refused above by names and kinds.
+            # Older releases of Python lack the filter; members with bad names or kinds have been refused above.
             filtered: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
             archive.extractall(target, members=members, **filtered)
     except ConfigError:

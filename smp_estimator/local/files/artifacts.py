@@ -59,7 +59,7 @@ def pack(directories: Sequence[Path], name: str, destination: str) -> str:
         note_room(error, folder)
         Path(partial).unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = str(folder / name)  # a write says why it failed, not where
+            error.filename = str(folder / name)  # the error of a write has the reason, but no path
         raise
     return str(folder / name)
 

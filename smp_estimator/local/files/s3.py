@@ -11,7 +11,7 @@ from smp_config import ConfigError
 from smp_estimator.local.files.uris import bucket_and_key
 from smp_estimator.sdk.functions import download_folder
 
-#: Where there is no account a region still has to be named.
+#: A region has to be named even if there is no account.
 FALLBACK_REGION = "us-east-1"
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Where a script finds its checkpoints inside a container.
+#: Path of a script's checkpoints inside a container.
 CHECKPOINTS_IN_CONTAINER = "/opt/ml/checkpoints"
 
 
-#: Folders of the platform whose paths scripts have written out, and the variable that names the job's own.
+#: Folders of the platform with paths that scripts hard-code, and the variable that names the job's own folder.
 _FOLDERS = {"checkpoints": "SMP_CHECKPOINT_DIR", "model": "SM_MODEL_DIR", "output": "SM_OUTPUT_DATA_DIR"}
 
 

@@ -137,7 +137,7 @@ def _activations(request: Request, batch: Batches, stage: int, layers: int, *, h
         sliced=parameters.optimize == "memory",
     )
     microbatches = batch.microbatches if stages > 1 else 1
-    # Of several pieces each stage may hold those of all microbatches in flight, as where all forward passes come first.
+    # With several pieces, a stage may hold those of all microbatches in flight, as if all forward passes came first.
     schedule = _IN_WAVES if parameters.virtual_stages > 1 else parameters.pipeline
     flying = in_flight(schedule, stage, stages, microbatches, parameters.active_microbatches)
     return stage_activations(

@@ -74,7 +74,7 @@ def least_state(needs: Needs, at: Configuration, replicas: int) -> float:
         return elements * whole / at.sharded
     if at.state == "optimizer":
         return elements * (needs.kept_bytes + needs.updated_bytes / (replicas * (at.tensor or 1)))
-    # Where nothing is chosen, as if it were shared over all.
+    # If no way to store state is chosen yet, assume that all replicas share it, the smallest case.
     return elements * whole / (1 if at.state is not None else max(1, replicas))
 
 
@@ -91,13 +91,13 @@ def least_bytes(needs: Needs, space: Space, at: Configuration) -> float:
 
 def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration) -> float:
     """Return the least seconds of an optimizer step: the longer of pipeline computation and data parallel traffic."""
-    if at.tensor is None:  # what a replica reads at a time is open, too
+    if at.tensor is None:  # the samples that a replica reads at a time are open, too
         return space.samples * (needs.forward + needs.backward) / space.world
     stages, tensor = at.pipeline or 1, at.tensor
     samples, count = space.batch(at), at.microbatches or 1
     again = at.recomputes
     forward, backward = needs.forward, needs.backward + (needs.again if again else 0.0)
-    each = samples / count / tensor  # as one microbatch where that is open: more of them take longer
+    each = samples / count / tensor  # as one microbatch if their number is open: more of them take longer
     if needs.of_microbatch is not None and tensor == 1:
         (forward, backward), each = needs.of_microbatch(samples // count), 1.0
     seconds = count * each * (forward + backward)

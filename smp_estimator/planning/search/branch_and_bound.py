@@ -48,7 +48,7 @@ class Evaluated:
     passing: float | None = None
 
 
-#: Bound, levels that are open, effort, a number that orders what is equal, region, and what is chosen.
+#: Bound, minus the number of chosen levels, effort, a number that breaks ties, region, and the configuration.
 _Waiting = tuple[float, int, int, int, int, Configuration]
 
 #: Worths that differ by less than this part are the same.
@@ -211,7 +211,7 @@ class Search:
         for child in of.space.children(at):
             least = max(bound, of.bound(child))
             if not self._is_no_better(least, child, best):
-                # Deeper ones first, where bounds are equal: a good one that is known early spares the others.
+                # If bounds are equal, deeper ones come first: a good one that is known early spares the others.
                 heapq.heappush(queue, (least, -child.chosen, child.effort, next(self._numbers), region, child))
 
     def judge(self, at: Configuration, region: int = 0) -> Judged:

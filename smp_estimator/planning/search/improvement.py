@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smp_estimator.planning.request import Request
     from smp_estimator.planning.search.space import Configuration
 
-#: What the levels of a configuration are called where people read.
+#: Names of a configuration's levels in reports.
 _WORDS = {
     "pipeline": "pipeline_parallel_degree",
     "tensor": "tensor_parallel_degree",
@@ -88,11 +88,11 @@ def find_improvements(
     if unknown_because(request) is not None:
         return ()
     given = ModelParallelParameters.from_mp_parameters({"ddp": True, **parameters})
-    if not TRAITS[given.pipeline].trains:  # says what the job is for
+    if not TRAITS[given.pipeline].trains:  # the schedule decides that this job does not train
         request = request.changed({"pipeline": given.pipeline})
     start = configuration_of(request.changed(given.to_mp_parameters()))
     space_of(request, samples).check(start)
-    plan_of(request, samples, start)  # what cannot work is told
+    plan_of(request, samples, start)  # raises if the settings cannot work
     search = Search([region_of(request, samples)], budget=budget)
     before = search.judge(start).evaluated
     seconds = before.seconds if before.fits else None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from smp_config import ModelParallelParameters
     from smp_estimator.planning.request import Request
 
-#: Seconds that a search over plans may take, unless told otherwise.
+#: Default number of seconds that a search over plans may take.
 BUDGET_SECONDS = 20.0
 
 #: A configuration that is faster by less is not looked for: a plan is no better than that.
@@ -192,7 +192,7 @@ def needs_of(request: Request) -> Needs:
     _, with_again = operations_of_rank(alone.request.changed(activation_checkpointing="each"), alone.batches)
     half = is_half(request.parameters)
     element = 2 if half else 4
-    # Four sums of a layer in forward and backward, and two where it is computed again.
+    # A layer has four sums in forward and backward, and two more if it is computed again.
     hidden = shape.sequence * shape.hidden * element * shape.layers
     kept = 2 * element
     return Needs(

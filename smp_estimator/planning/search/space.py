@@ -17,7 +17,7 @@ from typing import Any
 from smp_config import ConfigError, Group, Topology
 from smp_config.schedules import DEFAULT_SCHEDULE, DOCUMENTED, default_active
 
-#: Names of what is chosen one after the other; the first decide most about time and memory.
+#: Levels of a configuration in the order of choice; the first decide most about time and memory.
 LEVELS = ("pipeline", "tensor", "state", "memory", "microbatches", "schedule", "active", "placement")
 
 #: Who keeps what: everything on each rank, optimizer state shared out, or all state over ``sharded`` ranks.

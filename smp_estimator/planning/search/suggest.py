@@ -191,7 +191,7 @@ def _in_short(what: str) -> str:
     return re.sub(r"(sharded|tensor)( data)? parallelism (?=\d)", r"\1 ", what.removeprefix("+ "))
 
 
-def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
+def suggest(  # noqa: PLR0913 - each of a caller's options has its own name
     model: Any,
     instance_type: str | None = None,
     instance_count: int | None = None,
@@ -280,7 +280,7 @@ def suggest(  # noqa: PLR0913 - what a caller may ask for, each by its name
             found = dataclasses.replace(found, improvements=helping)
         return found if found.plan.verdict.feasible else _with_clusters(found, ask)
     if prefer != "smallest":
-        ask(instance_type or "ml.p4d.24xlarge", instance_count or 1)  # a wrong argument shall be told, as below
+        ask(instance_type or "ml.p4d.24xlarge", instance_count or 1)  # raise for a wrong argument, as below
         choice = rank_clusters(ask, prefer, kind=instance_type, count=instance_count, up_to=up_to)
         if choice.clusters:
             return _chosen(choice.clusters, ask, prefer, choice.left_out)
@@ -303,7 +303,7 @@ def _smallest(ask: Ask, instance_type: str | None, instance_count: int | None, s
         if cluster is None:
             return _with_clusters(_on(*ask(instance_type, 1)), ask)
         return _chosen((cluster,), ask)
-    # A wrong argument shall be told, which the search itself would take for a type that cannot be used.
+    # Raise for a wrong argument here: the search itself would take it for a type that cannot be used.
     ask("ml.p4d.24xlarge", 1 if instance_count is None else instance_count)
     clusters = smallest_clusters(ask, instance_count)
     if not clusters:

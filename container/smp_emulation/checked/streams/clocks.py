@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from smp_emulation.checked.streams.faults import StreamFault
 
-#: The host, among the actors whose clocks are compared; streams count from 1.
+#: Number of the host among the actors with clocks; streams count from 1.
 HOST = 0
 
 

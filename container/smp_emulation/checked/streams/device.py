@@ -48,7 +48,7 @@ class Devices:
     def __init__(self, seed: int, count: int) -> None:
         self.seed = seed
         self.count = count
-        #: Tells them from those of other hosts; ranks of one host see the same ones.
+        #: Distinguishes these devices from those of other hosts; all ranks of one host see the same devices.
         self.identity = f"{uuid.getnode()}/{os.environ.get('SM_CURRENT_HOST', '')}"
         self.executor = Executor(seed)
         self.memory = Memory()

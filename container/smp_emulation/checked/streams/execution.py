@@ -13,7 +13,7 @@ import torch
 from smp_emulation.checked.streams.clocks import VectorClock
 from smp_emulation.errors import CudaCallError
 
-#: Seconds that a host waits for queued work before it says what hangs.
+#: Seconds that a host waits for queued work before it reports the work that hangs.
 PATIENCE = 120.0
 #: Seconds after which work that other ranks wait for begins although this host has not asked for it.
 _DELAY = 0.002

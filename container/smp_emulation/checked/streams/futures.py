@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smp_emulation.checked.streams.device import Devices
     from smp_emulation.checked.streams.execution import Lane, QueuedWork
 
-#: The class of plain futures, whose name an emulated one takes.
+#: The class of plain futures; an emulated future takes its name.
 _Future = torch.futures.Future
 T = TypeVar("T")
 

@@ -70,7 +70,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._places: dict[int, StoragePlace] = {}
-        #: Blocks whose storage has died, put here by whatever thread let go of it.
+        #: Blocks of dead storages. The thread that frees a storage adds its block; :meth:`allocate` collects them.
         self._dead: deque[tuple[MemoryBlock, str]] = deque()
         self._free: dict[int, list[MemoryBlock]] = {}
         #: By device: bytes that live storages hold, and the most there were.
@@ -150,7 +150,7 @@ class Memory:
             elif elements is None and block.elements.numel() == size:
                 elements = block.elements
         self._free[lane.actor] = waiting
-        # What the last owner's work still does here comes before, on this stream; so does what it waits for.
+        # Reuse needs no wait: the last owner's remaining work, and all that it waits for, runs earlier on this stream.
         fresh = torch.empty(size, dtype=torch.uint8) if elements is None else elements
         if elements is None:
             fresh.fill_(_POISON)

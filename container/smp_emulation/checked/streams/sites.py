@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-#: Frames of these are passed over: what they do, somebody has asked for.
+#: Frames in these files are skipped, because they act on behalf of a line further out.
 _INSIDE = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parents[2]),

@@ -199,7 +199,7 @@ def read_tensors(path: Path, map_location: Any = "cpu") -> Any:
     except CheckpointError:
         raise
     except UNREADABLE as error:
-        # A damaged archive is no archive, or has other checksums: this one says what was saved.
+        # A damaged archive fails as a zip file or by its checksums. This file is intact and holds a refused object.
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             raise CheckpointError(
                 f"{path} holds an object that may run code when it is loaded ({_refused_object(error)}); if you trust who "
@@ -241,7 +241,7 @@ def refuse_inflated(path: Path, file: IO[bytes]) -> None:
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(max(each.file_size, each.compress_size) for each in archive.infolist())
             compressed = any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
-    except UNREADABLE:  # no archive, or a damaged one: it is told when it is read
+    except UNREADABLE:  # not an archive, or a damaged one: reading it reports that
         unpacked, compressed = 0, False
     file.seek(0)
     size = os.fstat(file.fileno()).st_size
@@ -365,7 +365,7 @@ def user_content_bytes(content: Any, *, trusted: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-#: What PyTorch's safe loader reads whatever its value; of an integer, if it has at most so many bits.
+#: Types that PyTorch's safe loader reads regardless of their value; integers only up to ``_MOST_BITS`` bits.
 _PLAIN = frozenset((bool, float, str, type(None)))
 _MOST_BITS = 2000
 

@@ -32,7 +32,7 @@ NEWEST = "newest"
 PARTIAL = "_partial"
 USER_CONTENT = "user_content.pt"
 PARTITION = "partition.json"
-#: Where the job is in the order of its data sets.
+#: The job's positions in its data sets.
 POSITIONS = "data.json"
 
 #: State keys that are no optimizer's: weights and buffers as the model has them, and float32 weights.

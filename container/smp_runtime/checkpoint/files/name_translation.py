@@ -111,7 +111,8 @@ class CheckpointNames:
             return
         starts = [plain]
         if manifest.translations:
-            # The names do not tell a model with a tied head from the one inside it: what is wanted does.
+            # A model with a tied head and the model inside it may have the same names: try both.
+            # The wanted tensors decide.
             starts = [*(_under_their_names(plain, manifest, has_heads) for has_heads in (True, False)), plain]
         ours = list(to_ours)
         headless = [getattr(getattr(f, "__self__", None), "headless_to_ours", f) for f in ours]

@@ -18,13 +18,13 @@ from smp_config.formats.values import why_no_path
 from smp_runtime.checkpoint.files.archive_checksums import checksum_of_archive
 from smp_runtime.errors import CheckpointError, SMPUserError
 
-#: What says which files a folder has; written last.
+#: The list of a folder's files; written last.
 MANIFEST = "manifest.json"
 #: Bytes of a text that is read into memory at once: far more than the manifest of a job with ten thousand ranks has.
 MOST_TEXT = 2**30
 
 _CHUNK = 1 << 20
-#: Where Linux gives the path of what a descriptor has open, whatever name it has by now.
+#: Linux's links from open descriptors to the current paths of their files, even after a rename.
 _DESCRIPTORS = Path("/proc/self/fd")
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -35,7 +35,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-#: Which folder it was when somebody looked: device and number of the folder and of its manifest, and the latter's time.
+#: Identity of a folder when it was opened: device and inode of the folder.
+#: With a manifest also its inode, size and modification time.
 Identity = tuple[int, ...]
 
 

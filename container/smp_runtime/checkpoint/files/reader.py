@@ -15,7 +15,7 @@ from smp_runtime.checkpoint.files.opened_files import CheckpointFiles, Identity
 from smp_runtime.checkpoint.files.tensor_regions import TensorRegion, copy_common
 from smp_runtime.errors import CheckpointError
 
-#: Where a file keeps a state key, if not ``file["state"][name][key]``.
+#: Sections of a file that store a state key, if it is not at ``file["state"][name][key]``.
 _SECTIONS = {MODULE: ("module", "shards"), MASTER: ("masters",)}
 _FLAT = "fp32_flat_groups"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Where the manifest keeps the checksum of all the rest of it.
+#: Key of the checksum of the rest of the manifest.
 DIGEST = "digest"
 #: Elements that a tensor may have: more could not be counted in bytes.
 _MOST_ELEMENTS = 2**58
@@ -141,7 +141,7 @@ class TensorPiece:
             length = record.shape[axis or 0]
             runs = zip(self.tensor[::2], self.tensor[1::2], strict=True)
             check(all(start <= stop <= length for start, stop in runs), where, self.tensor)
-        # Whether it ends in the slice is asked together with what the other pieces have of it.
+        # Whether it ends inside the slice is checked together with the other pieces of the slice.
         check(self.flat is None or (len(self.flat) == 2 and self.flat[0] <= self.flat[1]), where, self.flat)
         check(self.place is None or len(self.place) == 2, where, self.place)
 

@@ -27,7 +27,7 @@ _DATA = [
     pathlib.PosixPath,
     pathlib.PurePosixPath,
 ]
-#: Where Transformers has the classes of its models' configurations.
+#: Full names of the classes of Transformers' configurations.
 _CONFIGURATION = re.compile(
     r"(transformers\.models\.\w+\.configuration_\w+|transformers\.generation\.configuration_utils)\.(\w+)"
 )
@@ -58,7 +58,7 @@ def _configurations(file: IO[bytes]) -> Iterator[type]:
     named = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)  # since PyTorch 2.6
     start = file.tell()
     names: list[str] = []
-    with contextlib.suppress(Exception):  # a damaged file is told when it is read
+    with contextlib.suppress(Exception):  # reading a damaged file reports the damage later
         names = named(file) if named is not None else []
     file.seek(start)
     for name in names:

@@ -61,7 +61,7 @@ def write_safetensors(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # Transformers asks for it
     end = 0
-    # Longer types first, so that each lies where a mapped file can be used without copying.
+    # Larger types first, so that each tensor is aligned and a mapped file can be used without copying.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     for name, value in tensors.items():
         if value.dtype not in _NAMES:

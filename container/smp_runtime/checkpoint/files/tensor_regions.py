@@ -139,7 +139,7 @@ def copy_common(target: torch.Tensor, wanted: TensorRegion, source: torch.Tensor
                 rows[row : row + count, there : there + length].copy_(block[:, here : here + length])
                 copied += count * length * inner
                 continue
-            # A part of one row, whose elements follow each other.
+            # A part of one row: its elements are contiguous.
             first, last = max(here * inner, begin), min((here + length) * inner, end)
             if first < last:
                 flat, to = rows[row].view(-1), first + (there - here) * inner

@@ -30,7 +30,7 @@ SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
 CONFIG = "config.json"
 INDEX = ".index.json"
-#: What a folder may hold, in the order in which Transformers looks.
+#: Names of weight files in a folder, in the order in which Transformers looks.
 _KNOWN = (SAFETENSORS, SAFETENSORS + INDEX, PICKLED, PICKLED + INDEX)
 #: Largest file of weights, in bytes; Transformers' own bound.
 LARGEST_FILE = 5 * 10**9
@@ -74,7 +74,7 @@ def weights_of(path: Path) -> Path | None:
         return next((path / name for name in _KNOWN if (path / name).is_file()), None)
     if path.is_file():
         return path
-    # Libraries ask for one of Transformers' names where it wrote the other.
+    # Libraries may ask for one of Transformers' names although it wrote the other.
     others = [known for known in _KNOWN if path.name in (SAFETENSORS, PICKLED)]
     names = [path.name + INDEX, *others]
     return next((found for name in names if (found := path.with_name(name)).is_file()), None)

@@ -59,7 +59,7 @@ SHARE_OF_STEP = 0.03
 #: Calls after which the ranks agree on how often to copy: soon, then rarely, since each costs a round of messages.
 _FIRST_AGREEMENTS, _AGREEMENT_EVERY = frozenset({3, 6, 12, 24}), 64
 
-#: Copies and steps whose durations count; the first of each make buffers, and compile.
+#: Copies and steps with durations that count. The first of each is skipped, since it makes buffers and compiles.
 _REMEMBERED, _WARM_UP = 16, 1
 
 
@@ -315,7 +315,7 @@ class Copier:
         if newest is not None and not self._all_have(newest):
             return None
         if self._buddies is not None:
-            self._buddies.wait()  # until the former copy is where it belongs, since an older one is written over
+            self._buddies.wait()  # the former copy must be in place on the buddy before an older one is overwritten
         if newest is not None:
             self._remove_older()
         slots = slots_of(tensors)

@@ -38,7 +38,7 @@ _OFF = 2**64 - 1
 _STANDS_IN = "\0tensor "
 #: Every tensor begins at a multiple of it, as allocators of memory have it.
 _ALIGNED = 64
-#: Seconds between two looks at what other ranks have; they tell nobody.
+#: Seconds between two looks at the other ranks' generations, because ranks send no notification.
 _LOOK_SECONDS = 0.0005
 
 

@@ -168,7 +168,7 @@ class MemoryReader(CheckpointReader):
                 tensors = Data(part.path, part.slots, new=False).tensors
             elif file in self._brought:
                 part, tensors = self._brought[file]
-            else:  # on another host: what is no tensor can be read all the same
+            else:  # on another host: everything but the tensors can be read all the same
                 part = self._holders[file][0]
                 tensors = _on_meta(part.slots)
             self._files[file] = with_tensors(part.head["files"][file], tensors)
@@ -278,7 +278,7 @@ def _find(session: Session, environ: Mapping[str, str]) -> MemoryState | None:
             worlds[began] = max(world, worlds.get(began, 0))
     whole = [generation for generation, of in held.items() if of >= set(range(worlds[generation.start])) > set()]
     for generation in sorted(whole, reverse=True):
-        # One rank of each host reads what is there.
+        # One rank of each host reads the host's files.
         raw = control.allgather(_raw(folder, generation) if hosts.index(hosts[rank]) == rank else {}, everyone)
         problem, state = None, None
         try:

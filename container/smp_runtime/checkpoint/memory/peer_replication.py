@@ -31,7 +31,7 @@ from smp_runtime.comm.control import timeout_seconds
 
 logger = logging.getLogger("smp")
 
-#: Bytes of a message: what is received is in memory twice.
+#: Bytes of a message; bounded, because received data is in memory twice.
 _MESSAGE_BYTES = 2**26
 
 #: In place of a generation: nothing this time; nothing any more.
@@ -193,7 +193,7 @@ class PeerReplication:
             mirror.complete(file, generation, text[:heads], (name, content) if name else None)
         self.sent = size + len(head) + len(layout)
         self._layout = outgoing.layout.name
-        # Nobody writes over an older copy before all have this one.
+        # Barrier: no rank overwrites an older copy before all ranks have this one.
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group)
 
     def _swap(self, words: torch.Tensor, data: torch.Tensor, told: list[list[int]]) -> list[bytes]:

@@ -28,16 +28,16 @@ from smp_runtime.comm.waiting import timeout_seconds
 #: Most ranks of a host, as many as an entry has bits for.
 MOST_RANKS = 62
 
-#: Entries that nobody has read; a rank with more of them waits.
+#: Most entries that some reader has not read. A rank with this many waits before it publishes more.
 _ENTRIES = 4096
 #: Words of 8 bytes before the entries: a token, how many were published, whether the rank has left.
 _HEAD_WORDS, _TOKEN, _PUBLISHED, _LEFT = 8, 0, 1, 2
-#: Words of an entry: its number, group, place in the order of the group, bits of its readers, where it lies, bytes; then one for
-#: each rank of the host, with the entry's number + 1 once that has read it.
+#: Words of an entry: number, group, sequence number in the group, bits of its readers, offset, bytes.
+#: Then one word for each rank of the host: the entry's number + 1 once that rank has read it.
 _NUMBER, _GROUP, _PLACE, _READERS, _OFFSET, _BYTES, _READ = range(7)
 
 _PAGE = 4096
-#: Bytes of free blocks that stay in memory for the next collectives; what is above goes back to the system.
+#: Bytes of free blocks that stay in memory for the next collectives. The rest goes back to the system.
 _KEPT_BYTES = 64 * 2**20
 
 #: Seconds after which a waiting rank looks whether the other one is still there.
@@ -118,11 +118,11 @@ class Arena(_Words):
         self.words[_TOKEN] = int.from_bytes(os.urandom(7), "little")
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self.mapped))
         self._end = self._begin
-        #: By bytes, blocks that nobody uses, and whether they are in memory.
+        #: By size in bytes: the offset of each unused block, and whether it is in memory.
         self._free: dict[int, list[tuple[int, bool]]] = {}
         self._free_bytes = 0  # in memory
         self._returned: deque[tuple[int, int]] = deque()  # blocks of tensors that are gone
-        #: By number, what was published and not read by all: the tensor, which keeps its block, and the readers' positions.
+        #: By number, entries that some reader has not read: the tensor, which keeps its block, and the readers' positions.
         self._unread: dict[int, tuple[torch.Tensor, Sequence[int]]] = {}
         self._lock = threading.Lock()
 

@@ -21,9 +21,9 @@ from smp_runtime.tensor_parallel.masks import to_additive
 if TYPE_CHECKING:
     from smp_runtime.module_conversion.huggingface.translation import CausalNames
 
-#: Arguments of ``forward`` that ask for what a distributed model does not have.
+#: Arguments of ``forward`` that a distributed model does not support.
 _REFUSED = ("layer_past", "inputs_embeds", "head_mask", "output_attentions", "output_hidden_states")
-#: Rotary embeddings whose frequencies do not change with the sequence.
+#: Rotary embeddings with frequencies that do not change with the sequence.
 _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
 

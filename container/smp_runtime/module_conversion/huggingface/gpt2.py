@@ -126,7 +126,7 @@ def _block_inputs(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Arg
         if given.get(name) is not None and given[name] is not False
     ]
     positions = given.get("cache_position")
-    # One token, as generation has it, of which what came before is not in the cache.
+    # One token at a later position, as in generation: the tokens before it are not in the cache.
     if positions is not None and positions.numel() == 1 and not positions.is_meta and int(positions) > 0:
         asked.append("past_key_values")
     if asked:

@@ -131,7 +131,7 @@ class CausalNames:
         if around in heads or place in heads:
             return (root, around) if around in heads else ("", place)
         beside = {name for name in _below(state, around) if not name.startswith(root)}
-        # With another head around it the model inside stays where it is.
+        # If another head is around it, the inner model keeps its place.
         return (root, around) if beside <= {self.head, self.head_bias} else ("", place)
 
     def _one_to_ours(self, state: Mapping[str, Any], root: str) -> dict[str, Any]:

@@ -63,11 +63,11 @@ def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterat
         planned |= {id(block.module) for block in found}
         yield from found
         if id(module) in planned or (found and mark.plan is not None):
-            continue  # it is a block itself, or the script has said all
+            continue  # it is a block itself, or the script's plan is complete
         is_open = mark.enabled and mark.plan is None and not any(id(part) in planned for part in module.modules())
         if is_open and _may_be_inferred(module, is_taken):
             yield PlannedBlock(path, module)
-        else:  # a model's plan may leave out what is beside its language part
+        else:  # a model's plan may omit modules beside its language part
             pending += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
 
 
@@ -100,7 +100,7 @@ def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Planne
     for leaf, how in leaves.items():
         block = _block_of(leaf, plan)
         inside.setdefault(block, {})[leaf[len(block) + 1 :] if block else leaf] = how
-    if not is_scripts:  # what the plan leaves out of such a block may be inferred
+    if not is_scripts:  # splits that the plan omits in such a block may be inferred
         for block in _starred(module, plan):
             inside.setdefault(block, {})
     for block, found in inside.items():

@@ -16,7 +16,7 @@ from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import without_modes
 
-#: What has as many rows as either, or as a multiple of the first, is told apart by it.
+#: Batch size and length of trial calls. A dimension of either size, or of a multiple of the first, is recognized by it.
 BATCH, LENGTH = 3, 7
 #: Calls of a block are taken apart by positional arguments and keywords; of each, this much is tried.
 _SIZES_TRIED = 4
@@ -58,7 +58,7 @@ class _WithoutMemory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "_grouped_mm" and 0 in args[1].stride():
-            tokens, weights = args[:2]  # [tokens, in] and [experts, in, out], whose strides it wants to be usual ones
+            tokens, weights = args[:2]  # [tokens, in] and [experts, in, out]; it refuses weights with strides of 0
             return (tokens[:, :1] * 0.0).repeat(1, weights.shape[-1])
         return func(*args, **(kwargs or {}))
 
@@ -146,7 +146,7 @@ def _watch(parts: Mapping[str, nn.Module], found: dict[str, BlockCall]) -> None:
 
     def before(path: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            # Where weights are frozen nothing requires gradients here, but blocks behind others may have to hand them on.
+            # If weights are frozen, nothing requires gradients here. But later blocks may have to pass gradients back.
             is_frozen = not any(tensor.requires_grad for tensor in argument_tensors((args, kwargs)))
             begun[path] = BlockCall(*_drawn((args, kwargs), is_frozen=is_frozen))
 
@@ -168,7 +168,7 @@ def _watch(parts: Mapping[str, nn.Module], found: dict[str, BlockCall]) -> None:
 def _drawn(value: Any, *, is_frozen: bool) -> Any:
     """Return a structure of arguments with random activations; other values stay."""
     if isinstance(value, torch.Tensor):
-        # Activations of a model without memory are alike for all tokens; masks and positions are what they are.
+        # Activations of a model without memory are equal for all tokens, so they are drawn. Masks and positions stay.
         if value.is_floating_point() and value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH):
             return torch.randn(value.shape, dtype=torch.float64, requires_grad=value.requires_grad or is_frozen)
         return value.detach().clone().requires_grad_(value.requires_grad)
@@ -209,7 +209,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
     except Exception:
         return None
     for config in (vars(part).get("config") for part in copied.modules()):
-        # Nobody trains with a cache, and it has what a block computes.
+        # Training uses no cache, and a cache holds results that the block computes.
         if config is not None and getattr(config, "use_cache", None) is True:
             config.use_cache = False
     return copied

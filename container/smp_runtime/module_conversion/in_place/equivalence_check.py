@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from smp_runtime.nn.sharded.linear import LinearSplit
     from smp_runtime.parameters.registry import TensorSlice
 
-#: Relative to the greatest element: what the order of additions changes, also where a block computes a part in float32.
+#: Relative to the greatest element. They allow for another order of additions, even if a block uses float32 in a part.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 #: A part waits for the others so long, in seconds; one that fails sets them free at once.
 _PATIENCE = 60.0
@@ -324,7 +324,7 @@ class EquivalenceCheck:
         with torch.enable_grad():
             outputs = _tensors(block(*args, **kwargs))
             floating = [t for t in outputs if t.is_floating_point() and t.requires_grad]
-            # Weights that tell the elements of the results apart.
+            # Each element of a result has its own weight, so that exchanged elements change the gradients.
             loss = sum((t * torch.linspace(1, 2, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in floating)
             if not isinstance(loss, torch.Tensor):
                 raise NotEqualError("no result that depends on the inputs")

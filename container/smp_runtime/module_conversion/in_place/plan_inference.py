@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: Of a block, one part in so many may stay whole where splitting it would cost a collective of its own.
+#: One part in this many of a block may stay whole, if splitting it would cost a collective of its own.
 _WHOLE_SHARE = 12
-#: A map before others is narrow where these have as many times its elements.
+#: A map before others is narrow if these have at least this many times its elements.
 _NARROW = 4
 
 

@@ -17,7 +17,7 @@ _ALIKE = [{"Adam", "AdamW"}]
 _OF_KERNELS = {"foreach", "fused", "capturable", "differentiable"}
 #: Of parameters that an update is tried on: some kinds keep other values of a matrix, or take nothing else.
 _TRIALS = ((2,), (2, 2))
-#: Attributes of an optimizer that say how it updates.
+#: Types of the attributes that determine an optimizer's update.
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 

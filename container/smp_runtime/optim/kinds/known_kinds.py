@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: In names of optimizers whose update of one element depends on others of its tensor, which may lie on another rank.
+#: Name parts of optimizers that update an element from others of its tensor, which may lie on another rank.
 _NEED_WHOLE_TENSORS = ("adafactor", "came", "lamb", "lars", "muon", "novograd", "shampoo", "soap")
 #: Those of PyTorch that update the rows of sparse gradients only.
 _TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
-#: In names of optimizers whose update of one element depends on all parameters together.
+#: Name parts of optimizers that update an element from all parameters together.
 _NEED_ALL_PARAMETERS = ("lbfgs", "prodigy", "dadapt")
 
 

@@ -84,7 +84,7 @@ class Departure:
         self._look_after = FIRST_LOOK
         self._asked = False
         self._before: Mapping[int, StageProgress] | None = None
-        #: What the pipelines have told each other when some of them were at the end of the step.
+        #: The values that the pipelines shared after some had reached the end of the step; None before.
         self._at_end: Sequence[Any] | None = None
 
     def at_end(self, diverged: bool) -> bool:

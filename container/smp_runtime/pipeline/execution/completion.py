@@ -90,8 +90,8 @@ class Completion:
         task.in_model_backward = True
         ready = ("w", task.microbatch, task.path)
         self._context.scheduler.give(parent, ready)
-        # While there may be no choice, not before the parent's code has ended: else what comes first would depend on how long the
-        # parent waits for others. An order that is planned from this step knows nothing of it.
+        # With ``in_turn`` there must be no choice, so the task also waits until the parent's code has ended. Otherwise
+        # its position would depend on how long the parent waits for others. ``needs`` and so the plans omit this wait.
         held = _code_of(parent)
         self._context.scheduler.add(task, (ready, held), lambda event: event != held or not self._context.in_turn)
         task.needs = (ready,)

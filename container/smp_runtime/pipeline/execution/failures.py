@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 STEP_FUNCTION = "the step function"
 
 
-#: Rooms of this library whose code runs between the script's lines; an error of a module of ours (``smp.nn``) is another matter.
+#: Packages of this library with code that runs between the script's lines.
+#: Errors in its modules for scripts (``smp.nn``) are another matter.
 _RUNTIME = Path(__file__).parents[2]
 _OWN_FOLDERS = tuple(
     str(_RUNTIME / room) for room in ("activations", "job", "model", "pipeline", "sharding", "step", "tensors")
@@ -201,11 +202,11 @@ class Alarm:
             if self.error is not None or not self._is_open():
                 return
             fail = message_of(error, place, self._stage, self._ranks[self._stage])
-            # The script's own errors stay what they are on the rank that runs the script.
+            # On the rank that runs the script, the script's own errors stay unchanged.
             self._set(error if place == STEP_FUNCTION else error_of(fail, error))
             for stage in range(len(self._ranks)):
                 if stage != self._stage:
-                    with contextlib.suppress(SMPRuntimeError):  # one that is gone need not be told
+                    with contextlib.suppress(SMPRuntimeError):  # a stage that is gone needs no report
                         self._send(stage, fail, ())
 
     def heard(self, fail: Fail) -> None:
@@ -274,7 +275,7 @@ class Alarm:
         self.error = None
 
     def _end(self, error: StageError) -> None:
-        self.lost = self.lost or error  # what comes after the first is mostly its consequence
+        self.lost = self.lost or error  # errors after the first one are mostly its consequence
         if self.error is None and self._is_open():
             self._set(error)
 

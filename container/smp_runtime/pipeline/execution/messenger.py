@@ -102,14 +102,14 @@ class Messenger:
         except SMPRuntimeError:
             self._alarm.check_left(
                 (stage,)
-            )  # it may have left meanwhile, which says more than that nothing can be sent
+            )  # the stage may have left meanwhile: that error is more precise than a failed send
             raise
 
     def stamp(self, stage: int, message: Any) -> Stamped:
         """Return a message of this step in the form in which it is sent to a stage, with the pending news for that stage."""
         if isinstance(message, UNCOUNTED):
             return self.step, to_plain(message), ()
-        if not self.counts and not self._news:  # without the lock: what is added meanwhile goes with the next message
+        if not self.counts and not self._news:  # without the lock: news added meanwhile goes with the next message
             return self.step, None if message is None else to_plain(message), ()
         with self._lock:
             if self.counts:

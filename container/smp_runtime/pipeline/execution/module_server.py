@@ -36,7 +36,7 @@ class SavedGraph:
 
     outputs: list[torch.Tensor]  # tensors of the result, in the graph
     made_here: list[bool]  # whether the elements of each are this stage's, not those of a call inside
-    entry: CallInputs  # where the gradients of the arguments come out
+    entry: CallInputs  # receives the gradients of the arguments
     edges: tuple[GradientEdge, ...]  # of the graph, at the arguments that require gradients
 
 
@@ -86,7 +86,7 @@ class ModuleServer:
     def __init__(self, context: StageContext, begins: Callable[[int], None]) -> None:
         self._context = context
         self._begins = begins
-        #: Forward passes whose backward pass is to come, by microbatch and path.
+        #: Forward passes that still need a backward pass, by microbatch and path.
         self.graphs: dict[tuple[int, Path], SavedGraph] = {}
         #: Most microbatches with a graph at once.
         self.most_in_flight = 0
@@ -177,7 +177,7 @@ class ModuleServer:
         module = context.called(call.module)
         context.switches.apply(task.label, call.training)
         with in_modes(call.modes):
-            # Modes that take the module's operations need not hear of what is done around it.
+            # Modes that intercept the module's operations need not see the work around it.
             with DisableTorchFunction():
                 given = self._arguments(call)
                 args, kwargs = unpack(call.head, given.tensors, module_of=context.modules.__getitem__)
@@ -187,7 +187,7 @@ class ModuleServer:
                 changed = None if before is None or self._is_same(before, (args, kwargs)) else (args, kwargs)
                 packed = pack((result, changed), modules=context.paths)
                 made = self._outputs(call, given, packed.tensors)
-                # First of all, since other stages wait for it; what is checked below ends the step if it is wrong.
+                # First, because other stages wait for the results. If a check below fails, it ends the step.
                 self._make(task, made)
                 self._warn_if_written(task, given, made.tensors)
         if call.modes.grad:
@@ -220,7 +220,7 @@ class ModuleServer:
     def _outputs(self, call: ForwardCall, given: Arguments, results: Sequence[torch.Tensor]) -> Made:
         """Return the tensors of a result: each is an unchanged argument, a value of an inner call, or made here."""
         position = {id(tensor): index for index, tensor in enumerate(given.tensors)}
-        for index, tensor in enumerate(given.tensors):  # also what a handle turned into when it was touched
+        for index, tensor in enumerate(given.tensors):  # including the tensor that a handle fetched when it was used
             if isinstance(tensor, RemoteTensor) and tensor.fetched is not None and tensor.unchanged() is tensor:
                 position[id(tensor.fetched)] = index
         outputs = [t.unchanged() if isinstance(t, RemoteTensor) else t for t in results]

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: Seconds that a message takes; plans need not know better, since stages wait for what is late.
+#: Assumed seconds for a message. Plans need no better figure, because stages wait for late messages.
 LATENCY = 0.0005
 #: A kind of step that leaves its planned order so often in a row is not planned again.
 MOST_DIVERGENCES = 3
 #: Kinds that are remembered.
 MOST_KINDS = 256
-#: The first order comes from a step that warmed up; after so many steps in it, it is planned again from what they take.
+#: The first order comes from a warm-up step. After so many steps in it, a new plan uses their durations.
 STEPS_BEFORE_REVIEW = 5
 #: Another order must be so much better, for the durations that are known by then.
 WORTH_CHANGING = 0.98
 
 
-#: Told of every order that is planned, and of the segments that it is made of, on the root stage; a rehearsal listens.
+#: Called on the root stage with every planned order and its segments; a rehearsal listens.
 at_plan: list[Callable[[SchedulePlan, Sequence[Segment]], None]] = []
 
 

@@ -64,12 +64,12 @@ class PipelineSettings:
     policy: Policy = POLICIES[DEFAULT_SCHEDULE]
     active: int = 1  # most microbatches in flight
     replica: int = 0  # data parallel rank, part of the seeds
-    predicts: bool = True  # whether calls whose result is known in advance return without waiting for it
+    predicts: bool = True  # whether calls return without waiting if their result is known in advance
     #: Called on a worker's thread with the microbatch of a task that begins there, None when it ends.
     begins: Callable[[int | None], None] = lambda microbatch: None
     #: Gives the values of all pipelines that must run in one order, the deciding one's first; None: its own.
     share: Callable[[Any], list[Any]] | None = None
-    #: The same for those whose ranks meet this one's in collectives while modules run; None where none do.
+    #: The same for pipelines with ranks that meet this one's in collectives while modules run; None if there are none.
     meet: Callable[[Any], list[Any]] | None = None
     repeatable: bool = False  # whether orders follow from the work alone, not from how long it takes
     delay: Callable[[], float] | None = None  # for tests: seconds by which received messages are held back
@@ -227,7 +227,7 @@ class Pipeline:
         """
         script_state, other_generators = RandomState.of_now(self.context.device), OtherGenerators()
         try:
-            # Forward passes put their inputs where a parameter is, which may be one of another stage.
+            # Forward passes move their inputs to the device of a parameter, which may belong to another stage.
             with appearing_on(self.context.device):
                 results = self._root.run(kind, microbatches, call) if self.is_root else self._serve(call)
             self._running_step.went_well()

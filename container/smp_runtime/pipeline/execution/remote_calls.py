@@ -86,7 +86,7 @@ class RemoteCaller:
 class RemoteCall:
     """One call of one microbatch."""
 
-    #: What it gives.
+    #: Metadata of the call's result.
     outcome: OutputMetadata
 
     def __init__(
@@ -181,7 +181,7 @@ class RemoteCall:
             results = self._slots_of(outcome, arguments)
         else:
             raise AssertionError("a known result without its outcome")
-        if context.in_turn:  # a reply says that the result is there, not that all that the request asked for is done
+        if context.in_turn:  # a reply proves only that the result exists; the request may have more work to do
             context.wait_until_done(task, kind, self._path)
         return outcome, results, reply
 
@@ -277,7 +277,7 @@ class RemoteCall:
         # False for torch.autograd.grad and backward(inputs=...).
         accumulates: bool = will_run(self._accumulates)
         slots, inline = self._gradient_slots(task, gradients)
-        # A gradient's name depends on what was handed over as elements, and what by name.
+        # A gradient's name depends on which tensors were passed as elements and which by name.
         course = (self._came, accumulates, tuple(None if slot is None else slot.comes for slot in slots))
         learned = self._prediction.backward.setdefault(course, LearnedOutput())
         waits = not (learned.is_known and context.predicts)

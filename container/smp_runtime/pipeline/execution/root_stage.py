@@ -72,7 +72,8 @@ class RootStage:
         if kind is not None:  # layers that are frozen, or in another mode, take another course
             kind = kind._replace(course=(kind.course, context.switches.digest))
         plan = self._plans.of(kind)
-        # Without an order, microbatches run one after the other where their order counts or pipelines must agree on it.
+        # Without a planned order, microbatches run one after the other if their order matters
+        # or if pipelines must agree on it.
         order_counts = self._share is not None or self._plans.order_counts(kind)
         is_serial = takes_turns and not plan.replays and order_counts
         begin = Begin(seed, kind, plan.replays, None, plan.is_recorded, is_serial, context.switches.requires, call)
@@ -92,7 +93,7 @@ class RootStage:
             for task in self._microbatches.tasks.values():
                 context.scheduler.add(task, (), context.is_there)
             context.scheduler.poke()
-        # The others hear of the step while the first microbatch is under way; what it sends them waits for this.
+        # Sent while the first microbatch already runs. Stages keep earlier messages of the step until ``Begin`` arrives.
         for stage in self._others:
             context.send(stage, begin._replace(order=plan.order_of(stage)), [])
         running_step.wait(lambda: self._microbatches.are_finished, "the microbatches to finish", lambda: self._others)

@@ -128,7 +128,7 @@ class RunningStep:
         self._has_warned = self._has_warned_of_batches = self._has_warned_of_order = False
         self._call: StepAnnouncement | None = None
         self._buffers: list[tuple[int, ...]] = []
-        #: What modules held at the beginning; empty where the step was seen before.
+        #: Children of the modules at the beginning of the step; empty if the step replays a plan.
         self._children: dict[str, dict[str, Any]] = {}
         self.begun: Begin | None = None
         self.end: tuple[End, list[torch.Tensor]] | None = None
@@ -231,7 +231,7 @@ class RunningStep:
                 )
             return Record(list(self._context.scheduler.record), self._context.learned, changed, attributes.crosses)
 
-    # -- what other stages tell --------------------------------------------------------------------------------------
+    # -- messages of other stages ------------------------------------------------------------------------------------
 
     def ended(self, end: End, tensors: list[torch.Tensor]) -> None:
         """Handle the root stage's message that the step ends."""
@@ -277,7 +277,7 @@ class RunningStep:
             self.diverged = True
             scheduler.halt()
         if not scheduler.is_running:
-            messenger.tell_now()  # what others wait for and would hear later counts as under way
+            messenger.tell_now()  # send news that other stages wait for, so that it counts as under way
         return StageProgress(
             ask.number,
             scheduler.position,
@@ -396,7 +396,7 @@ class RunningStep:
             return False
         if self.meet is None:
             return scheduler.is_stalled and quiet > stall
-        # Where pipelines must agree, time shows nothing: one that is only slow would be left by the others.
+        # If pipelines must agree, elapsed time proves nothing: the others would leave a pipeline that is only slow.
         return self._departure is not None and self._departure.is_stuck(quiet)
 
     def _check(self, stages: Collection[int]) -> None:

@@ -40,18 +40,18 @@ class StageContext:
     scheduler: TaskScheduler
     attributes: Attributes  # of this stage's modules
     replica: int = 0  # data parallel rank, part of every task's seed
-    predicts: bool = True  # whether calls whose result is known in advance return without waiting for it
-    #: Whether in this step a request is done before its caller goes on. While no order is planned, pipelines that must agree on one
-    #: agree only if there is never a choice: what runs next would depend on what has arrived, on each of them.
+    predicts: bool = True  # whether calls return without waiting if their result is known in advance
+    #: Whether in this step a request is done before its caller goes on. Pipelines without a planned order agree only if
+    #: there is never a choice: otherwise each one's next task would depend on the messages that have arrived there.
     in_turn: bool = False
     watch: TaskWatch | None = None
     make_group: Callable[[GroupCall], nn.Module] | None = None  # makes a module of those that a :class:`GroupCall` runs
     seed: int = 0  # of the step
-    replies: dict[Any, Reply] = field(default_factory=dict)  # to calls whose result was not known in advance
+    replies: dict[Any, Reply] = field(default_factory=dict)  # to calls without a result known in advance
     #: Requests that are not done, with the task that posted each.
     opened: dict[tuple[str, int, Path], Task] = field(default_factory=dict)
     learned: int = 0  # results that were not known in advance, in this step
-    #: Told, with the lock held, when something changes that the script's own thread may wait for.
+    #: Notified, with the lock held, when something changes that the script's own thread may wait for.
     changed: threading.Condition = field(init=False)
     paths: dict[int, str] = field(init=False)  # path by module identity
     others: list[int] = field(init=False)
@@ -64,12 +64,12 @@ class StageContext:
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.others = [stage for stage in range(len(self.ranks)) if stage != self.stage]
         self.values = ValueStore(self.lock, self.stage, self.scheduler, self.send)
-        # Something that requires a gradient, so that the result of a call does even where no argument does.
+        # Requires a gradient, so that a call's result does too, even if no argument does.
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._groups: dict[str, tuple[GroupCall, nn.Module]] = {}
         self.switches = ModuleFlags(self.modules, self._stage_of_label, self.stage, self._labelled)
 
-    # -- what a call runs --------------------------------------------------------------------------------------------
+    # -- modules that calls run --------------------------------------------------------------------------------------
 
     def called(self, module: str | GroupCall) -> nn.Module:
         """Return the module that a call runs; the module of a :class:`GroupCall` is kept under its label."""
@@ -210,6 +210,6 @@ def _entered(modes: Modes) -> Iterator[None]:
         for kind, caches, dtype in modes.autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=caches))
         if modes.device is not None:
-            # Without a number: where this rank computes, since its threads have that for their current device.
+            # Without an index: it means the thread's current device, on which this rank computes.
             stack.enter_context(torch.device(modes.device))
         yield

@@ -86,7 +86,7 @@ class TaskScheduler:
         self._local = threading.local()
         self.is_aborted = False
         self.order: Order | None = None
-        #: The place in the planned order where the rank halts, until it is told what runs next; None: it does not halt.
+        #: Position in the planned order at which the rank halts until a command to go on; None if it does not halt.
         self.limit: int | None = None
         self._granted: tuple[TaskKind, int, tuple[int, ...]] | None = None
         self.records = True
@@ -122,7 +122,7 @@ class TaskScheduler:
         self._idle = idle
         self._leaves_weights = leaves_weights
 
-    # -- what a worker thread calls --------------------------------------------------------------------------------
+    # -- called by worker threads ----------------------------------------------------------------------------------
 
     @property
     def current(self) -> Task | None:
@@ -175,7 +175,7 @@ class TaskScheduler:
         if task.random is not None:
             task.random.restore()
 
-    # -- what the server calls, with the lock held -----------------------------------------------------------------
+    # -- called by the server, with the lock held ------------------------------------------------------------------
 
     def add(self, task: Task, events: Iterable[Event], is_there: Callable[[Event], bool]) -> None:
         """Add a new task, which can begin once ``events`` have come."""
@@ -364,7 +364,7 @@ class TaskScheduler:
             task.has_thread = True
             self._live += 1
             if getattr(self._local, "is_ending", False):
-                # This thread goes on with it; nobody else can take it meanwhile, since it has the baton already.
+                # This thread continues with the task. The task already has the baton, so no other thread can take it.
                 self._local.next = task
             elif self._spare == 0:
                 thread = threading.Thread(target=self._work, args=(task,), name="smp-pipeline-worker", daemon=True)

@@ -92,7 +92,7 @@ class ValueStore:
             SMPUserError: it was changed in place since it was handed on.
         """
         with self._lock:
-            # One look with the lock: between two, the value could come and find nobody who wants it.
+            # Look up and register under one lock: otherwise the value could arrive in between and would never be sent.
             tensor = self._tensors.get(name)
             if tensor is None:
                 self._wanted.setdefault(name, set()).add(stage)

@@ -43,7 +43,7 @@ class ModuleRecorder:
         self._device = device
         self._names: dict[int, str] = {}
         self._microbatch: int | None = None
-        self._open: list[str] = []  # modules whose forward runs, the innermost last
+        self._open: list[str] = []  # modules with a running forward, the innermost last
         #: What runs, since when; and what ran before backward began to run modules again.
         self._kind, self._path, self._since = TaskKind.FORWARD, "", 0.0
         self._before = ""
@@ -59,7 +59,7 @@ class ModuleRecorder:
             handle.remove()
         self._recorder.close()
 
-    # -- what the step tells ---------------------------------------------------------------------------------------
+    # -- called by the step ----------------------------------------------------------------------------------------
 
     def begin_step(self, number: int) -> None:
         """Handle the beginning of a step."""
@@ -89,7 +89,7 @@ class ModuleRecorder:
         finally:
             self._cut(TaskKind.STEP, "")
 
-    # -- what PyTorch tells ----------------------------------------------------------------------------------------
+    # -- called by PyTorch -----------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._microbatch is None or torch.compiler.is_compiling():

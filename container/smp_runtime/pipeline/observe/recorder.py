@@ -126,7 +126,7 @@ def machine_identity() -> str:
     except OSError:
         return ""
     with contextlib.suppress(OSError):
-        # A container may have a time namespace of its own, whose monotonic clock is shifted.
+        # A container may have its own time namespace, with a shifted monotonic clock.
         boot += os.readlink("/proc/self/ns/time")
     return boot
 
@@ -174,11 +174,11 @@ class TimelineRecorder:
         self._steps: deque[tuple[int, float, float, Sequence[_Recorded], bool]] = deque(maxlen=keep)
         self._number: int | None = None
         self._start = 0.0
-        #: Where actions go now; between steps a queue without room, so that :meth:`add` need not ask.
+        #: Target of new actions. Between steps it is a queue of length 0, so that :meth:`add` needs no check.
         self._actions: list[_Recorded] | deque[_Recorded] = deque(maxlen=0)
         self._unwritten = False
         self._first_write_due = True
-        #: Of the step function's tasks, by microbatch: what they compute now, and where their running segments were cut.
+        #: For the step function's tasks, by microbatch: the current kind of work, and when the running segment was cut.
         self._kinds: dict[int, TaskKind] = {}
         self._cuts: dict[int, float] = {}
 

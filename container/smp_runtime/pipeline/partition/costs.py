@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 #: Operations that a device does while one byte crosses the link to another stage, and nothing hides it.
 LINK_OPERATIONS = 500.0
-#: What it costs, in mean stages, when a stage has a part of a module whose own frame is on another one: its calls go
-#: there and back, and may have to wait for their turn. A cut deep inside costs this for every module that it splits.
+#: Cost, in mean stages, of a part of a module on another stage than the module's own frame. Its calls go there and
+#: back, and may wait for their turn. A cut deep inside costs this for every module that it splits.
 ROUND_TRIP = 0.1
 
 
@@ -28,7 +28,7 @@ class CostSettings:
     """The weights and parameters of the cost model."""
 
     memory_weight: float = 0.8  # 0 balances work only, 1 memory only
-    in_flight: tuple[int, ...] = ()  # microbatches whose activations each stage keeps at once; empty means one each
+    in_flight: tuple[int, ...] = ()  # microbatches with activations on each stage at once; empty means one each
     optimizer_bytes: float = 8.0  # optimizer state (and master weights) per element of a trained parameter
     link_operations: float = LINK_OPERATIONS  # see :data:`LINK_OPERATIONS`; 0 makes traffic free
     round_trip: float = ROUND_TRIP  # see :data:`ROUND_TRIP`

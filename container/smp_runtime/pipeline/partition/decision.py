@@ -34,7 +34,7 @@ class Tracing:
 
     #: The step function with the first microbatch; None partitions without tracing.
     run: Callable[[], object] | None
-    device: torch.device  # where it runs
+    device: torch.device  # the device of that run
     times: bool = False  # whether execution times are measured
     memory: bool = False  # whether activation memory is measured, not estimated
     #: Paths of modules that backward computes again, and whether their inputs are kept.
@@ -70,7 +70,7 @@ class Failures(Protocol):
 @dataclass(frozen=True)
 class _Decision:
     answer: dict[str, Any] | None = None  # the assignment
-    text: str = ""  # for the log; or why there is no answer, where this library says so
+    text: str = ""  # for the log; or why there is no answer, if this library reports the error
     told: Any = None  # of an error
     is_users: bool = False  # whether that is the script's fault
     is_unsettled: bool = False  # whether the first call changes the model's tree, which all ranks must do alike first
@@ -116,7 +116,7 @@ def decide(
         except Exception as error:  # the others wait for the decision
             path = module_that_raised(error)
             told = failures.told(error, path)
-            if isinstance(error, SMPError):  # what we raise says what is wrong by itself
+            if isinstance(error, SMPError):  # this library's own errors need no explanation
                 decision, failure = _Decision(None, str(error), told, isinstance(error, SMPUserError)), error
             else:
                 decision, failure = _Decision(told=told), failures.own(error, told, path)
@@ -158,7 +158,7 @@ def _settle(module: nn.Module, tracing: Tracing, control: ControlPlane, failures
         with tracing.placed():
             settle(module, tracing.run)
         others = {name: id(parameter) for name, parameter in module.named_parameters()} != before
-    except Exception as error:  # the others wait for what has become of it
+    except Exception as error:  # the other ranks wait for the outcome
         failure, told = f"{type(error).__name__}: {error}", failures.told(error, module_that_raised(error))
     tree = [(path, type(part).__name__) for path, part in module.named_modules()]
     found = control.allgather((failure, told, others, tree), range(control.size))

@@ -103,7 +103,7 @@ def best_cuts(costs: Sequence[Matrix], may_be_empty: Sequence[bool]) -> tuple[fl
         np.where(starts <= ends if empty else starts < ends, cost, np.inf)
         for cost, empty in zip(costs, may_be_empty, strict=True)
     ]
-    # What is there before the first stage: nothing, at no cost.
+    # The state before the first stage: nothing is placed, at no cost.
     least = np.full(length + 1, np.inf)
     least[0] = -np.inf
     for cost in allowed:

@@ -20,7 +20,8 @@ RUNS = 7
 #: Seconds after which no further run begins. A first run that takes longer counts itself, and is the only one.
 SECONDS = 10.0
 
-#: A module whose fastest run takes so many times the median of its like, and so many seconds more, does other work.
+#: A module does other work than its like if its fastest run takes more than ``APART`` times their median, and more than
+#: ``APART_SECONDS`` longer.
 APART = 2.0
 APART_SECONDS = 1e-4
 

@@ -93,7 +93,7 @@ class ForeignUse:
     user: str  # its path
     holder: str  # the other one's
     parameter: str  # its full name; of a buffer or attribute, too
-    #: ``parameter``, ``buffer``, ``attribute``, ``module`` where that is put there by every call, or ``function`` for an autograd
+    #: ``parameter``, ``buffer`` or ``attribute``; ``module`` if every call puts it there; ``function`` for an autograd
     #: function that calls the holder.
     kind: str = "parameter"
 
@@ -103,14 +103,14 @@ class Trace:
     """The knowledge about a model before it is split."""
 
     root: ModuleNode
-    #: Which module computes with what another one made; empty if the model was not traced.
+    #: Modules that compute with values of another module; empty if the model was not traced.
     flows: list[ModuleFlow] = field(default_factory=list)
     foreign_uses: list[ForeignUse] = field(default_factory=list)  # see there; empty if the model was not traced
     #: Path and name of each attribute with tensors that the module, or another one, sets in forward.
     attributes: list[tuple[str, str]] = field(default_factory=list)
     traced: bool = False  # whether the model ran; otherwise the figures are guessed from parameters
     timed: bool = False  # whether ``seconds`` were measured
-    #: Paths of modules in whose place the calls have put others, each behind that of the module that had it.
+    #: Paths of modules that the calls have replaced, each after the path of the module that had it.
     replaced: tuple[tuple[str, str], ...] = ()
 
     def nodes(self) -> dict[str, ModuleNode]:

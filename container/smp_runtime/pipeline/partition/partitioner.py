@@ -31,7 +31,7 @@ logger = logging.getLogger("smp")
 #: Placements of groups that are all tried; beyond, one group after the other is improved, in so many rounds.
 _MOST_PLACEMENTS = 256
 _MOST_ROUNDS = 4
-#: What a placement of a group may cost more, in mean stages, if it spares a microbatch one way back and forth.
+#: Extra cost, in mean stages, that a placement of a group may have if it saves a microbatch one way back and forth.
 _DETOUR = 0.1
 
 

@@ -34,7 +34,7 @@ class BoundUnits:
 
     need: Need  # of all of them
     gaps: tuple[int, ...]  # for each of its units, how many units of the sequence run before it
-    stage: int | None  # where it must be; None if any stage will do
+    stage: int | None  # the stage that it must be on; None if any stage will do
 
 
 class Parts:

@@ -219,7 +219,7 @@ class _Recorder(_TracedCalls):
         super().__init__(tree)
         self.foreign: dict[ForeignUse, None] = {}
         self.attributes: list[tuple[str, str]] = []
-        #: Whose frames read or set an attribute or buffer of another module: modules by identity, and names.
+        #: Paths of frames that use another module's attribute or buffer, by that module's identity and the name.
         self._accesses: defaultdict[tuple[int, str], dict[str, None]] = defaultdict(dict)
         self._balance = balance
         self._measures_memory = measures_memory
@@ -335,7 +335,7 @@ class _Recorder(_TracedCalls):
         _, holder, name = self.tree.parameters[id(parameter)]
         user = self.frames[-1]
         holds = any(held.name == name for held in user.parameters)
-        # What a module returned, others may use: it comes to them as a value.
+        # Others may use a parameter that its module has returned, because it reaches them as a value.
         if not holds and id(parameter) not in self._exposed:
             self.foreign[ForeignUse(user.path, holder.path, name)] = None
 

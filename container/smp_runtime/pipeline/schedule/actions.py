@@ -102,8 +102,8 @@ def smooth(segments: Iterable[Segment]) -> list[Segment]:
     return [smoothed[segment.action] for segment in segments]
 
 
-#: Seconds that a part of a task counts as where durations are not to matter, by its phase: backward computes two products for each
-#: one of forward, of which one is that of gradients of weights.
+#: Seconds of a part of a task, by its phase, if durations must not matter. Backward computes two products for each one
+#: of forward; one of the two is for gradients of weights.
 _NOMINAL = {TaskKind.STEP: 0.01, TaskKind.BACKWARD: 0.02, TaskKind.WEIGHTS: 0.01}
 #: Of the step function before its first call of another stage, which as a rule only hands on its arguments.
 _NOMINAL_BEGIN = 0.0001

@@ -30,7 +30,7 @@ _BUDGET = 400_000
 #: Random changes that are tried on the best schedule of a small graph.
 _ROUNDS = 300
 
-#: Plans whose makespans differ by less than this fraction count as equal.
+#: Plans count as equal if their makespans differ by less than this fraction.
 _EQUAL = 0.01
 
 #: How many rules, of those that are best on the first microbatches, are tried on a whole big graph.
@@ -43,9 +43,9 @@ class SchedulePlan:
 
     orders: dict[int, tuple[Action, ...]]  # for every rank, the actions in the order in which it is to run them
     makespan: float  # seconds from the first action's start to the last one's end
-    bound: float  # seconds that no order can beat: the busiest rank's work, with what must come before it and after it
+    bound: float  # seconds that no order can beat: the busiest rank's work, with the work before and after it
     idle: dict[int, float]  # per rank, the fraction of the makespan in which it computes nothing
-    in_flight: dict[int, int]  # per rank, the most microbatches whose activations it holds; never more than ``active``
+    in_flight: dict[int, int]  # per rank, the most microbatches with activations there; never more than ``active``
     rule: str  # the rule that won, in words, for the log
     start: dict[Action, float] = field(default_factory=dict)  # seconds, of every action
 
@@ -116,7 +116,7 @@ def _rules(facts: RecordedStep) -> list[_Rule]:
         least = max(1, min(int(need) for need in facts.need))
         spares = [*range(min(4, max(0, facts.active - least))), None]
     if any(facts.graph.weights):
-        # No rank holds more than the busiest does when backward passes are whole: what is gained costs no memory.
+        # No rank holds more than the busiest rank does with whole backward passes, so the gain costs no memory.
         return [_Rule(priority, 0, wait) for wait in (False, True) for priority in ("lowest", "longest", "cycle")]
     return [_Rule(priority, spare) for spare in spares for priority in ("lowest", "longest")]
 
@@ -135,7 +135,7 @@ class _RuleRun:
             # What only asks others for work holds nothing yet, and they have limits of their own.
             self.cap = [facts.active if asks else cap for cap, asks in zip(self.cap, facts.asks_first, strict=True)]
         self.fill = [min(facts.active, max(1, int(need + 0.9))) for need in facts.fill]
-        #: On each rank, the microbatches whose gradients of weights may wait while another begins, and the same in nodes.
+        #: Per rank, the microbatches that may postpone gradients of weights while another begins; and the same in nodes.
         self.waiting = [max(self.fill) - own if rule.weights_wait else 0 for own in self.fill]
         nodes_of = Counter((r, k) for r, k, w in zip(graph.rank, graph.microbatch, graph.weights, strict=True) if w)
         most = [max((n for (r, _), n in nodes_of.items() if r == rank), default=0) for rank in range(len(graph.ranks))]
@@ -162,7 +162,7 @@ class _RuleRun:
             microbatch, tail = graph.microbatch[i], -facts.tail[i]
             after = (microbatch, tail) if priority == "lowest" else (tail, microbatch)
             if graph.weights[i]:
-                return (1, 3, *after)  # nobody waits for it, however quick it is
+                return (1, 3, *after)  # no other work waits for it, however quick it is
             if graph.ns[i] <= quick and facts.is_last(i):
                 return (1, 1, *after)
             return (0 if graph.ns[i] <= quick else 1, 0 if facts.late[i] else 2, *after)

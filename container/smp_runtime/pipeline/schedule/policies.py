@@ -20,7 +20,7 @@ class Policy:
     Subclasses override parts of it.
     """
 
-    #: The schedule whose traits it has.
+    #: The schedule that defines the policy's traits.
     schedule = DEFAULT_SCHEDULE
 
     @property

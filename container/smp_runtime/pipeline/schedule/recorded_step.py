@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from smp_runtime.pipeline.schedule.policies import Policy
     from smp_runtime.pipeline.schedule.simulation import SegmentGraph
 
-#: Segments shorter than this fraction of a microbatch's work on the busiest rank go first, since they are what others wait for:
-#: as a rule the step function's own code.
+#: Segments shorter than this fraction of a microbatch's work on the busiest rank go first, since others wait for them.
+#: They are usually the step function's own code.
 _QUICK = 0.06
 
 
@@ -34,7 +34,7 @@ class RecordedStep:
         self.late = self._late()
         self.asks_first = self._asks_first()
         self.need = self._need(0)
-        #: The same without what the step function's own code takes, which may begin long before.
+        #: The same without the step function's own code, which may begin long before.
         self.fill = self._need(self.quick)
 
     def _period(self) -> int:

@@ -27,8 +27,8 @@ class SimulatedRun:
     finish: dict[Action, float]
     makespan: float  # end of the last action
     idle: dict[int, float]  # per rank, the fraction of the makespan in which it computes nothing
-    #: Per rank, the most microbatches that had begun a segment of their forward phase there and not yet ended their last segment
-    #: there. What a rank's activations grow with.
+    #: Per rank, the most microbatches with a forward segment begun there and the last segment there not ended.
+    #: The memory of the rank's activations grows with it.
     in_flight: dict[int, int]
     active: int  # the most microbatches begun and not finished, over all ranks
 
@@ -360,7 +360,7 @@ def summarize_run(graph: SegmentGraph, clock: ScheduleSimulator) -> SimulatedRun
     )
 
 
-# ---- what is wrong with an order ----
+# ---- checks of an order ----
 
 
 def _sequence(orders: Orders, graph: SegmentGraph) -> list[list[int]]:

@@ -96,8 +96,8 @@ def connect_all(control: ControlPlane, ranks: Sequence[int], seconds: float) -> 
         # It never goes by a way that others can read.
         token = control.secret_for("stages", everyone[0][-1])
         made: dict[int, socket.socket] = {}
-        # Higher positions call lower ones. A call is complete when it lies in the other's queue, so nobody waits
-        # for anybody before all calls are out.
+        # Higher positions call lower ones. A call is complete once it lies in the other's queue, so no rank waits
+        # for another one before all calls are out.
         for position, (host, its_port, its_name, _) in enumerate(everyone[:mine]):
             connection = _call_inside(its_name, deadline) if host == address else None
             connection = connection or _call(host, its_port, position, ranks, deadline)
@@ -164,7 +164,7 @@ def _answer(
     """Accept a connection from every higher position; callers that do not know the token are disconnected."""
     missing = set(range(mine + 1, len(ranks)))
     accepted: dict[int, socket.socket] = {}
-    # Callers that have not said who they are yet: a silent one must not keep the others waiting.
+    # Callers that have not identified themselves yet: a silent one must not block the others.
     callers: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector:
         for listener in listeners:
@@ -262,7 +262,7 @@ def _tune(connection: socket.socket) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         if _most_buffer(option) >= _BUFFER_BYTES:
-            # A size below the limit would only replace what the system tunes by itself, so it is all or nothing.
+            # A smaller size would only replace the system's own tuning, so it is all or nothing.
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
 

@@ -28,7 +28,7 @@ class Modes(NamedTuple):
     grad: bool  # whether graphs are recorded
     #: Kinds of devices that cast, whether they keep cast weights, and to what.
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    #: Kind of device on which tensors are made by default, each rank's own of it; None where none is set.
+    #: Kind of the default device for new tensors, each rank's own of that kind; None if none is set.
     device: str | None = None
 
 
@@ -137,7 +137,7 @@ class Begin(NamedTuple):
     kind: StepKind | None  # of step: recorded order belongs to one kind; None: it has no order
     replays: bool  # whether the planned order of this kind is replayed
     order: Any  # this stage's planned order, if it was planned since the last step of this kind
-    is_recorded: bool  # whether the stages record what they do
+    is_recorded: bool  # whether the stages record their work
     is_serial: bool  # whether the microbatches run one after the other
     requires: bytes  # which parameters require gradients
     call: StepAnnouncement  # how the root stage's script has called the step
@@ -171,15 +171,15 @@ class Turn(NamedTuple):
     """The root stage's command to a halted stage to run something."""
 
     limit: int  # the place up to which it follows the planned order
-    task: Any  # the one task whose next segment runs after that, whatever the order says; None for no task
+    task: Any  # the one task that runs its next segment after that, in any order; None for no task
 
 
 class End(NamedTuple):
     """The message that all microbatches are done. Tensors of the message: those in the outputs."""
 
-    outputs: bytes  # what the step function returned, packed
+    outputs: bytes  # the step function's results, packed
     wants_record: bool  # whether the root stage plans from this step
-    training: bytes | None  # flags of all modules that the step function has left, None where it has changed none
+    training: bytes | None  # the flags of all modules after the step function, None if it has changed none
 
 
 class Record(NamedTuple):
@@ -200,8 +200,8 @@ class Fail(NamedTuple):
     failure: FailureRecord
 
 
-#: A message with the number of its step and what has ended meanwhile, as it travels: all of it plain tuples, since pickling
-#: named ones costs more than all else in a message. The step; the message, None where it brings only news; the news.
+#: A message as it travels: the step's number; the message, None if there is only news; the news about ends.
+#: All are plain tuples, because pickling named ones costs more than everything else in a message.
 Stamped = tuple[int, "tuple[Any, ...] | None", tuple[tuple[Any, ...], ...]]
 
 _KINDS: tuple[Any, ...] = (
@@ -212,7 +212,7 @@ _KINDS: tuple[Any, ...] = (
 #: Messages about the others, which are not counted themselves and bring no news.
 UNCOUNTED = (Ask, StageProgress, Turn)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
-#: Where a message has slots.
+#: Position of the slots in the messages that have any.
 _SLOTS: dict[Any, int] = {kind: kind._fields.index("slots") for kind in (ForwardCall, Back, Reply)}
 _MODES = ForwardCall._fields.index("modes")
 

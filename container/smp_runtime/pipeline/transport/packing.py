@@ -371,7 +371,7 @@ class _Restorer:
         return old
 
     def _fill_attributes(self, old: Any, new: Any) -> None:
-        # What a class leaves out of its pickle is missing in the callee's copy, not deleted.
+        # Attributes that a class leaves out of its pickle are missing in the callee's copy, but not deleted.
         partial = any(
             "__getstate__" in base.__dict__ or "__reduce__" in base.__dict__ for base in type(old).__mro__[:-1]
         )

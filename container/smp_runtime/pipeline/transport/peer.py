@@ -42,16 +42,16 @@ class Peer:
         self.connection = connection
         self.out = out
         self.back = back
-        #: Held while tensors are posted and their message is written: all channels see one order. Messages without such
-        #: tensors do without, since a thread that sends one may hold what a receiver thread needs.
+        #: Held while tensors are posted and their message is written, so that all channels see one order. Messages
+        #: without such tensors do not take it: their sender may hold the pipeline's lock, which a receiver thread needs.
         self.order = threading.Lock()
-        #: Guards what follows; told when it changes.
+        #: Guards the attributes below; notified when they change.
         self.changed = threading.Condition()
-        #: Pieces, and what must live as long as they do.
+        #: Unwritten pieces, and the tensors that must live as long.
         self.backlog: deque[tuple[list[memoryview], Sequence[torch.Tensor]]] = deque()
-        self.nudged = False  # there is something to tell that can wait
+        self.nudged = False  # a message that can wait is pending
         self.broken: BaseException | None = None  # the connection is lost
-        self.left = False  # the other side has said goodbye
+        self.left = False  # the other side has sent its goodbye
         self.closed = False  # this side has
         self.reading = True
 
@@ -67,7 +67,7 @@ class Peer:
         """
         with self.changed:
             if self.broken is not None:
-                return  # reported already, and there is nobody to read it
+                return  # reported already, and no reader is left
             if not self.backlog:
                 try:
                     pieces = write_pieces(self.connection, pieces, socket.MSG_DONTWAIT)

@@ -344,7 +344,7 @@ def meet(
         except BaseException as error:
             outcome.put(error)
 
-    # On a thread of its own, since a group that connects cannot be told to give up.
+    # On its own thread, because a group that is connecting cannot be interrupted at the deadline.
     threading.Thread(target=go_through, name="smp-meet", daemon=True).start()
     error = None
     with contextlib.suppress(queue.Empty):

@@ -142,7 +142,7 @@ class PipelineTransport:
             back = choose_channels(device, rank, make_group and make_group((rank, mine)))
             self._peers[stage] = Peer(stage, rank, connection, out, back)
         _open_transports.add(self)
-        self._posting: list[TensorChannel] = []  # channels that keep what they send
+        self._posting: list[TensorChannel] = []  # channels that keep sent tensors
         if make_group is not None:
             self._posting = [peer.out[1] for peer in self._peers.values()]
             try:
@@ -187,7 +187,7 @@ class PipelineTransport:
             tensor = to_dense(given)
             announced.append(tuple(announce(tensor, channel)))
             inline = peer.out[channel].inline(tensor)
-            # Memory that was made on the way here belongs to nobody else.
+            # Memory that was made here has no other owner, so it needs no copy.
             made = tensor if inline is None else inline
             ours = not copy or (made is not given and made.data_ptr() != given.data_ptr())
             count = tensor_bytes(tensor)
@@ -219,7 +219,7 @@ class PipelineTransport:
         except SMPRuntimeError:
             raise
         except BaseException as error:
-            # What has been posted of the message would be taken for the next one's.
+            # The receiver would take this message's posted tensors for those of the next message.
             if not peer.has_ended(error):
                 self._fail(error, f"sending to stage {peer.stage}")
                 raise
@@ -298,7 +298,7 @@ class PipelineTransport:
             with peer.changed:
                 peer.closed = True
                 peer.changed.notify_all()
-                # The receiver thread still takes what comes, since closing on unread data would look like a crash.
+                # The receiver thread still reads: closing a connection with unread data would look like a crash.
                 if peer.reading:
                     with contextlib.suppress(OSError):
                         peer.connection.shutdown(socket.SHUT_WR)
@@ -324,9 +324,10 @@ class PipelineTransport:
                 if not peer.backlog and (peer.closed or peer.broken is not None):
                     return
                 pieces = peer.backlog[0][0] if peer.backlog else []
-            # Without the condition: what is asked here takes the pipeline's lock, whose holders may be about to send.
+            # Without the condition: the callback takes the pipeline's lock, and a holder of that lock may wait for the
+            # condition to send. Holding both would deadlock.
             if nudged and (head := self._afterthought(peer.stage)) is not None:
-                with contextlib.suppress(SMPRuntimeError):  # nobody is left who could hear it
+                with contextlib.suppress(SMPRuntimeError):  # no receiver is left
                     self.send(peer.stage, head)
             if not pieces:
                 continue
@@ -357,7 +358,7 @@ class PipelineTransport:
                     time.sleep(self._delay())
                 if not self._closed:
                     self._hand_over(peer, head, tensors)
-                del head, announced, arriving, tensors  # what was handed over must not live until the next message
+                del head, announced, arriving, tensors  # received tensors must not live until the next message
         except Ended as ended:
             self._lose(peer, ended.args[0])
         except BaseException as error:

@@ -21,7 +21,7 @@ class TensorBoardLogger:
     name = "tensorboard"
 
     def __init__(self, run: TrackedRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - what is missing is told now
+        from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - a missing package must raise now
 
         self._folder: Path = run.folder / self.name
         self._folder.mkdir(parents=True, exist_ok=True)
