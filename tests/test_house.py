@@ -1,4 +1,4 @@
-"""The house stays as it is drawn: imports only go down, files stay readable, the public surface is the documented one."""
+"""The structure of the repository: import rules, sizes of files and folders, names, docstrings, the public surface."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMMANDS = {
     ROOT / "smp_estimator" / "cli" / "commands" / "checkpoint.py": {"smp_runtime"},
     ROOT / "smp_estimator" / "cli" / "commands" / "numerics.py": {"smp_runtime", "smp_tools"},
 }
-#: Outside packages that would pull a floor up.
+#: Packages of others that must not be needed there.
 FORBIDDEN = {
     "smp_config": {"torch", "sagemaker", "boto3", "numpy"},
     "smp_records": {"torch", "sagemaker", "boto3", "numpy"},
@@ -57,8 +57,8 @@ FORBIDDEN = {
     "smp_integrations": {"sagemaker", "boto3"},
     "smdistributed": {"sagemaker", "boto3"},
 }
-#: The floors of smp_runtime, from the ground; a room imports only those below its own floor.
-FLOORS = [
+#: The layers of smp_runtime, the lowest first; a package imports only packages of lower layers.
+LAYERS = [
     {"errors"},
     {"tensors"},
     {"comm", "microbatch_state", "parameters"},
@@ -96,7 +96,7 @@ TOUCHED_BY_SCRIPTS = {
 }
 #: Public names that two versions of a library need: of the SageMaker SDK, and of Lightning's Fabric and Trainer.
 PUBLIC_TWICE = {"ContainerJobFailed", "ModelParallel", "SMPStrategy"}
-#: Files of a folder, at most: more than a newcomer can take in at a glance are two rooms.
+#: Files of a folder, at most: more files than a newcomer can take in at a glance are two packages.
 MOST_FILES = 15
 
 
@@ -122,17 +122,17 @@ def _graph():
     return graph
 
 
-def _rooms():
-    """By room of smp_runtime, those that its files import, and one of these imports for each."""
-    rooms = {}
+def _packages():
+    """By package of smp_runtime, those that its files import, and one of these imports for each."""
+    packages = {}
     for module, imported in _graph().items():
         if module.startswith("smp_runtime."):
-            room = module.split(".")[1]
+            package = module.split(".")[1]
             for name in imported:
                 other = name.split(".")[1:2]
-                if name.startswith("smp_runtime.") and other and other[0] != room:
-                    rooms.setdefault(room, {})[other[0]] = f"{module} imports {name}"
-    return rooms
+                if name.startswith("smp_runtime.") and other and other[0] != package:
+                    packages.setdefault(package, {})[other[0]] = f"{module} imports {name}"
+    return packages
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -185,14 +185,14 @@ def test_no_parts_of_a_package_import_one_another_in_a_circle():
             raise AssertionError(f"in {folder or 'the project'}: {'; '.join(steps)}") from err
 
 
-def test_the_floors_of_the_runtime():
-    floor_of = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+def test_the_layers_of_the_runtime():
+    layer_of = {package: level for level, packages in enumerate(LAYERS) for package in packages}
     folder = PACKAGES["smp_runtime"]
-    rooms = {path.relative_to(folder).parts[0].removesuffix(".py") for path in _files("smp_runtime")}
-    assert floor_of.keys() == rooms - {"__init__"}
-    for room, others in _rooms().items():
+    packages = {path.relative_to(folder).parts[0].removesuffix(".py") for path in _files("smp_runtime")}
+    assert layer_of.keys() == packages - {"__init__"}
+    for package, others in _packages().items():
         for other, where in others.items():
-            assert floor_of[other] < floor_of[room], where
+            assert layer_of[other] < layer_of[package], where
 
 
 def test_whoever_wraps_a_model_loads_what_waits_for_it():
@@ -204,8 +204,8 @@ def test_whoever_wraps_a_model_loads_what_waits_for_it():
 
 
 def test_strategies_know_nothing_of_one_another():
-    for room, others in _rooms().items():
-        if room in STRATEGIES:
+    for package, others in _packages().items():
+        if package in STRATEGIES:
             for other in others.keys() & STRATEGIES:
                 raise AssertionError(others[other])
 
@@ -388,8 +388,8 @@ def test_modules_that_the_training_toolkit_imports():
     assert issubclass(smdistributed.modelparallel.torch.exceptions.SMPUserError, ValueError)
 
 
-#: What each room of the pipeline may import of the others.
-PIPELINE_ROOMS = {
+#: What each package of the pipeline may import of the others.
+PIPELINE_PACKAGES = {
     "partition": set(),
     "schedule": set(),
     "transport": set(),
@@ -399,13 +399,15 @@ PIPELINE_ROOMS = {
 }
 
 
-@pytest.mark.parametrize("room", PIPELINE_ROOMS)
-def test_the_rooms_of_the_pipeline(room):
-    for path in (PACKAGES["smp_runtime"] / "pipeline" / room).glob("*.py"):
+@pytest.mark.parametrize("package", PIPELINE_PACKAGES)
+def test_the_packages_of_the_pipeline(package):
+    for path in (PACKAGES["smp_runtime"] / "pipeline" / package).glob("*.py"):
         for node in nodes(path):  # imports for type checkers too
             parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
             if parts[:2] == ["smp_runtime", "pipeline"] and len(parts) > 2:
-                assert parts[2] in {room} | PIPELINE_ROOMS[room], f"{path.relative_to(ROOT)} imports {node.module}"
+                assert parts[2] in {package} | PIPELINE_PACKAGES[package], (
+                    f"{path.relative_to(ROOT)} imports {node.module}"
+                )
 
 
 def test_who_answers_a_module_is_written_in_one_place():
@@ -414,7 +416,7 @@ def test_who_answers_a_module_is_written_in_one_place():
             assert '__dict__["_call_impl"]' not in path.read_text(), path.relative_to(ROOT)
 
 
-DOOR = PACKAGES["smp_runtime"] / "tensors" / "torch_private.py"
+PRIVATE_NAMES = PACKAGES["smp_runtime"] / "tensors" / "torch_private.py"
 #: Takes the place of parts of PyTorch, which it cannot do from outside.
 STANDS_IN = PACKAGES["smp_emulation"] / "checked"
 #: Private names of others than PyTorch: of named tuples, the interpreter, NumPy.
@@ -453,7 +455,7 @@ def _definitions(nodes):
             yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
 
 
-def test_private_names_of_pytorch_are_used_behind_one_door():
+def test_private_names_of_pytorch_are_used_in_one_module():
     import torch
 
     from smp_runtime.tensors.torch_private import IN_PLACE
@@ -461,7 +463,7 @@ def test_private_names_of_pytorch_are_used_behind_one_door():
     # The emulation takes the place of PyTorch's calls, private ones too.
     packages = PACKAGES.keys() - {"smp_emulation"}
     files = {path: nodes(path) for package in sorted(packages) for path in _files(package)}
-    behind = {name for _, name, _ in _uses_of_private_names(files.pop(DOOR))}
+    behind = {name for _, name, _ in _uses_of_private_names(files.pop(PRIVATE_NAMES))}
     own = {name for content in files.values() for _, name in _definitions(content)}
     in_place = {name for names in IN_PLACE.values() for name in names}
     # What a class may override, and what is reached by its name.
@@ -471,11 +473,15 @@ def test_private_names_of_pytorch_are_used_behind_one_door():
         for line, name, is_certain in _uses_of_private_names(content):
             is_known = name in in_place or (name in own | OF_OTHERS and name not in behind and not is_certain)
             is_known |= "smp_integrations" in path.parts and not is_certain  # of the library that the file adapts
-            assert is_known, f"{path.relative_to(ROOT)}:{line} uses {name} of PyTorch: take it through {DOOR.name}"
+            assert is_known, (
+                f"{path.relative_to(ROOT)}:{line} uses {name} of PyTorch: take it through {PRIVATE_NAMES.name}"
+            )
         texts = [(n.lineno, n.value) for n in content if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         for line, name in (*texts, *_definitions(content)):
             is_known = name in in_place or name not in inherited
-            assert is_known, f"{path.relative_to(ROOT)}:{line} says {name}, a name of PyTorch: list it in {DOOR.name}"
+            assert is_known, (
+                f"{path.relative_to(ROOT)}:{line} says {name}, a name of PyTorch: list it in {PRIVATE_NAMES.name}"
+            )
 
 
 @pytest.mark.parametrize(

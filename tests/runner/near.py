@@ -1,4 +1,4 @@
-"""The tests that are near a change: in its own room first, then by the imports that lead to it, as many as fit into a time."""
+"""The tests that are near a change: of its own package first, then by the imports that lead to it, as many as fit into a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.environments import find
 if TYPE_CHECKING:
     from runner.durations import Durations
 
-#: Combinations of features find what tests of a room do not; near whatever is in the runtime.
+#: Combinations of features find what tests of a package do not; near whatever is in the runtime.
 _CROSSINGS = ROOT / "tests" / "crossings" / "test_crossings.py"
 _ENGINE = ROOT / "container" / "smp_runtime"
 #: The rules of the repository hold for every file.
@@ -26,7 +26,7 @@ _HOUSE = ROOT / "tests" / "test_house.py"
 #: Tests run beside each other.
 _WORKERS = 2
 #: Tests in a folder named like one of the change's are nearer by this factor, unless everything is in such a folder.
-_ROOM, _TOO_WIDE = 4, {"runtime"}
+_NEARER, _TOO_WIDE = 4, {"runtime"}
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def choose(changed: Iterable[Path], durations: Durations, limit: float) -> Choic
     changed = list(changed)
     known = {ROOT / file for selection in find("newest").sample for file in selection.files()}
     reached = distances(changed, imports())
-    rooms = {part.removeprefix("smp_") for path in changed for part in path.parent.parts} - _TOO_WIDE
+    packages = {part.removeprefix("smp_") for path in changed for part in path.parent.parts} - _TOO_WIDE
     tests = {path: reached[path] for path in known & reached.keys()}
     farthest = max(tests.values(), default=0.0)
     for path in known:
-        if path.parent.name in rooms:  # also what reaches the change through a process of its own only
-            tests[path] = tests.get(path, farthest) / _ROOM
+        if path.parent.name in packages:  # also what reaches the change through a process of its own only
+            tests[path] = tests.get(path, farthest) / _NEARER
     tests |= dict.fromkeys(known & set(changed), 0.0)
     always = {_HOUSE, *([_CROSSINGS] if any(path.is_relative_to(_ENGINE) for path in changed) else [])}
     files, left, spent = [], [], 0.0

@@ -1,4 +1,4 @@
-"""Tests near a change: its own room, what imports it, and never more than fits."""
+"""Tests near a change: its own package, what imports it, and never more than fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_imports_a_change_is_nearer_than_what_everything_imports():
         ("tests/runner/test_near.py", "tests/runner/test_near.py"),
     ],
 )
-def test_a_change_has_the_tests_of_its_room(changed, test):
+def test_a_change_has_the_tests_of_its_package(changed, test):
     chosen = choose([ROOT / changed], Durations.read(), 120)
     assert test in chosen.files
     assert "tests/test_house.py" in chosen.files

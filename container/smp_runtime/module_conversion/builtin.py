@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from smp_runtime.tensor_parallel.block_entry import SharedInput
 
 _MODELS = "transformers.models"
-_ROOM = "smp_runtime.module_conversion.huggingface"
+_FAMILIES = "smp_runtime.module_conversion.huggingface"
 
 #: Hugging Face's classes, and the function that registers each.
 _HUGGING_FACE = {
@@ -56,7 +56,7 @@ def register_all() -> None:
     register_later("torch.nn.modules.sparse.Embedding", f"{__name__}.register_embedding")
     register_later("transformers.pytorch_utils.Conv1D", f"{__name__}.register_conv1d")
     for name, function in _HUGGING_FACE.items():
-        register_later(f"{_MODELS}.{name}", f"{_ROOM}.{function}")
+        register_later(f"{_MODELS}.{name}", f"{_FAMILIES}.{function}")
 
 
 #: What scope keywords can override, besides what registered modules take.
