@@ -1,4 +1,4 @@
-"""The ground floor: typed parameters, topology, job settings and limits, in pure Python, read by client and ranks."""
+"""Configuration: typed parameters, topology, job settings and limits, in pure Python, read by client and ranks."""
 
 from typing import TYPE_CHECKING
 

@@ -203,7 +203,7 @@ def _joined(parameters: ModelParallelParameters) -> tuple[ControlPlane, Collecti
 #: its own way here.
 joining: list[Callable[[ModelParallelParameters], tuple[ControlPlane, Collectives | None]]] = [_joined]
 
-#: Run by :func:`init` with the new session: rooms above put here what every job does that asks for it.
+#: Run by :func:`init` with the new session: packages above register the work of every job here.
 at_init: list[Callable[[Session], None]] = []
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-#: Called with every model that is wrapped; rooms above put what its module learns by that here.
+#: Called with every model that is wrapped; packages above register their extensions of a wrapped module here.
 when_wrapped: list[Callable[[DistributedModel], None]] = []
 
 

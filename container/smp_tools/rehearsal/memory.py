@@ -51,7 +51,7 @@ class _Storage:
     where: RankPhase
     operation: str
     kind: str = ""  # empty if it is not known
-    carries: bool = False  # made by a room that moves others' tensors
+    carries: bool = False  # made by a package that moves others' tensors
     microbatch: int | None = None  # the one with the forward pass that made it
     in_host: bool = False  # in main memory if the job has GPUs
     letting_go: weakref.ref[torch.UntypedStorage] | None = None  # hears of it

@@ -31,7 +31,7 @@ STEP_FUNCTION = "the step function"
 #: Errors in its modules for scripts (``smp.nn``) are another matter.
 _RUNTIME = Path(__file__).parents[2]
 _OWN_FOLDERS = tuple(
-    str(_RUNTIME / room) for room in ("activations", "job", "model", "pipeline", "sharding", "step", "tensors")
+    str(_RUNTIME / package) for package in ("activations", "job", "model", "pipeline", "sharding", "step", "tensors")
 )
 
 
