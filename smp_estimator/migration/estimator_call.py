@@ -7,18 +7,40 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from smp_estimator.migration.distribution import parameters_of, translate_distribution
+from smp_estimator.migration.distribution import IMAGE_OF_VERSION_2, parameters_of, strategy_of, translate_distribution
 from smp_estimator.migration.source import call, is_literal, literal_value
 
 if TYPE_CHECKING:
+    from smp_estimator.migration.names import ScriptNames
     from smp_estimator.migration.source import ScriptSource
 
 #: Arguments by position.
 _POSITIONS = {
-    "PyTorch": ("entry_point", "framework_version", "py_version", "source_dir", "hyperparameters", "image_uri"),
-    "HuggingFace": ("py_version", "entry_point", "transformers_version", "tensorflow_version", "pytorch_version"),
+    "PyTorch": ("entry_point", "framework_version", "py_version", "source_dir", "hyperparameters")
+    + ("image_uri", "distribution", "compiler_config"),
+    "HuggingFace": (
+        "py_version",
+        "entry_point",
+        "transformers_version",
+        "tensorflow_version",
+        "pytorch_version",
+        *("source_dir", "hyperparameters", "image_uri", "distribution", "compiler_config"),
+    ),
 }
 _POSITIONS |= {"SMPEstimator": _POSITIONS["PyTorch"], "SMPHuggingFace": _POSITIONS["HuggingFace"]}
+
+#: Names of arguments in version 1 of the SDK, as notebooks still have them.
+_OLDER = {
+    "train_instance_type": "instance_type",
+    "train_instance_count": "instance_count",
+    "train_volume_size": "volume_size",
+    "train_volume_kms_key": "volume_kms_key",
+    "train_max_run": "max_run",
+    "train_max_wait": "max_wait",
+    "train_use_spot_instances": "use_spot_instances",
+    "image_name": "image_uri",
+    "distributions": "distribution",
+}
 
 #: Record of SDK v3 → argument of ModelTrainer that holds it, and its fields by the older argument.
 _RECORDS = {
@@ -31,6 +53,7 @@ _RECORDS = {
             "volume_kms_key": "volume_kms_key_id",
             "keep_alive_period_in_seconds": "keep_alive_period_in_seconds",
             "use_spot_instances": "enable_managed_spot_training",
+            "training_plan": "training_plan_arn",
         },
     ),
     "StoppingCondition": (
@@ -71,6 +94,10 @@ _WITHOUT_PLACE = {
     "code_location": "the code goes to the session's default bucket; Session(default_bucket=…) names another",
     "instance_groups": "ModelParallel trains on hosts that are alike: give one instance_type and instance_count",
     "model_uri": "give it as a channel of train()",
+    "compiler_config": "the training compiler has no counterpart; torch.compile in the script may take its place",
+    "profiler_config": "SDK v3 has no profiler of jobs; the log and SMP_PROFILE in environment may take its place",
+    "rules": "SDK v3 has no rules of the debugger",
+    "debugger_hook_config": "SDK v3 has no hook of the debugger",
     "training_recipe": "use ModelTrainer.from_recipe()",
     "max_retry_attempts": "see ModelTrainer.with_retry_strategy()",
     "tensorboard_output_config": "see ModelTrainer.with_tensorboard_output_config()",
@@ -104,13 +131,14 @@ class EstimatorCall:
         needed: names of SDK v3 that the new call uses.
     """
 
-    def __init__(self, source: ScriptSource, node: ast.Call, kind: str, folder: Path) -> None:
+    def __init__(self, source: ScriptSource, node: ast.Call, kind: str, folder: Path, names: ScriptNames) -> None:
         """Take the call apart.
 
         Args:
             kind: the class of the estimator.
             folder: from which paths in the call are seen.
         """
+        self._names = names
         self.source = source
         self.node = node
         self.kind = kind
@@ -118,22 +146,11 @@ class EstimatorCall:
         self._folder = folder
         self._indent = source.indent_of(node)
         self._given: dict[str, ast.expr] = dict(zip(_POSITIONS[kind], node.args, strict=False))
-        self._given |= {word.arg: word.value for word in node.keywords if word.arg}
+        self._given |= {_OLDER.get(word.arg, word.arg): word.value for word in node.keywords if word.arg}
         # None is what they all are without being given.
         self._given = {n: v for n, v in self._given.items() if not (isinstance(v, ast.Constant) and v.value is None)}
-
-    def can_be_moved(self) -> bool:
-        """Return whether the call names all of its arguments; add a note if it does not."""
-        hidden = [word for word in self.node.keywords if word.arg is None]
-        if hidden or any(isinstance(value, ast.Starred) for value in self.node.args):
-            words = self.source.segment(hidden[0].value) if hidden else "*…"
-            self.source.note(
-                self.node,
-                f"this call is left as it is: its arguments come from {words}, which only a run knows; write them out in the call, "
-                "and migrate again",
-            )
-            return False
-        return True
+        self._instance_type = self._given.get("instance_type")
+        self._strategy = strategy_of(self._given.get("distribution"), names.values)
 
     def rewrite(self) -> None:
         """Replace the old call by the new one."""
@@ -148,6 +165,9 @@ class EstimatorCall:
             *self._tags(),
         ]
         after = self._metrics()
+        self._note_local_or_not()
+        if len(self.node.args) > len(_POSITIONS[self.kind]):
+            self.source.note(self.node, "arguments by position that are not known are left out: give them by name")
         for name in self._given:
             self._note_left_out(name)
         comments = self.source.comments_between(self.node, kept)
@@ -161,7 +181,17 @@ class EstimatorCall:
         return self.source.moved(self._given.pop(name), self._indent + 4 * deeper)
 
     def _is_local(self) -> bool:
-        return literal_value(self._instance_type) in _LOCAL
+        found = self._names.values.possible(self._instance_type)
+        return bool(found) and all(value in _LOCAL for value in found)
+
+    def _note_local_or_not(self) -> None:
+        """Note an instance type that is a local one in some runs."""
+        found = self._names.values.possible(self._instance_type)
+        if not self._is_local() and any(value in _LOCAL for value in found):
+            self.source.note(
+                self.node,
+                f"where {self._compute_type} is 'local' or 'local_gpu', give training_mode=Mode.LOCAL_CONTAINER, too",
+            )
 
     def _source_code(self) -> list[tuple[str, str]]:
         script, folder = self._given.get("entry_point"), self._given.get("source_dir")
@@ -179,9 +209,7 @@ class EstimatorCall:
             else:
                 text = self.source.segment(script)
                 words = [("source_dir", f"str(Path({text}).parent)"), ("entry_script", f"Path({text}).name")]
-                self.source.note(
-                    self.node, "add 'from pathlib import Path', which this call now uses, if it is not there"
-                )
+                self.needed.add("Path")
             self.source.note(
                 self.node,
                 "entry_point stood alone and travelled alone; SDK v3 ships the whole folder that the script lies in: see that "
@@ -200,6 +228,11 @@ class EstimatorCall:
 
     def _records(self) -> list[tuple[str, str]]:
         made = []
+        address = self._given.get("checkpoint_s3_uri")
+        may_lack = address is not None and None in self._names.values.possible(address)
+        optional = self.source.segment(address) if address is not None and may_lack else None
+        if isinstance(address, ast.IfExp):
+            optional = f"({optional})" if optional else None
         for record, (argument, fields) in _RECORDS.items():
             words = [(fields[name], self._text(name, 2)) for name in fields if name in self._given]
             if record == "Compute" and not any(name == "instance_count" for name, _ in words) and words:
@@ -212,9 +245,14 @@ class EstimatorCall:
                 and literal_value(self._given.pop("disable_output_compression", None)) is True
             ):
                 words.append(("compression_type", '"NONE"'))
-            if words:
-                self.needed.add(record)
-                made.append((argument, call(record, words, self._indent + 4)))
+            if not words:
+                continue
+            self.needed.add(record)
+            text = call(record, words, self._indent + 4)
+            if record == "CheckpointConfig" and optional is not None:
+                # SDK v3 makes up an address if there is a record without one.
+                text += f" if {optional} else None"
+            made.append((argument, text))
         return made
 
     def _image(self) -> list[tuple[str, str]]:
@@ -246,7 +284,7 @@ class EstimatorCall:
                 )
             return mode
         torch = versions["pytorch_version"] or versions["framework_version"]
-        if self._is_model_parallel() and self._is_too_old(literal_value(torch)):
+        if self._strategy in ("modelparallel", "unknown") and self._is_too_old(literal_value(torch)):
             self.source.note(
                 self.node,
                 f"PyTorch {literal_value(torch)} is older than the runtime's 2.4: no training_image is given, and the newest "
@@ -275,21 +313,21 @@ class EstimatorCall:
             words.append(("version", text["framework_version"]))
         if "py_version" in text:
             words.append(("py_version", text["py_version"]))
-        words += [("instance_type", kind), ("image_scope", '"training"')]
+        words.append(("instance_type", kind))
+        if self._strategy == "modelparallel 2":
+            # retrieve() of SDK v3 does not look for the images of the library; this function does.
+            older = {"version": "framework_version"}
+            named = [(older.get(name, name), value) for name, value in words if name != "base_framework_version"]
+            framework, region_word, *rest = named
+            versions_of_torch = [("pytorch_version", text["pytorch_version"])] if "pytorch_version" in text else []
+            arguments = [region_word, framework, *rest, *versions_of_torch, ("distribution", IMAGE_OF_VERSION_2)]
+            return call("image_uris.get_training_image_uri", arguments, self._indent + 4)
+        words.append(("image_scope", '"training"'))
         return call("image_uris.retrieve", words, self._indent + 4)
-
-    @property
-    def _instance_type(self) -> ast.expr | None:
-        found = [word.value for word in self.node.keywords if word.arg == "instance_type"]
-        return found[0] if found else None
 
     @property
     def _compute_type(self) -> str:
         return self.source.segment(self._instance_type) if self._instance_type is not None else "None"
-
-    def _is_model_parallel(self) -> bool:
-        found = next((word.value for word in self.node.keywords if word.arg == "distribution"), None)
-        return found is not None and (not is_literal(found) or "modelparallel" in self.source.segment(found))
 
     @staticmethod
     def _is_too_old(version: object) -> bool:
@@ -304,11 +342,15 @@ class EstimatorCall:
         if node is None or (literal_value(node) in (None, {}) and is_literal(node)):
             return []
         more = [("ship_runtime", self.source.segment(shipped))] if shipped is not None else []
-        text, name = translate_distribution(self.source, node, self._indent + 4, more)
-        if name is None:
-            return []
-        self.needed.add(name)
-        return [("distributed", text)]
+        if self._strategy == "unknown" and not self.kind.startswith("SMP"):
+            self.source.note(
+                self.node,
+                f"only a run knows what {self.source.segment(node)} is, and it is read as one of the model parallel library: give "
+                "distributed=Torchrun() or MPI() for another strategy",
+            )
+        text, names = translate_distribution(self.source, node, self._indent + 4, more, self._names)
+        self.needed |= names
+        return [("distributed", text)] if text else []
 
     def _same(self) -> list[tuple[str, str]]:
         session = self._given.get("sagemaker_session")
@@ -333,6 +375,10 @@ class EstimatorCall:
         if node is None:
             return []
         self.needed.add("Tag")
+        resolved = self._names.values.resolve(node)
+        if isinstance(resolved, ast.Dict) and not isinstance(literal_value(resolved), list):
+            rows_of = "[Tag(key=key, value=value) for key, value in {}.items()]"
+            return [("tags", rows_of.format(self.source.segment(node)))]
         rows = literal_value(node)
         if isinstance(rows, list) and all(isinstance(row, dict) and {"Key", "Value"} <= row.keys() for row in rows):
             made = ", ".join(f"Tag(key={json.dumps(row['Key'])}, value={json.dumps(row['Value'])})" for row in rows)

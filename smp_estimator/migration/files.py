@@ -10,19 +10,20 @@ from typing import Any
 
 from smp_config import ConfigError
 from smp_estimator.migration.estimator_call import EstimatorCall
+from smp_estimator.migration.magics import installs_version_2
 from smp_estimator.migration.names import (
     ESTIMATORS,
     HOMES,
     MOVED,
     ScriptNames,
+    hidden_arguments,
+    kept_names,
     move_imports,
     moved_names,
-    note_kept_names,
+    rename_classes,
 )
 from smp_estimator.migration.source import Note, ScriptSource
 from smp_estimator.migration.uses import rewrite_uses
-
-_ESTIMATOR_NAMES = {name.rpartition(".")[2] for name in ESTIMATORS}
 
 
 @dataclass(frozen=True)
@@ -69,43 +70,77 @@ def migrate_sources(texts: list[str], folder: Path) -> tuple[list[str], list[lis
                 f"piece {number} of {len(texts)} is not Python: {error.msg}, line {error.lineno}; a script, or each cell of a "
                 "notebook, is read as Python: correct it, or make it a cell of text"
             ) from None
-        names.read(sources[-1])
-    stays = False
+    names.read(sources)
     # "import sagemaker" names nothing that is left, once what stands behind it has moved in every piece.
-    keeps_sagemaker = sum(note_kept_names(source, names) for source in sources) > 0  # in each they are noted
+    kept: set[str] = set()
+    needed_by = []
     for source in sources:
         source.renamed = moved_names(source, names)
-        needed: set[str] = set()
-        for node in ast.walk(source.tree):
-            kind = names.estimator_kind(node)
-            if kind is None or not isinstance(node, ast.Call):
-                continue
-            made = EstimatorCall(source, node, kind, folder)
-            if made.can_be_moved():
-                made.rewrite()
-                needed |= made.needed
-            else:
-                stays = True
+        kept |= kept_names(source, names)
+        classes, needed = rename_classes(source, names)
+        kept |= classes
+        needed_by.append(needed)
+    for source, needed in zip(sources, needed_by, strict=True):
+        needed |= _rewrite_calls(source, names, folder)
         needed |= rewrite_uses(source, names)
-        _write_imports(source, names, needed, stays=stays, keeps_sagemaker=keeps_sagemaker)
+        for line, text in source.magics.items():
+            if installs_version_2(text):
+                source.note_line(
+                    line, "this installs version 2 of the SDK: install 'smp-estimator[sagemaker3]' instead"
+                )
+    gone = {*ESTIMATORS, "smp_estimator.ProcessSession"} - kept
+    if any(needed_by):
+        gone.add("sagemaker")
+    for source, needed in zip(sources, needed_by, strict=True):
+        _write_imports(source, names, needed, gone - kept, kept)
     return [source.changed() for source in sources], [source.notes for source in sources]
 
 
-def _write_imports(
-    source: ScriptSource, names: ScriptNames, needed: set[str], *, stays: bool, keeps_sagemaker: bool
-) -> None:
+def _rewrite_calls(source: ScriptSource, names: ScriptNames, folder: Path) -> set[str]:
+    """Change the calls that create estimators; return the names that the new calls need."""
+    needed: set[str] = set()
+    for node in ast.walk(source.tree):
+        kind = names.estimator_kind(node)
+        if kind is None or not isinstance(node, ast.Call):
+            continue
+        hidden = hidden_arguments(node)
+        if hidden is None:
+            made = EstimatorCall(source, node, kind, folder, names)
+            made.rewrite()
+            needed |= made.needed
+            continue
+        source.note(
+            node,
+            f"this call is left as it is: its arguments come from {source.segment(hidden)}, which only a run knows; write them "
+            "out in the call, and migrate again",
+        )
+    return needed
+
+
+def _write_imports(source: ScriptSource, names: ScriptNames, needed: set[str], gone: set[str], kept: set[str]) -> None:
     """Update the imports of one piece.
 
-    Estimator classes are removed from them, unless a call of one is left as it is.
+    Args:
+        gone: full names that no piece uses any more.
+        kept: full names that any piece still uses.
     """
     moved = {name[1:] for name in needed if name.startswith("=")}
     for full in moved:
         HOMES.setdefault(full.rpartition(".")[2], MOVED[full])
     wanted = {name for name in needed if not name.startswith("=")} | {full.rpartition(".")[2] for full in moved}
-    gone = set() if stays else {f"{full}" for full in ESTIMATORS} | {"smp_estimator.ProcessSession"}
-    if (moved or wanted) and not keeps_sagemaker:
-        gone.add("sagemaker")
-    move_imports(source, names, wanted, gone)
+    for name in sorted(wanted):
+        _note_taken(source, names, name)
+    move_imports(source, names, wanted, gone, kept)
+
+
+def _note_taken(source: ScriptSource, names: ScriptNames, name: str) -> None:
+    """Note a name that the new code needs and that the script has imported from elsewhere."""
+    full = names.bound.get(name, f"{HOMES[name]}.{name}")
+    if full != f"{HOMES[name]}.{name}" and MOVED.get(full) != HOMES[name] and source.tree.body:
+        source.note(
+            source.tree.body[0],
+            f"{name} is {full} here and {HOMES[name]}.{name} in the changed code: rename one of them",
+        )
 
 
 def migrate_file(path: Path) -> Migrated:

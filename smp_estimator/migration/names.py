@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from smp_estimator.migration.holders import Holders
+from smp_estimator.migration.values import Values
 
 if TYPE_CHECKING:
     from smp_estimator.migration.source import ScriptSource
@@ -22,16 +25,36 @@ ESTIMATORS = {
     "smp_estimator.sdk_v2.estimator.SMPHuggingFace": "SMPHuggingFace",
 }
 
+#: Module of SDK v3 → modules of SDK v2 and the names that moved from there.
+_MOVED_FROM = {
+    "sagemaker.core.helper.session_helper": {
+        "sagemaker": "Session get_execution_role",
+        "sagemaker.session": "Session get_execution_role",
+    },
+    "sagemaker.core.inputs": {
+        "sagemaker.inputs": "TrainingInput FileSystemInput ShuffleConfig",
+        "sagemaker": "TrainingInput",
+    },
+    "sagemaker.core": {"sagemaker": "image_uris"},
+    "sagemaker.core.s3": {"sagemaker.s3": "S3Uploader S3Downloader s3_path_join parse_s3_url"},
+    "sagemaker.core.common_utils": {"sagemaker.utils": "name_from_base unique_name_from_base name_from_image"},
+    "sagemaker.core.debugger": {
+        "sagemaker.debugger": """ProfilerConfig FrameworkProfile Rule ProfilerRule rule_configs DebuggerHookConfig
+        CollectionConfig TensorBoardOutputConfig""",
+    },
+    "sagemaker.core.analytics": {"sagemaker.analytics": "TrainingJobAnalytics"},
+    "sagemaker.core.instance_group": {"sagemaker.instance_group": "InstanceGroup"},
+    "sagemaker.core.parameter": {
+        "sagemaker.parameter": "IntegerParameter ContinuousParameter CategoricalParameter",
+        "sagemaker.tuner": "IntegerParameter ContinuousParameter CategoricalParameter",
+    },
+    "sagemaker.core.experiments.run": {"sagemaker.experiments.run": "Run load_run", "sagemaker.experiments": "Run"},
+    "sagemaker.core.workflow.pipeline_context": {"sagemaker.workflow.pipeline_context": "PipelineSession"},
+}
+
 #: Other names of SDK v2 → the module of SDK v3 that has the name.
 MOVED = {
-    "sagemaker.Session": "sagemaker.core.helper.session_helper",
-    "sagemaker.session.Session": "sagemaker.core.helper.session_helper",
-    "sagemaker.get_execution_role": "sagemaker.core.helper.session_helper",
-    "sagemaker.session.get_execution_role": "sagemaker.core.helper.session_helper",
-    "sagemaker.inputs.TrainingInput": "sagemaker.core.inputs",
-    "sagemaker.inputs.FileSystemInput": "sagemaker.core.inputs",
-    "sagemaker.TrainingInput": "sagemaker.core.inputs",
-    "sagemaker.image_uris": "sagemaker.core",
+    f"{old}.{name}": new for new, parts in _MOVED_FROM.items() for old, names in parts.items() for name in names.split()
 }
 
 #: Where the names stand that changed calls use.
@@ -42,7 +65,9 @@ HOMES = {
         Tag""".split(),
         "sagemaker.core.training.configs",
     ),
-    **dict.fromkeys(["MPI", "Torchrun"], "sagemaker.train.distributed"),
+    **dict.fromkeys(["MPI", "SMP", "Torchrun"], "sagemaker.train.distributed"),
+    "Path": "pathlib",
+    "model_trainer": "smp_estimator",
     "Mode": "sagemaker.train.model_trainer",
     "Session": "sagemaker.core.helper.session_helper",
     "image_uris": "sagemaker.core",
@@ -60,6 +85,7 @@ _OF_VERSION_3 = frozenset("ai_registry core lineage mlops serve train".split())
 _RENAMED = {
     "sagemaker.exceptions.UnexpectedStatusException": "FailedStatusError of sagemaker.core.utils.exceptions",
     "sagemaker.tuner.HyperparameterTuner": "HyperparameterTuner of sagemaker.train.tuner",
+    "sagemaker.__version__": 'importlib.metadata.version("sagemaker")',
     "sagemaker.local.LocalSession": "training_mode=Mode.LOCAL_CONTAINER of ModelTrainer",
 }
 
@@ -70,15 +96,20 @@ class ScriptNames:
 
     Attributes:
         bound: name → its full imported name.
-        estimators: variables that hold an estimator.
+        holders: what holds an estimator whose call is changed.
+        values: values of variables.
     """
 
     bound: dict[str, str] = field(default_factory=dict)
-    estimators: set[str] = field(default_factory=set)
+    values: Values = field(default_factory=Values)
 
-    def read(self, source: ScriptSource) -> None:
-        """Take in the imports and the estimators of one more piece."""
-        for node in ast.walk(source.tree):
+    def __post_init__(self) -> None:
+        self.holders = Holders(lambda node: self.moved_kind(node) is not None)
+
+    def read(self, sources: Sequence[ScriptSource]) -> None:
+        """Take in the imports, the variables and the estimators of all pieces."""
+        trees = [source.tree for source in sources]
+        for node in (node for tree in trees for node in ast.walk(tree)):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     self.bound[alias.asname or alias.name.split(".")[0]] = (
@@ -87,11 +118,8 @@ class ScriptNames:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     self.bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Assign) and self.estimator_kind(node.value):
-                self.estimators |= {ast.unparse(target) for target in node.targets}
-            elif isinstance(node, ast.AnnAssign) and node.value is not None and self.estimator_kind(node.value):
-                self.estimators.add(ast.unparse(node.target))
+        self.values.read(trees)
+        self.holders.read(trees)
 
     def full(self, node: ast.AST) -> str:
         """Return an expression's full imported name, or an empty string if it does not come from an import."""
@@ -102,64 +130,134 @@ class ScriptNames:
             return f"{base}.{node.attr}" if base else ""
         return ""
 
+    def root(self, node: ast.AST) -> str:
+        """Return the full imported name of the first word of a dotted name."""
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return self.full(node)
+
     def estimator_kind(self, node: ast.AST) -> str | None:
         """Return the estimator class that a call creates, or None for any other expression."""
         return ESTIMATORS.get(self.full(node.func)) if isinstance(node, ast.Call) else None
 
+    def moved_kind(self, node: ast.AST) -> str | None:
+        """Return the class if the call creates an estimator and names all of its arguments."""
+        if not isinstance(node, ast.Call) or hidden_arguments(node) is not None:
+            return None
+        return self.estimator_kind(node)
+
     def is_estimator(self, node: ast.AST) -> bool:
-        """Return whether an expression is a variable that holds an estimator, or a call that creates one."""
-        return ast.unparse(node) in self.estimators or self.estimator_kind(node) is not None
+        """Return whether an expression is an estimator whose call is changed."""
+        return self.holders.is_one(node)
+
+    @property
+    def model_parallel(self) -> str:
+        """Return what ModelTrainer's ModelParallel is called here; a script may have the strategy of that name."""
+        is_taken = self.bound.get("ModelParallel") == "smp_estimator.ModelParallel"
+        return "model_trainer.ModelParallel" if is_taken else "ModelParallel"
+
+
+def hidden_arguments(node: ast.Call) -> ast.expr | None:
+    """Return the first ``*`` or ``**`` argument of a call, or None."""
+    stars = [value for value in node.args if isinstance(value, ast.Starred)]
+    return next(iter([*stars, *(word.value for word in node.keywords if word.arg is None)]), None)
 
 
 def moved_names(source: ScriptSource, names: ScriptNames) -> dict[tuple[int, int], str]:
     """Return the positions of SDK v2 names with a module prefix, and the names to use after they are imported directly."""
     found = {}
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and names.full(node) in MOVED and not isinstance(node.ctx, ast.Store):
-            start, end = source.span(node)
-            if source.text[start:end] == ast.unparse(node):  # before Python 3.12, places in f-strings may be others
-                found[start, end] = node.attr
+        if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Store) or not source.is_placed(node):
+            continue
+        if names.full(node) in MOVED:
+            found[source.span(node)] = node.attr
     return found
 
 
-def note_kept_names(source: ScriptSource, names: ScriptNames) -> bool:
-    """Add notes on names in ``sagemaker`` that SDK v3 does not have.
-
-    Return whether any name stays, so that the import of ``sagemaker`` is still needed.
-    """
-    used = {
-        full: node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and (full := names.full(node))
-    }
-    kept = {full: node for full, node in used.items() if full.startswith("sagemaker.") and not _moves(full)}
-    for full, node in kept.items():
-        is_whole = not any(other.startswith(f"{full}.") for other in kept)
-        if is_whole and full.split(".")[1] not in _OF_VERSION_3:
+def kept_names(source: ScriptSource, names: ScriptNames) -> set[str]:
+    """Return the full names in ``sagemaker`` that are used after the change, and note those that SDK v3 does not have."""
+    kept = set()
+    for node in ast.walk(source.tree):
+        full = names.full(node)
+        parent = source.parent(node)
+        is_whole = not (isinstance(parent, ast.Attribute) and names.full(parent))
+        if not is_whole or full.split(".")[0] != "sagemaker" or (source.is_placed(node) and _has_moved(full)):
+            continue
+        kept |= {full, names.root(node)}
+        if isinstance(node, ast.Attribute) and "." in full and full.split(".")[1] not in _OF_VERSION_3:
             instead = _RENAMED.get(full)
             source.note(node, f"SDK v3 has no {full}" + (f"; it has {instead}" if instead else ""))
-    return bool(kept)
+    return kept
+
+
+def rename_classes(source: ScriptSource, names: ScriptNames) -> tuple[set[str], set[str]]:
+    """Change mentions of estimator classes outside of calls to ModelTrainer where that is the same.
+
+    Returns:
+        The full names of classes that stay, and the names that the changed code needs.
+    """
+    kept, needed = set(), set()
+    for node in ast.walk(source.tree):
+        full = names.full(node)
+        if full not in ESTIMATORS or not isinstance(node, ast.Name | ast.Attribute):
+            continue
+        parent = source.parent(node)
+        if isinstance(parent, ast.Call) and parent.func is node:
+            if names.moved_kind(parent) is None:
+                kept |= {full, names.root(node)}
+            continue
+        if _is_type(source, node) and source.is_placed(node):
+            source.replace_node(node, "ModelTrainer")
+            needed.add("ModelTrainer")
+            continue
+        kept |= {full, names.root(node)}
+        if not isinstance(parent, ast.Attribute):
+            source.note(
+                node, f"{source.segment(node)} stays here: SDK v3 has ModelTrainer, which takes other arguments"
+            )
+    return kept, needed
+
+
+def _is_type(source: ScriptSource, node: ast.AST) -> bool:
+    """Return whether a class is an annotation, or the second argument of ``isinstance``."""
+    child, parent = node, source.parent(node)
+    while isinstance(parent, ast.Subscript | ast.Tuple | ast.BinOp | ast.List):
+        child, parent = parent, source.parent(parent)
+    if isinstance(parent, ast.Call):
+        return ast.unparse(parent.func) == "isinstance" and child in parent.args[1:]
+    if isinstance(parent, ast.AnnAssign | ast.arg):
+        return parent.annotation is child
+    return isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef) and parent.returns is child
+
+
+def _has_moved(full: str) -> bool:
+    """Return whether a full name is one that moves or an estimator class, or an attribute of one."""
+    return any(f"{full}.".startswith(f"{moved}.") for moved in (*MOVED, *ESTIMATORS))
 
 
 def _moves(full: str) -> bool:
     """Return whether a full name moves, is the prefix of a name that moves, or is an estimator class."""
-    return any(f"{moved}.".startswith(f"{full}.") or full.startswith(f"{moved}.") for moved in (*MOVED, *ESTIMATORS))
+    return _has_moved(full) or any(moved.startswith(f"{full}.") for moved in (*MOVED, *ESTIMATORS))
 
 
-def move_imports(source: ScriptSource, names: ScriptNames, needed: Iterable[str], gone: set[str]) -> None:
+def move_imports(
+    source: ScriptSource, names: ScriptNames, needed: Iterable[str], gone: set[str], still_used: set[str]
+) -> None:
     """Write the imports that the changed piece needs, and take out those of names that it no longer has.
 
     Args:
         needed: names that changed calls use.
         gone: full names that nothing in the script uses any more.
+        still_used: full names that something in the script uses.
     """
     wanted: dict[str, set[str]] = {}
     for name in needed:
         wanted.setdefault(HOMES[name], set()).add(name)
-    first: ast.stmt | None = None
     for node in _imports(source):
         kept = []
         for alias in node.names:
             full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-            if full in gone:
+            if full in gone or _is_left_behind(full, node, still_used):
                 continue
             if isinstance(node, ast.ImportFrom) and full in MOVED:
                 wanted.setdefault(MOVED[full], set()).add(_as(alias))
@@ -168,15 +266,23 @@ def move_imports(source: ScriptSource, names: ScriptNames, needed: Iterable[str]
         _note_missing(source, node, kept)
         if len(kept) == len(node.names):
             continue
-        first = first or node
         if kept:
             words = ", ".join(map(_as, kept))
             text = f"from {node.module} import {words}" if isinstance(node, ast.ImportFrom) else f"import {words}"
             source.replace_node(node, text)
         else:
-            source.remove_lines(node)
+            source.remove_statement(node)
     if wanted:
-        _insert(source, [_import(home, sorted(held)) for home, held in sorted(wanted.items())], first)
+        _insert(source, names, [_import(home, sorted(held)) for home, held in sorted(wanted.items())])
+
+
+def _is_left_behind(full: str, node: ast.Import | ast.ImportFrom, kept: set[str]) -> bool:
+    """Return whether the script uses nothing of an imported module of SDK v2 but what has moved."""
+    if not full.startswith("sagemaker.") or full in (*MOVED, *ESTIMATORS) or not _moves(full):
+        return False
+    if isinstance(node, ast.Import) and "sagemaker" in kept:
+        return False
+    return not any(f"{each}.".startswith(f"{full}.") for each in kept)
 
 
 def _import(home: str, held: list[str]) -> str:
@@ -196,25 +302,41 @@ def _note_missing(source: ScriptSource, node: ast.Import | ast.ImportFrom, kept:
             source.note(node, f"SDK v3 has no {full}" + (f"; it has {instead}" if instead else ""))
 
 
-def _insert(source: ScriptSource, lines: list[str], first: ast.stmt | None) -> None:
-    """Insert new imports in the place of the first old one, else before the first statement that is not an import."""
-    text = "\n".join(lines) + "\n"
-    if first is not None:
-        indent = " " * source.indent_of(first)
-        place = source.line_start(first)
-        source.replace(place, place, "".join(f"{indent}{line}\n" for whole in lines for line in whole.split("\n")))
-        return
+def _insert(source: ScriptSource, names: ScriptNames, lines: list[str]) -> None:
+    """Insert imports where the SDK was imported, if nothing uses them earlier; else behind the imports at the top."""
     body = source.tree.body
     after = 0
     for number, node in enumerate(body):
         is_docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if not (is_docstring or isinstance(node, ast.Import | ast.ImportFrom)):
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        if not (is_docstring or is_import or node.lineno in source.magics):
             break
         after = number + 1
-    place = source.line_start(body[after]) if after < len(body) else len(source.text)
+    text = "\n".join(lines) + "\n"
+    for number, node in enumerate(body):
+        if isinstance(node, ast.Import | ast.ImportFrom) and _is_of_sdk(node):
+            place = source.line_start(node)
+            source.replace(place, place, text)
+            return
+        if number >= after and _uses_sdk(node, names):
+            break
+    place = source.top_of(body[after]) if after < len(body) else len(source.text)
     if after == len(body) and not source.text.endswith("\n"):
         text = "\n" + text
     source.replace(place, place, text if after else text + "\n" if body else text)
+
+
+def _is_of_sdk(node: ast.Import | ast.ImportFrom) -> bool:
+    modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+    return any(module.split(".")[0] in ("sagemaker", "smp_estimator") for module in modules)
+
+
+def _uses_sdk(statement: ast.stmt, names: ScriptNames) -> bool:
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return False
+    return any(names.full(node).startswith(("sagemaker", "smp_estimator")) for node in ast.walk(statement)) or any(
+        names.is_estimator(node) for node in ast.walk(statement)
+    )
 
 
 def _imports(source: ScriptSource) -> Iterator[ast.Import | ast.ImportFrom]:

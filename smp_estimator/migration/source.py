@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import io
 import re
+import textwrap
 import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-#: Lines that a notebook's kernel takes before Python does.
-_MAGIC = re.compile(r"^(\s*)[%!]")
+from smp_estimator.migration.fstrings import place_expressions
+from smp_estimator.migration.magics import parse_cell
+
+#: Begins each comment that migrate writes.
+MARK = "# smp-estimator migrate:"
 
 _INDENT = "    "
+
+_NEW_LINE = re.compile(r"\s*\n\s*")
 
 #: Characters of a line that is not wrapped.
 _LINE = 96
@@ -38,26 +45,42 @@ class ScriptSource:
         text: as it is written.
         notes: notes for a person to review.
         renamed: new names, by the start and end positions of the old ones.
+        tree: its syntax tree.
+        magics: lines that the kernel of a notebook runs, by number.
     """
 
     text: str
     notes: list[Note] = field(default_factory=list)
     renamed: dict[tuple[int, int], str] = field(default_factory=dict)
     _edits: list[tuple[int, int, str]] = field(default_factory=list)
+    _marks: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._lines = self.text.splitlines(keepends=True)
         self._starts = [0]
         for line in self._lines:
             self._starts.append(self._starts[-1] + len(line))
-        # What the kernel takes becomes Python that does nothing, on the same line.
-        plain = [_MAGIC.sub(r"\1pass #", line) for line in self._lines]
-        is_cell_magic = self.text.lstrip().startswith("%%")
-        self.tree = ast.parse("" if is_cell_magic else "".join(plain))
+        self.tree, self.magics = parse_cell(self.text, self._lines)
+        self._unplaced = place_expressions(self.tree, self.span, self.text, self._line_and_column)
+        self._tops = self._lines_of_statements()
+        self._parents = {id(child): parent for parent in ast.walk(self.tree) for child in ast.iter_child_nodes(parent)}
 
     def at(self, line: int, column: int) -> int:
         """Return the position in the text of a line and column of the syntax tree; columns count bytes."""
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def _line_and_column(self, position: int) -> tuple[int, int]:
+        """Return the line of a position in the text, and its column in bytes."""
+        line = bisect.bisect_right(self._starts, position, hi=len(self._lines))
+        return line, len(self.text[self._starts[line - 1] : position].encode())
+
+    def is_placed(self, node: ast.AST) -> bool:
+        """Return whether the position of a node is known; in some f-strings it is not."""
+        return id(node) not in self._unplaced
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """Return the node that a node is a part of."""
+        return self._parents.get(id(node))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Return the start and end of a node in the text."""
@@ -122,23 +145,103 @@ class ScriptSource:
         """Replace a node by ``text``."""
         self.replace(*self.span(node), text)
 
-    def remove_lines(self, node: ast.stmt) -> None:
-        """Remove a statement that shares its lines with no other statement."""
-        start, end = self._starts[node.lineno - 1], self._starts[node.end_lineno or node.lineno]
-        self.replace(start, end, "")
+    def remove_statement(self, node: ast.stmt) -> None:
+        """Remove a statement; one that is alone in its block becomes ``pass``."""
+        start, end = self.span(node)
+        line, last = self._starts[node.lineno - 1], self._starts[node.end_lineno or node.lineno]
+        before, behind = self.text[line:start], self.text[end:last]
+        parent = self.parent(node)
+        blocks = [value for _, value in ast.iter_fields(parent) if isinstance(value, list)] if parent else []
+        is_only = not isinstance(parent, ast.Module) and any(block == [node] for block in blocks)
+        if is_only:
+            self.replace(start, end, "pass")
+        elif not before.strip() and not behind.partition("#")[0].strip():
+            self.replace(line, last, "")
+        elif behind.lstrip().startswith(";"):
+            rest = behind.partition(";")[2].lstrip(" ")
+            self.replace(start, last - len(rest), "")
+        else:
+            self.replace(start, end, "pass")
 
     def line_start(self, node: ast.AST) -> int:
         """Return the start of the line that a node begins on."""
         return self._starts[node.lineno - 1]  # type: ignore[attr-defined]
 
+    def top_of(self, node: ast.stmt) -> int:
+        """Return the start of the comments above a statement; the first lines of a program stay above."""
+        line = node.lineno
+        while line > 1 and self._lines[line - 2].lstrip().startswith("#"):
+            above = self._lines[line - 2]
+            if line <= 3 and (above.startswith("#!") or "coding" in above):
+                break
+            line -= 1
+        return self._starts[line - 1]
+
     def note(self, node: ast.AST, text: str) -> None:
-        """Note that a person has to review a node."""
+        """Note that a person has to review a node: in the list, and in a comment above its statement."""
+        text = _NEW_LINE.sub(" ", text)
         self.notes.append(Note(node.lineno, text))  # type: ignore[attr-defined]
+        line = self._first_line(node)
+        if (line, text) not in self._marks and not self._is_marked(line, text):
+            self._marks.append((line, text))
+
+    def note_line(self, line: int, text: str) -> None:
+        """Note that a person has to review a line that is no Python, in the list and in a comment above it."""
+        self.notes.append(Note(line, text))
+        if not self._is_marked(line, text):
+            self._marks.append((line, text))
+
+    def _first_line(self, node: ast.AST) -> int:
+        """Return the line that a comment on a node belongs above: its statement's, or that of the statement around it."""
+        found: ast.AST | None = node
+        while found is not None:
+            if isinstance(found, ast.stmt) and found.lineno in self._tops:
+                return self._tops[found.lineno]
+            found = self.parent(found)
+        return 1
+
+    def _lines_of_statements(self) -> dict[int, int]:
+        """Return the lines that begin with a statement, each with the line of its first decorator or itself."""
+        tops = {}
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.stmt):
+                continue
+            top = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+            before = self._lines[node.lineno - 1].encode()[: node.col_offset]
+            is_continued = top > 1 and self._lines[top - 2].rstrip("\r\n").endswith("\\")
+            if not before.strip() and not is_continued:
+                tops[node.lineno] = top
+        return tops
+
+    def _is_marked(self, line: int, text: str) -> bool:
+        """Return whether the comments above a line have this text already."""
+        above: list[str] = []
+        while line > 1 and self._lines[line - 2].lstrip().startswith("#"):
+            line -= 1
+            above.insert(0, self._lines[line - 1].strip().removeprefix(MARK).strip("# "))
+        return " ".join(text.split()) in " ".join(above)
+
+    def _written_marks(self) -> list[tuple[int, int, str]]:
+        made = []
+        for line, text in self._marks:
+            start = self._starts[line - 1]
+            row = self._lines[line - 1]
+            indent = row[: len(row) - len(row.lstrip())]
+            rows = textwrap.wrap(
+                f"{MARK} {' '.join(text.split())}",
+                _LINE - len(indent),
+                subsequent_indent="#   ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            made.append((start, start, "".join(f"{indent}{each}\n" for each in rows)))
+        return made
 
     def changed(self) -> str:
         """Return the text with all changes applied; if two overlap, the wider one is applied."""
         made, place = [], 0
-        wide = sorted(self._edits, key=lambda edit: (edit[0], edit[0] != edit[1], -edit[1]))
+        edits = [*self._edits, *self._written_marks()]
+        wide = sorted(edits, key=lambda edit: (edit[0], edit[0] != edit[1], -edit[1]))
         for start, end, text in wide:
             if start < place:
                 continue

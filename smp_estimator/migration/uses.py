@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from smp_estimator.migration.names import ESTIMATORS, MOVED, ScriptNames
+from smp_estimator.migration.names import ESTIMATORS, MOVED, ScriptNames, hidden_arguments
 from smp_estimator.migration.source import call, literal_value
 
 if TYPE_CHECKING:
@@ -31,19 +31,46 @@ _WITHOUT_PLACE = {
     "distribution": "it is trainer.distributed",
     "output_path": "it is trainer.output_data_config.s3_output_path",
     "checkpoint_s3_uri": "it is trainer.checkpoint_config.s3_uri",
+    "entry_point": "it is trainer.source_code.entry_script",
+    "source_dir": "it is trainer.source_code.source_dir",
+    "image_uri": "it is trainer.training_image",
 }
+
+#: What a trainer has, or a change leads to.
+_KNOWN = frozenset(
+    """fit logs hyperparameters latest_training_job model_data base_job_name role environment sagemaker_session tags plan suggest
+    rehearse train _current_job_name training_image_uri""".split()
+)
+
+#: What the SDK's session lacks, and what to use.
+_SESSION_WITHOUT_PLACE = {
+    **dict.fromkeys(
+        ["describe_training_job", "wait_for_job", "logs_for_job", "stop_training_job"],
+        "sagemaker.core.resources.TrainingJob.get(name) has refresh(), wait() and stop()",
+    ),
+    "train": "use ModelTrainer",
+    "describe_endpoint": "use sagemaker.core.resources.Endpoint.get(name)",
+    "endpoint_from_job": "see sagemaker.serve.ModelBuilder",
+    "endpoint_from_model_data": "see sagemaker.serve.ModelBuilder",
+}
+
+_SESSIONS = ("sagemaker.Session", "sagemaker.session.Session")
 
 
 def rewrite_uses(source: ScriptSource, names: ScriptNames) -> set[str]:
     """Change the uses of estimators and of other SDK names; return the names that the new code needs."""
     needed: set[str] = set()
     for node in ast.walk(source.tree):
+        if not source.is_placed(node):
+            continue
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and names.is_estimator(node.func.value):
             if node.func.attr == "fit":
                 needed |= _fit(source, names, node)
             elif node.func.attr == "logs":
                 start = source.span(node.func.value)[1]
                 source.replace(start, source.span(node)[1], ".latest_training_job.wait(logs=True)")
+            elif node.func.attr == "training_image_uri":
+                source.replace(source.span(node.func.value)[1], source.span(node)[1], ".training_image")
             elif node.func.attr == "hyperparameters":
                 source.replace(source.span(node.func)[1], source.span(node)[1], "")
         if isinstance(node, ast.Attribute):
@@ -54,6 +81,14 @@ def rewrite_uses(source: ScriptSource, names: ScriptNames) -> set[str]:
 def _fit(source: ScriptSource, names: ScriptNames, node: ast.Call) -> set[str]:
     if not isinstance(node.func, ast.Attribute):
         raise AssertionError("fit() is called on something")
+    hidden = hidden_arguments(node)
+    if hidden is not None and not isinstance(hidden, ast.Starred):
+        source.note(
+            node,
+            f"fit() is train() in SDK v3, and takes input_data_config, wait and logs: write out what {source.segment(hidden)} "
+            "holds",
+        )
+        return set()
     given = dict(zip(_FIT, node.args, strict=False)) | {word.arg: word.value for word in node.keywords if word.arg}
     indent = source.indent_of(node)
     needed: set[str] = set()
@@ -81,7 +116,10 @@ def _inputs(
     """
     if inputs is None:
         return []
-    if not isinstance(inputs, ast.Dict) or not all(_is_address(value, names) for value in inputs.values):
+    found = names.values.resolve(inputs)
+    if isinstance(found, ast.Call) and names.full(found.func).startswith("sagemaker.inputs."):
+        return [("", f'{{"training": {source.moved(inputs, indent + 4)}}}')]  # as SDK v2 names one channel alone
+    if not isinstance(inputs, ast.Dict) or not all(_is_address(value) for value in inputs.values):
         return [("", source.moved(inputs, indent + 4))]
     needed.add("InputData")
     rows = [
@@ -102,10 +140,8 @@ def _logs(source: ScriptSource, logs: ast.expr) -> list[tuple[str, str]]:
     return [("logs", source.segment(logs))] if shown is None else []
 
 
-def _is_address(node: ast.expr, names: ScriptNames) -> bool:
-    """Return whether a channel is a plain address, not an object of the SDK."""
-    if isinstance(node, ast.Call):
-        return not names.full(node.func).startswith("sagemaker.")
+def _is_address(node: ast.expr) -> bool:
+    """Return whether a channel is a plain address; a call may return an object of the SDK."""
     return isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
 
 
@@ -131,6 +167,17 @@ def _attribute(source: ScriptSource, names: ScriptNames, node: ast.Attribute) ->
             source.note(
                 node, "latest_training_job.describe() is refresh() in SDK v3, and its answer an object with attributes"
             )
-    elif node.attr in _WITHOUT_PLACE and (names.is_estimator(owner) or names.full(owner) in ESTIMATORS):
-        source.note(node, f"{source.segment(node)} is not in ModelTrainer; {_WITHOUT_PLACE[node.attr]}")
+    elif node.attr == "_current_job_name" and names.is_estimator(owner):
+        source.replace(source.span(owner)[1], source.span(node)[1], ".latest_training_job.training_job_name")
+    elif node.attr not in _KNOWN and (names.is_estimator(owner) or names.full(owner) in ESTIMATORS):
+        instead = _WITHOUT_PLACE.get(node.attr, "help(ModelTrainer) lists what there is")
+        source.note(node, f"{source.segment(node)} is not in ModelTrainer; {instead}")
+    elif node.attr in _SESSION_WITHOUT_PLACE and _is_session(names, owner):
+        source.note(node, f"{source.segment(node)} is not in SDK v3; {_SESSION_WITHOUT_PLACE[node.attr]}")
     return set()
+
+
+def _is_session(names: ScriptNames, node: ast.expr) -> bool:
+    """Return whether an expression is the SDK's session."""
+    found = names.values.resolve(node)
+    return isinstance(found, ast.Call) and names.full(found.func) in _SESSIONS

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from smp_config import ConfigError
 from smp_estimator.cli.main import main
 from smp_estimator.migration import migrate_sources
+from smp_estimator.migration.source import MARK
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -254,16 +255,19 @@ def test_what_a_person_has_to_look_at() -> None:
         assert any(part in sentence for sentence in said), f"{part!r} is not in {said}"
     assert not any("debugger_hook_config" in sentence or "rules" in sentence for sentence in said)
     said = notes(
-        "from sagemaker.exceptions import UnexpectedStatusException\nfrom sagemaker.debugger import Rule\n"
+        "from sagemaker.exceptions import UnexpectedStatusException\nfrom sagemaker.tensorflow import TensorFlow\n"
         + estimator(CLOUD)
     )
     assert any("it has FailedStatusError of sagemaker.core.utils.exceptions" in sentence for sentence in said)
-    assert any("SDK v3 has no sagemaker.debugger.Rule" in sentence for sentence in said)
+    assert any("SDK v3 has no sagemaker.tensorflow.TensorFlow" in sentence for sentence in said)
 
 
 def test_arguments_that_only_a_run_knows() -> None:
     text = "from smp_estimator import SMPEstimator\ngiven = {}\njob = SMPEstimator(**given)\n"
-    assert migrated(text) == text
+    after = migrated(text)
+    assert [line for line in after.splitlines() if not line.startswith("#")] == text.splitlines()
+    assert after.count(MARK) == 1
+    assert migrated(after) == after, "it is marked once"
     assert "its arguments come from given" in notes(text)[0]
 
 
@@ -408,5 +412,5 @@ def test_an_import_of_one_cell_stays_for_another() -> None:
     second = "model = sagemaker.model.Model(role)\n"
     (before, after), (_, notes) = migrate_sources([first, second], Path())
     assert "import sagemaker\n" in before
-    assert after == second
+    assert after == f"{MARK} SDK v3 has no sagemaker.model.Model\n{second}"
     assert [note.text for note in notes] == ["SDK v3 has no sagemaker.model.Model"]

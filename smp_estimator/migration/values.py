@@ -1,0 +1,88 @@
+"""The values that a script assigns to its variables, where reading the code shows them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from smp_estimator.migration.source import is_literal, literal_value
+
+
+@dataclass
+class Values:
+    """Values by variable.
+
+    Attributes:
+        assigned: variable → the expressions that are assigned to it.
+        changed: variables that the code also changes otherwise, such as in a loop.
+    """
+
+    assigned: dict[str, list[ast.expr]] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+
+    def read(self, trees: Iterable[ast.AST]) -> None:
+        """Take in the assignments of all pieces."""
+        for node in (node for tree in trees for node in ast.walk(tree)):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._assign(target, node.value)
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                self._assign(node.target, node.value)
+            elif isinstance(node, ast.AugAssign):
+                self._assign(node.target, None)
+            elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+                self._loop(node.target, node.iter)
+            elif isinstance(node, ast.arguments):
+                self._parameters(node)
+            elif isinstance(node, ast.Attribute) and node.attr in ("update", "pop", "setdefault", "append"):
+                self._assign(node.value, None)
+
+    def resolve(self, node: ast.AST | None) -> ast.AST | None:
+        """Return the only value of a variable, or the node itself if it is another expression."""
+        seen = set()
+        while isinstance(node, ast.Name) and node.id not in self.changed and node.id not in seen:
+            seen.add(node.id)
+            found = self.assigned.get(node.id, [])
+            if len(found) != 1:
+                break
+            node = found[0]
+        return node
+
+    def possible(self, node: ast.AST | None, depth: int = 4) -> list[object]:
+        """Return the literal values that an expression may have, as far as the code shows them."""
+        if isinstance(node, ast.IfExp):
+            return [*self.possible(node.body, depth), *self.possible(node.orelse, depth)]
+        if isinstance(node, ast.Name) and depth:
+            return [each for value in self.assigned.get(node.id, []) for each in self.possible(value, depth - 1)]
+        return [literal_value(node)] if is_literal(node) else []
+
+    def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+            for number, part in enumerate(target.elts):
+                self._assign(part, values[number] if number < len(values) else None)
+        elif isinstance(target, ast.Subscript):
+            self._assign(target.value, None)
+        elif isinstance(target, ast.Name):
+            if value is None:
+                self.changed.add(target.id)
+            else:
+                self.assigned.setdefault(target.id, []).append(value)
+
+    def _loop(self, target: ast.expr, items: ast.expr) -> None:
+        if isinstance(items, ast.List | ast.Tuple):
+            for value in items.elts:
+                self._assign(target, value)
+        for node in ast.walk(target):
+            if isinstance(node, ast.Name):
+                self.changed.add(node.id)
+
+    def _parameters(self, node: ast.arguments) -> None:
+        names = [*node.posonlyargs, *node.args]
+        defaults = [*zip(names[len(names) - len(node.defaults) :], node.defaults, strict=True)]
+        defaults += [(each, value) for each, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value]
+        for each in (*names, *node.kwonlyargs):
+            self.changed.add(each.arg)
+        for each, value in defaults:
+            self.assigned.setdefault(each.arg, []).append(value)
