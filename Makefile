@@ -42,7 +42,7 @@ TABLE ?= test-table.jsonl
 DOCS := .venv-docs
 TRACKERS := .venv-trackers
 
-.PHONY: bench bench-quick dist docs docs-serve image push test-docker quickstart test test-newest test-sdk-floor test-crossings test-mutants test-trackers test-v3 test-full test-all test-report test-torch test-clients test-clients-full test-matrix lint type format clean help
+.PHONY: bench bench-quick dist docs docs-serve gpu-check-dry gpu-wheels image push test-docker quickstart test test-gpu test-newest test-sdk-floor test-crossings test-mutants test-trackers test-v3 test-full test-all test-report test-torch test-clients test-clients-full test-matrix lint type format clean help
 
 help:
 	@echo "make quickstart   train a small GPT with SMPEstimator.fit(): two processes, no cloud account"
@@ -59,7 +59,9 @@ help:
 	@echo "make test-matrix  Python 3.10 to 3.13 and PyTorch from the floor to the newest, for docs/compatibility.md; MATRIX=\"3.12 2.4.0\": some"
 	@echo "make image        the training image; BASE_IMAGE=… for the cloud; make push prints how to publish it"
 	@echo "make test-docker  SageMaker local mode with that image, one and two hosts"
-	@echo "make bench        the figures of docs/performance.md, peers in turns, into benchmarks/results.json; bench-quick: under five minutes"
+	@echo "make bench        the figures of docs/how-it-works/performance.md, peers in turns, into benchmarks/results.json; bench-quick: under five minutes"
+	@echo "make gpu-check-dry  the checks for a machine with a GPU (benchmarks/gpu_check), tiny and on the CPU; gpu-wheels fetches into .gpu what they need there"
+	@echo "make test-gpu     on a machine with a GPU: each path of the runtime with code of its own for CUDA, against the CPU; GPU_PYTHON=python3"
 	@echo "make docs         the documentation as a site in site/; make docs-serve shows it while it is written"
 	@echo "make dist         wheel and sdist into dist/"
 	@echo "make lint type    ruff and mypy"
@@ -83,6 +85,24 @@ bench: $(VENV)/.installed
 
 bench-quick: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench.py run --quick $(addprefix --only ,$(ONLY))
+
+# Where a machine with a GPU has no network: packages that its Python lacks, for that Python, and an NCCL that lets ranks share a GPU.
+GPU_FILES ?= .gpu
+GPU_WHEELS := pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.7.0 typing-extensions==4.16.0 typing-inspection==0.4.5
+gpu-wheels: $(VENV)/.installed
+	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 \
+		--platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 -d $(GPU_FILES)/whl $(GPU_WHEELS)
+	$(BIN)/python benchmarks/gpu_check/slim_nccl.py $(GPU_FILES)/nccl
+
+# Whether the checks run, before a machine with a GPU is at hand. Results in build/gpu-check.
+gpu-check-dry: $(VENV)/.installed
+	rm -rf build/gpu-check
+	RES_OPTIONS=attempts:0 $(BIN)/python benchmarks/gpu_check drive --tiny --beside 2 --budget 1800 --patience 4 --out build/gpu-check
+
+# With a Python that has PyTorch for that GPU; .venv has the one for CPUs. The first check fails where there is no GPU.
+GPU_PYTHON ?= python3
+test-gpu:
+	SMPCHECK_PYTHON=$(GPU_PYTHON) bash benchmarks/gpu_check/gpu_check.sh --only env,paths --budget 300
 
 test: test-sdk-floor test-newest
 

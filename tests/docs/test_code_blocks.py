@@ -143,7 +143,8 @@ def _python(words: list[str]) -> None:
         return
     if not words[0].startswith(("examples/", "benchmarks/", "tests/", "entrypoints/")):
         return  # a script of the reader
-    text = (ROOT / words[0]).read_text(encoding="utf-8")
+    path = ROOT / words[0]
+    text = (path / "__main__.py" if path.is_dir() else path).read_text(encoding="utf-8")
     for option in (word for word in words if word.startswith("--")):
         assert f'"{option}"' in text, option
 

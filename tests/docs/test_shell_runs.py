@@ -70,7 +70,10 @@ NOT_RUN: dict[Key, str] = {
     ("image.md", "make push"): DOCKER,
     ("performance.md", "make bench-quick"): BENCH,
     ("performance.md", "make bench "): BENCH,
-    ("performance.md", "benchmarks/gpu.py"): "it needs a GPU",
+    (
+        "performance.md",
+        "benchmarks/gpu_check",
+    ): "it needs a GPU; tests/docs/test_gpu_check.py runs one check on the CPU",
 }
 LISTED = [*ELSEWHERE, *NOT_RUN]
 

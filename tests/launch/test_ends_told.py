@@ -159,12 +159,13 @@ def drain(folder):
     os.environ[REPORT_VARIABLE] = folder
     supervise._DRAIN_PATIENCE, supervise._LEFTOVER_PATIENCE = 0.1, 0.2
     rank = (
-        "import os; os.write(2, f'smp-started {} {os.getpid()}\\n'.encode()); print(('x' * 99 + '\\n') * 20000, end='')"
+        "import os, sys; os.write(2, f'smp-started {sys.argv[1]} {os.getpid()}\\n'.encode()); "
+        "print(('x' * 99 + '\\n') * 20000, end='')"
     )
     with StopRequests() as stop:
         collector = FailureCollector(lambda rank: "here", mpirun=False)
         supervisor = supervise.Supervisor(stop, collector, ranks=2, pipes=Path(folder))
-        command = isolated_command("smp_launch.anywhere.local_ranks", "2", "--", sys.executable, "-S", "-c", rank)
+        command = isolated_command("smp_launch.anywhere.local_ranks", "2", "--", sys.executable, "-S", "-c", rank, "{}")
         outcome = supervisor.run(command, os.environ, ".")
     print(outcome.returncode, outcome.overdue)
 

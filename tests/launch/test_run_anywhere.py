@@ -97,11 +97,13 @@ def told(folder):
 
 def test_ranks_of_this_machine(folder):
     parameters = '{"pipeline_parallel_degree": 2, "ddp": True}'
-    code, log = run("--processes", 2, "--parameters", parameters, "train.py", "tell", "--lr", "0.1", "--help")
+    code, log = run(
+        "--processes", 2, "--parameters", parameters, "train.py", "tell", "--lr", "0.1", "{}", "a{}", "--help"
+    )
     assert code == 0, log
     ranks = told(folder)
     assert [rank["RANK"] for rank in ranks] == ["0", "1"]
-    assert all(rank["argv"] == ["tell", "--lr", "0.1", "--help"] for rank in ranks)
+    assert all(rank["argv"] == ["tell", "--lr", "0.1", "{}", "a{}", "--help"] for rank in ranks)
     assert all(rank["WORLD_SIZE"] == rank["LOCAL_WORLD_SIZE"] == "2" for rank in ranks)
     assert json.loads(ranks[1]["SM_HP_MP_PARAMETERS"])["pipeline_parallel_degree"] == 2
     assert ranks[0]["MASTER_ADDR"] == "127.0.0.1"

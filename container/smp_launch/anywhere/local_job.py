@@ -18,6 +18,7 @@ from smp_config.errors import ConfigError
 from smp_config.machine.launchers import SECRET_VARIABLE, job_secret
 from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts, restart_count
 from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
+from smp_launch.anywhere.local_ranks import LOCAL_RANK
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
 from smp_launch.errors import LaunchError
 from smp_launch.failures.failure import Cause, FailureCollector
@@ -94,7 +95,7 @@ class LocalJob:
         surroundings = self.surroundings
         if surroundings.kind is LauncherKind.SLURM_ALLOCATION:
             return [*_SRUN, *self.again]
-        local = str(surroundings.local_rank) if surroundings.is_rank else "{}"
+        local = str(surroundings.local_rank) if surroundings.is_rank else LOCAL_RANK
         rank = isolated_command("smp_launch.anywhere.plain_rank", local, "--", self.script, *self.words)
         if surroundings.is_rank:
             return rank

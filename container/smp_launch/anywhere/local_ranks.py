@@ -22,6 +22,9 @@ from smp_launch.machine.rank_pipes import REPORT_VARIABLE, write_to
 #: Seconds from SIGTERM to SIGKILL for ranks that outlive a failed one: they use them to report that a rank is gone.
 _PATIENCE = 2.5
 
+#: Stands for a rank's number among the words of the program.
+LOCAL_RANK = "{}"
+
 #: Of prctl (linux/prctl.h).
 _PR_SET_PDEATHSIG = 1
 
@@ -30,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the ranks to their end.
 
     Args:
-        arguments: the number of ranks, ``--``, the program and its arguments; ``{}`` among them becomes the rank's number.
+        arguments: the number of ranks, ``--``, the program and its arguments. The first of them that is :data:`LOCAL_RANK`
+            becomes the rank's number; later ones are the user's.
 
     Returns:
         0 if all ranks ended with 0, else the exit code of the first that failed.
@@ -54,7 +58,9 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(sent, lambda number, frame: pass_on(number))
     signal.signal(signal.SIGALRM, end)
     for local in range(int(number)):
-        words = [word.replace("{}", str(local)) for word in program]
+        words = list(program)
+        if LOCAL_RANK in words:
+            words[words.index(LOCAL_RANK)] = str(local)
         output, errors = write_to(pipes, local) or (None, None)
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
         process.returncode = 0  # collected below, in the order in which they end
