@@ -58,9 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(sent, lambda number, frame: pass_on(number))
     signal.signal(signal.SIGALRM, end)
     for local in range(int(number)):
-        words = list(program)
-        if LOCAL_RANK in words:
-            words[words.index(LOCAL_RANK)] = str(local)
+        words = _words_of(program, local)
         output, errors = write_to(pipes, local) or (None, None)
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
         process.returncode = 0  # collected below, in the order in which they end
@@ -80,6 +78,14 @@ def main(arguments: Sequence[str]) -> int:
             pass_on(signal.SIGTERM)
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
     return first if first >= 0 else 128 - first
+
+
+def _words_of(program: Sequence[str], local: int) -> list[str]:
+    """Return the words of a rank's program: the first :data:`LOCAL_RANK` becomes its number."""
+    words = list(program)
+    if LOCAL_RANK in words:
+        words[words.index(LOCAL_RANK)] = str(local)
+    return words
 
 
 def _end_with_parent() -> None:
