@@ -47,17 +47,24 @@ def metric_definitions() -> list[dict[str, str]]:
     return [{"Name": name, "Regex": rf'{PROGRESS_PREFIX}\{{.*"{name}": ?{_NUMBER}'} for name in METRICS]
 
 
-def fill_in_cloud(sdk: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Fill in defaults among ``sdk``, the arguments for the SDK's class; warn about allowed but unwise settings."""
-    if sdk.get("debugger_hook_config") is None:
-        sdk["debugger_hook_config"] = False
-    elif sdk["debugger_hook_config"]:
+def fill_in_cloud(sdk: dict[str, Any]) -> None:
+    """Fill in defaults among ``sdk``, the arguments for the SDK's class."""
+    if sdk.get("metric_definitions") is None:
+        sdk["metric_definitions"] = metric_definitions()
+
+
+def settle_debugger(estimator: Any, say: Callable[[str], None]) -> None:
+    """Turn the debugger's hooks off by default, or warn if an argument or a defaults file turns them on.
+
+    This comes after the SDK's constructor, which reads the defaults file only if the argument is left out.
+    """
+    if estimator.debugger_hook_config is None:
+        estimator.debugger_hook_config = False
+    elif estimator.debugger_hook_config is not False:  # the SDK writes True as {}
         say(
             "debugger_hook_config is on, but the debugger's hooks do not know distributed models and may fail the job; "
             "debugger_hook_config=False is the default for model parallel jobs"
         )
-    if sdk.get("metric_definitions") is None:
-        sdk["metric_definitions"] = metric_definitions()
 
 
 def warn_of_isolation(is_isolated: Any, say: Callable[[str], None]) -> None:

@@ -132,6 +132,8 @@ class TrainsWithSMP(PlanningMixin, InStockImage, ServingMixin, _SDK):
         self.environment = with_arguments(self.environment)
         if self._process_mode:
             self.image_uri = None
+        elif ours and strategies.is_model_parallel(distribution):
+            service.settle_debugger(self, self._reader.say)
         with restore.lenient_when_attaching(self._reader.say):
             if ours and distribution is not None:
                 self.distribution = distribution

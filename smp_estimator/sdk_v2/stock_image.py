@@ -79,7 +79,7 @@ class InStockImage(_SDK):
     def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
         """Settle the image, how the runtime gets there, and the defaults."""
         self._settle_image(image_uri, ship_runtime, sdk, images.TORCH_FLOOR)
-        service.fill_in_cloud(sdk, self._reader.say)
+        service.fill_in_cloud(sdk)
 
     def _prepare_data_parallel(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
         """Choose the image for the data parallel library, unless it is an old stock image with its own copy of the library."""

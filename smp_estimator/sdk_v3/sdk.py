@@ -11,6 +11,7 @@ import warnings  # noqa: E402 - first of all it is said which SDK is there
 with warnings.catch_warnings():
     # Its own modules import one another by names that it has moved.
     warnings.simplefilter("ignore", DeprecationWarning)
+    from sagemaker.core.common_utils import instance_supports_kms
     from sagemaker.core.helper.session_helper import Session
     from sagemaker.core.resources import TrainingJob
     from sagemaker.core.training.configs import (
@@ -19,8 +20,10 @@ with warnings.catch_warnings():
         Compute,
         InputData,
         MetricDefinition,
+        Networking,
         OutputDataConfig,
         SourceCode,
+        Tag,
     )
     from sagemaker.core.utils.code_injection.codec import transform
     from sagemaker.core.utils.exceptions import FailedStatusError
@@ -44,13 +47,16 @@ __all__ = [
     "LocalContainers",
     "MetricDefinition",
     "Mode",
+    "Networking",
     "OutputDataConfig",
     "PipelineSession",
     "Session",
     "SourceCode",
     "StockModelTrainer",
+    "Tag",
     "TrainingJob",
     "Unassigned",
+    "instance_supports_kms",
     "safe_serialize",
     "transform",
 ]

@@ -20,6 +20,7 @@ from smp_estimator.local import container_failures
 from smp_estimator.local.bootstrap import with_emulation
 from smp_estimator.local.files.uris import is_file_uri, path_of
 from smp_estimator.progress import show
+from smp_estimator.sdk_v3 import defaults
 from smp_estimator.sdk_v3.model_parallel import ModelParallel
 from smp_estimator.sdk_v3.process_job import PROCESS_IMAGE, ProcessTrainer
 from smp_estimator.sdk_v3.sdk import (
@@ -277,6 +278,7 @@ class ModelTrainer(StockModelTrainer):
         if read is None:
             return dict(super()._create_training_job_args(input_data_config, boto3))
         where = self._where()
+        defaults.fill_in_dropped(self, where)
         if self._metric_definitions is None:
             self._metric_definitions = [
                 MetricDefinition(name=row["Name"], regex=row["Regex"]) for row in service.metric_definitions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import boto3
 import pytest
+from jsonschema.validators import Draft202012Validator
 from moto import mock_aws
 
 from smp_estimator.sdk.installed import installed_major
@@ -127,9 +129,15 @@ def boto_session() -> Any:
 def service() -> Iterator[Any]:
     """Moto in this process, with the bucket that the tests use; yields a boto session."""
     patch = pytest.MonkeyPatch()
+    # The SDK checks defaults against a large schema many times, and that schema against JSON Schema's own, a second each time.
+    patch.setattr(Draft202012Validator, "check_schema", lambda *_, **__: None)
     if installed_major() == 3:
         patch.setenv("SAGEMAKER_VALIDATE_ROLE", "false")  # the stand-in's roles may do nothing
     else:
+        import sagemaker.utils
+
+        # It reads botocore's 300 kB of endpoints, at each look for an image.
+        patch.setattr("sagemaker.utils._botocore_resolver", functools.cache(sagemaker.utils._botocore_resolver))
         patch.setattr("sagemaker.session.time.sleep", lambda _: None)  # its polls of a job that is done
         # The SDK checks its configuration against a large schema nine times per estimator, 1.5 s in all.
         patch.setattr("sagemaker.utils.validate_sagemaker_config", lambda _: None)

@@ -1,0 +1,54 @@
+"""Settings of a defaults file for training jobs that SDK 3 reads and drops.
+
+SDK 3.27 looks up the VPC and the tags without its session, which finds nothing. It looks up the KMS keys after its
+constructor has filled in the records that would take them, and it never looks up the encryption of traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from smp_estimator.sdk_v3.sdk import Networking, Tag, instance_supports_kms
+from smp_estimator.sdk_v3.settings import given_value
+
+if TYPE_CHECKING:
+    from smp_estimator.sdk_v3.settings import JobLocation
+
+
+def fill_in_dropped(trainer: Any, where: JobLocation) -> None:
+    """Set what the defaults file has for training jobs and neither an argument nor the SDK has set."""
+    section = _section(trainer.sagemaker_session)
+    vpc = section.get("VpcConfig") or {}
+    networking = {
+        "subnets": vpc.get("Subnets"),
+        "security_group_ids": vpc.get("SecurityGroupIds"),
+        "enable_inter_container_traffic_encryption": section.get("EnableInterContainerTrafficEncryption"),
+    }
+    trainer.networking = _completed(trainer.networking, networking) or trainer.networking
+    if not trainer.tags and section.get("Tags"):
+        trainer.tags = [Tag(key=tag["Key"], value=tag["Value"]) for tag in section["Tags"]]
+    if trainer.output_data_config is not None:
+        output = {"kms_key_id": (section.get("OutputDataConfig") or {}).get("KmsKeyId")}
+        trainer.output_data_config = _completed(trainer.output_data_config, output) or trainer.output_data_config
+    kinds = [each.instance_type for each in where.all]
+    if all(isinstance(kind, str) and instance_supports_kms(kind) for kind in kinds):
+        volume = {"volume_kms_key_id": (section.get("ResourceConfig") or {}).get("VolumeKmsKeyId")}
+        trainer.compute = _completed(trainer.compute, volume) or trainer.compute
+
+
+def _section(session: Any) -> Mapping[str, Any]:
+    """Return the section of the session's defaults for training jobs."""
+    config = getattr(session, "sagemaker_config", None) or {}
+    return (config.get("SageMaker") or {}).get("TrainingJob") or {}
+
+
+def _completed(record: Any, defaults: Mapping[str, Any]) -> Any:
+    """Return a copy of one of the SDK's records with the missing fields filled in, or None if none is filled in."""
+    missing = {
+        name: value for name, value in defaults.items() if value is not None and given_value(record, name) is None
+    }
+    if not missing:
+        return None
+    # A copy: the record is the user's, who may give it to other trainers.
+    return Networking(**missing) if record is None else record.model_copy(update=missing)
