@@ -4,7 +4,8 @@
     python benchmarks/activation_checkpointing.py --device cuda --layers 24 --hidden 2048 --seq 2048 --batch 4
 
 A GPT is trained with and without checkpointing in turns (A B A B …); reported is the median of the ratios of neighbours.
-Bytes are counted at every operation (``live_bytes.py``), and divided by the formula of docs/activation-checkpointing.md.
+Bytes are counted at every operation (``live_bytes.py``), and divided by the formula of
+docs/how-it-works/activation-checkpointing.md.
 On a GPU the offloaded steps are also timed against steps that only checkpoint; the part of the copies that is hidden
 behind compute is one minus what they add to a step, over the time that the same copies take alone. On CPU copies are made
 at once, so their time says nothing.

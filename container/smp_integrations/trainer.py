@@ -1,7 +1,7 @@
 """Changes to Transformers' ``Trainer`` for this library, made in its classes after a script has loaded them.
 
 Transformers has the calls for this library, but some of the steps on the way to them are missing, and which ones depends on
-the release. ``docs/trainer.md`` lists them, with the changes that Transformers would need. Outside a job with model
+the release. ``docs/how-it-works/trainer.md`` lists them, with the changes that Transformers would need. Outside a job with model
 parallelism, all of it does the same as Transformers.
 """
 

@@ -26,8 +26,9 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-#: Switches without effect here. Each has the value that requests nothing, and the text for the warning.
 _KERNELS = "PyTorch chooses its kernels itself, fused ones where it has them"
+
+#: Switches without effect here. Each has the value that requests nothing, and the text for the warning.
 WITHOUT_EFFECT: Mapping[str, tuple[bool, str]] = {
     "fused_softmax": (True, _KERNELS),
     "fused_dropout": (False, _KERNELS),

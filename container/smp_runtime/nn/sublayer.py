@@ -42,7 +42,7 @@ class HalfBlock(DistributedModule):
     def around_compiled(self) -> contextlib.AbstractContextManager[None]:
         """Run a compiled call with this rank's own random numbers.
 
-        Numbers that must be the same on all ranks are drawn by :meth:`Flow.dropout`.
+        Numbers that must be the same on all ranks are drawn by :meth:`.ActivationFlow.dropout`.
         """
         return split_dropout(
             self.tensor_group, self.tensor_group.device, self.training and self.settings.attention_dropout_prob > 0.0

@@ -58,7 +58,7 @@ def plan(segments: Iterable[Segment], *, policy: Policy, active: int, latency: f
 
     Args:
         segments: all segments of all ranks of one pipeline group, durations smoothed (see
-            :func:`.schedules.smooth`).
+            :func:`.actions.smooth`).
         active: most microbatches begun and not finished.
         latency: seconds from rank to rank.
 
