@@ -488,7 +488,7 @@ def test_private_names_of_pytorch_are_used_in_one_module():
     "name",
     [
         "docs/architecture.md",
-        *(f"docs/internals/{page}.md" for page in ("gradients", "job", "patches", "pipeline", "walks")),
+        *(f"docs/internals/{page}.md" for page in ("gradients", "job", "patches", "pipeline", "terms", "walks")),
         "CONTRIBUTING.md",
     ],
 )
