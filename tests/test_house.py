@@ -185,6 +185,16 @@ def test_no_parts_of_a_package_import_one_another_in_a_circle():
             raise AssertionError(f"in {folder or 'the project'}: {'; '.join(steps)}") from err
 
 
+def test_every_package_is_known_as_own():
+    from smp_estimator.cloud.entry import PACKAGES as TRAVELLING
+    from smp_records.script_lines import is_ours, is_runtime_module
+
+    assert [package for package, folder in PACKAGES.items() if not is_ours(str(folder / "x.py"))] == []
+    runtime = {package for package in PACKAGES if is_runtime_module(f"{package}.x")}
+    assert runtime == {"smdistributed", "smp_integrations", "smp_runtime", "smp_tools"}
+    assert set(TRAVELLING) == PACKAGES.keys() - {"smp_estimator"}
+
+
 def test_the_layers_of_the_runtime():
     layer_of = {package: level for level, packages in enumerate(LAYERS) for package in packages}
     folder = PACKAGES["smp_runtime"]
