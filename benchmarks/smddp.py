@@ -303,7 +303,7 @@ def _meet_at_a_store() -> None:
     while not meeting.exists():
         if time.monotonic() > deadline:
             raise TimeoutError("the first rank did not say its port within 60 s")
-        time.sleep(0.02)  # a file tells nobody that it is there
+        time.sleep(0.02)  # polling: a new file sends no event
     os.environ.update(MASTER_PORT=meeting.read_text(), TORCHELASTIC_USE_AGENT_STORE="True")
 
 

@@ -14,20 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.import_graph import imported_names, nodes, parse
+from support.import_graph import PACKAGES, ROOT, files_of, imported_names, nodes, parse
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = {
-    "smp_estimator": ROOT / "smp_estimator",
-    "smp_launch": ROOT / "container" / "smp_launch",
-    "smp_emulation": ROOT / "container" / "smp_emulation",
-    "smp_runtime": ROOT / "container" / "smp_runtime",
-    "smdistributed": ROOT / "container" / "smdistributed",
-    "smp_tools": ROOT / "container" / "smp_tools",
-    "smp_integrations": ROOT / "container" / "smp_integrations",
-    "smp_records": ROOT / "container" / "smp_records",
-    "smp_config": ROOT / "container" / "smp_config",
-}
 #: What each package may import of the others.
 MAY_IMPORT = {
     "smp_config": set(),
@@ -100,10 +88,6 @@ PUBLIC_TWICE = {"ContainerJobFailed", "ModelParallel", "SMPStrategy"}
 MOST_FILES = 15
 
 
-def _files(package):
-    return [p for p in PACKAGES[package].rglob("*.py") if "__pycache__" not in p.parts]
-
-
 def _module(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("container.").removesuffix(".__init__")
 
@@ -111,7 +95,7 @@ def _module(path):
 @functools.cache
 def _graph():
     """By file, the other files of the project that it imports."""
-    files = {_module(path): path for package in PACKAGES for path in _files(package)}
+    files = {_module(path): path for package in PACKAGES for path in files_of(package)}
     graph = {}
     for module, path in files.items():
         found = set(imported_names(path))
@@ -137,7 +121,7 @@ def _packages():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_only_go_down(package):
-    for path in _files(package):
+    for path in files_of(package):
         for name in imported_names(path):
             top = name.split(".")[0]
             if top in PACKAGES and top != package:
@@ -198,7 +182,7 @@ def test_every_package_is_known_as_own():
 def test_the_layers_of_the_runtime():
     layer_of = {package: level for level, packages in enumerate(LAYERS) for package in packages}
     folder = PACKAGES["smp_runtime"]
-    packages = {path.relative_to(folder).parts[0].removesuffix(".py") for path in _files("smp_runtime")}
+    packages = {path.relative_to(folder).parts[0].removesuffix(".py") for path in files_of("smp_runtime")}
     assert layer_of.keys() == packages - {"__init__"}
     for package, others in _packages().items():
         for other, where in others.items():
@@ -207,7 +191,7 @@ def test_the_layers_of_the_runtime():
 
 def test_whoever_wraps_a_model_loads_what_waits_for_it():
     """Generation, adapters and saving in Transformers' format are there for scripts that never name ``smp.DistributedModel``."""
-    wrapping = {p for p in _files("smp_integrations") if re.search(r"(= |return )DistributedModel\(", p.read_text())}
+    wrapping = {p for p in files_of("smp_integrations") if re.search(r"(= |return )DistributedModel\(", p.read_text())}
     assert {path.name for path in wrapping} >= {"trainer.py", "accelerator.py"}
     for path in wrapping:
         assert "from smp_runtime.wrapped_model import DistributedModel" in path.read_text(), path
@@ -224,7 +208,7 @@ def test_the_session_is_asked_for_by_what_scripts_touch():
     folder = PACKAGES["smp_runtime"]
     asking = {
         str(path.relative_to(folder))
-        for path in _files("smp_runtime")
+        for path in files_of("smp_runtime")
         if re.search(
             r"\bsessions?\.(current_session|is_initialized|is_tracing)\(|session import .*\bcurrent_session\b",
             path.read_text(),
@@ -241,7 +225,7 @@ def test_strategies_take_the_record_of_ranks_and_no_session():
 
 
 def test_folders_can_be_taken_in_at_a_glance():
-    for folder in {path.parent for package in PACKAGES for path in _files(package)}:
+    for folder in {path.parent for package in PACKAGES for path in files_of(package)}:
         assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder.relative_to(ROOT)
 
 
@@ -252,7 +236,7 @@ def test_the_recipe_fits_a_page():
 def test_a_class_name_means_one_thing():
     homes = {}
     for package in PACKAGES:
-        for path in _files(package):
+        for path in files_of(package):
             for node in nodes(path):
                 if isinstance(node, ast.ClassDef):
                     homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
@@ -269,7 +253,7 @@ _DIALECT = re.compile(r"\b(?:nobody|somebody|everybody|of whom)\b", re.IGNORECAS
 
 def test_docstrings_of_functions_begin_with_a_verb():
     for package in PACKAGES:
-        for path in _files(package):
+        for path in files_of(package):
             for node in nodes(path):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
                     first = re.match(r"\W*(\w*)", text)[1]
@@ -278,7 +262,7 @@ def test_docstrings_of_functions_begin_with_a_verb():
 
 def test_docstrings_are_plain():
     for package in PACKAGES:
-        for path in _files(package):
+        for path in files_of(package):
             for node in nodes(path):
                 if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                     found = _DIALECT.search(ast.get_docstring(node) or "")
@@ -287,16 +271,16 @@ def test_docstrings_are_plain():
 
 def test_no_file_is_too_long_to_read():
     for package in PACKAGES:
-        for path in _files(package):
+        for path in files_of(package):
             assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
 
 
-def test_a_schedule_is_named_in_two_files():
+def test_a_schedule_is_named_in_twofiles_of():
     from smp_config.schedules import SCHEDULES
 
     found = set()
     for package in PACKAGES:
-        for path in _files(package):
+        for path in files_of(package):
             if any(
                 isinstance(node, ast.Constant) and node.value in set(SCHEDULES) - {"simple"} for node in nodes(path)
             ):
@@ -305,7 +289,7 @@ def test_a_schedule_is_named_in_two_files():
 
 
 def test_the_facade_holds_no_logic():
-    for path in _files("smdistributed"):
+    for path in files_of("smdistributed"):
         for node in nodes(path):
             if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
                 assert not isinstance(node, ast.If | ast.For | ast.While | ast.Try), path.relative_to(ROOT)
@@ -421,77 +405,9 @@ def test_the_packages_of_the_pipeline(package):
 
 
 def test_who_answers_a_module_is_written_in_one_place():
-    for path in _files("smp_runtime"):
+    for path in files_of("smp_runtime"):
         if path.name != "module_calls.py":
             assert '__dict__["_call_impl"]' not in path.read_text(), path.relative_to(ROOT)
-
-
-PRIVATE_NAMES = PACKAGES["smp_runtime"] / "tensors" / "torch_private.py"
-#: Takes the place of parts of PyTorch, which it cannot do from outside.
-STANDS_IN = PACKAGES["smp_emulation"] / "checked"
-#: Private names of others than PyTorch: of named tuples, the interpreter, NumPy.
-OF_OTHERS = {"_getframe", "_replace", "_fields", "_exit", "_run_exitfuncs", "_reconstruct"}
-
-
-def _is_private(name):
-    return name.startswith("_") and not name.endswith("__")
-
-
-def _uses_of_private_names(nodes):
-    """Line, name, and whether it is PyTorch's for certain, of the private names of others in a file."""
-    torches = {"torch"}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            torches |= {alias.asname for alias in node.names if alias.name.startswith("torch.") and alias.asname}
-        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
-            torches |= {alias.asname or alias.name for alias in node.names}
-            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
-            yield from ((node.lineno, part, True) for part in parts if _is_private(part))
-    for node in nodes:
-        if (
-            isinstance(node, ast.Attribute)
-            and _is_private(node.attr)
-            and ast.unparse(node.value) not in {"self", "cls"}
-        ):
-            yield node.lineno, node.attr, ast.unparse(node).split(".")[0] in torches
-
-
-def _definitions(nodes):
-    """Names that a file gives to something of its own."""
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.lineno, node.name
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
-
-
-def test_private_names_of_pytorch_are_used_in_one_module():
-    import torch
-
-    from smp_runtime.tensors.torch_private import IN_PLACE
-
-    # The emulation takes the place of PyTorch's calls, private ones too.
-    packages = PACKAGES.keys() - {"smp_emulation"}
-    files = {path: nodes(path) for package in sorted(packages) for path in _files(package)}
-    behind = {name for _, name, _ in _uses_of_private_names(files.pop(PRIVATE_NAMES))}
-    own = {name for content in files.values() for _, name in _definitions(content)}
-    in_place = {name for names in IN_PLACE.values() for name in names}
-    # What a class may override, and what is reached by its name.
-    held = (torch.nn.Module(), torch.optim.Optimizer, torch.amp.GradScaler, torch.distributed.ProcessGroup)
-    inherited = {name for each in held for name in dir(each) if _is_private(name)}
-    for path, content in files.items():
-        for line, name, is_certain in _uses_of_private_names(content):
-            is_known = name in in_place or (name in own | OF_OTHERS and name not in behind and not is_certain)
-            is_known |= "smp_integrations" in path.parts and not is_certain  # of the library that the file adapts
-            assert is_known, (
-                f"{path.relative_to(ROOT)}:{line} uses {name} of PyTorch: take it through {PRIVATE_NAMES.name}"
-            )
-        texts = [(n.lineno, n.value) for n in content if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        for line, name in (*texts, *_definitions(content)):
-            is_known = name in in_place or name not in inherited
-            assert is_known, (
-                f"{path.relative_to(ROOT)}:{line} says {name}, a name of PyTorch: list it in {PRIVATE_NAMES.name}"
-            )
 
 
 @pytest.mark.parametrize(

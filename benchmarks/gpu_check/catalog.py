@@ -27,7 +27,7 @@ class Check:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other check may run at the same time, because it measures the machine, time or memory."""
+        """Return whether no other check may run at the same time, because it measures the machine, time or memory."""
         return self.part == "b" or self.module == "machine"
 
     def __str__(self) -> str:

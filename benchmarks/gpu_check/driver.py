@@ -82,12 +82,12 @@ class Attempt:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the check ended in time, without an error, and all findings are right."""
+        """Return whether the check ended in time, without an error, and all findings are right."""
         return self.code == 0 and not self.failed and not self.has_timed_out
 
     @property
     def outcome(self) -> str:
-        """The outcome in a word or two."""
+        """Return the outcome in a word or two."""
         if self.is_ok:
             return "ok"
         return "TIME" if self.has_timed_out else f"FAILED ({self.failed} cases, exit {self.code})"

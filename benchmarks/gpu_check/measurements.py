@@ -1,4 +1,4 @@
-"""Steps of large models in plain PyTorch and with this library, and what is measured of them."""
+"""Steps of large models in plain PyTorch and with this library, and their measurements."""
 
 from __future__ import annotations
 

@@ -155,4 +155,4 @@ def _wait(processes: Sequence[subprocess.Popen[str]], deadline: float) -> None:
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > _SECONDS_AFTER_FAILURE:
             return
-        time.sleep(0.1)
+        time.sleep(0.1)  # polling: subprocess cannot wait for several processes

@@ -33,7 +33,7 @@ _MAGIC, _KEPT = 0xBA55ED50, 90
 
 
 def find_sections(library: Path, pattern: str) -> list[tuple[int, int]]:
-    """Return offset and size of the ELF sections whose names match."""
+    """Return offset and size of the ELF sections with matching names."""
     listing = subprocess.run(["readelf", "-SW", library], capture_output=True, text=True, check=True).stdout
     found = re.finditer(rf"\]\s+{pattern}\s+\S+\s+[0-9a-f]+\s+([0-9a-f]+)\s+([0-9a-f]+)", listing)
     return [(int(match.group(1), 16), int(match.group(2), 16)) for match in found]

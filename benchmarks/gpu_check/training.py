@@ -23,10 +23,10 @@ _SEED = 5
 
 @dataclass(frozen=True)
 class Run:
-    """What a training has left.
+    """Results of a training.
 
     Attributes:
-        losses: of each step, the mean over the whole batch.
+        losses: the mean over the whole batch, for each step.
         weights: the whole model's, by name; master weights where there are any.
         skipped: updates that were skipped for an overflow; counted in plain PyTorch only.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CROSSINGS = ROOT / "tests" / "crossings" / "test_crossings.py"
 _ENGINE = ROOT / "container" / "smp_runtime"
 #: The rules of the repository hold for every file.
-_HOUSE = ROOT / "tests" / "test_house.py"
+_RULES = (ROOT / "tests" / "test_house.py", ROOT / "tests" / "test_private_names.py")
 #: Tests run beside each other.
 _WORKERS = 2
 #: Tests in a folder named like one of the change's are nearer by this factor, unless everything is in such a folder.
@@ -81,7 +81,7 @@ def choose(changed: Iterable[Path], durations: Durations, limit: float) -> Choic
         if path.parent.name in packages:  # also what reaches the change through a process of its own only
             tests[path] = tests.get(path, farthest) / _NEARER
     tests |= dict.fromkeys(known & set(changed), 0.0)
-    always = {_HOUSE, *([_CROSSINGS] if any(path.is_relative_to(_ENGINE) for path in changed) else [])}
+    always = {*_RULES, *([_CROSSINGS] if any(path.is_relative_to(_ENGINE) for path in changed) else [])}
     files, left, spent = [], [], 0.0
     for path in sorted(always | tests.keys(), key=lambda path: (-1.0 if path in always else tests[path], path)):
         name = path.relative_to(ROOT).as_posix()

@@ -9,6 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+#: The packages of this project, by name.
+PACKAGES = {
+    "smp_estimator": ROOT / "smp_estimator",
+    "smp_launch": ROOT / "container" / "smp_launch",
+    "smp_emulation": ROOT / "container" / "smp_emulation",
+    "smp_runtime": ROOT / "container" / "smp_runtime",
+    "smdistributed": ROOT / "container" / "smdistributed",
+    "smp_tools": ROOT / "container" / "smp_tools",
+    "smp_integrations": ROOT / "container" / "smp_integrations",
+    "smp_records": ROOT / "container" / "smp_records",
+    "smp_config": ROOT / "container" / "smp_config",
+}
+
 #: Folders of Python, each with the one from which its modules are imported.
 _FOLDERS = {"container": "container", "smp_estimator": ".", "tests": "tests", "benchmarks": "benchmarks"}
 #: A module, or something in it, as tests name it in a string.
@@ -68,3 +81,8 @@ def imports() -> dict[Path, set[Path]]:
                 found.add(known[name])
         graph[path] = found - {path}
     return graph
+
+
+def files_of(package: str) -> list[Path]:
+    """Return the files of a package."""
+    return [path for path in PACKAGES[package].rglob("*.py") if "__pycache__" not in path.parts]

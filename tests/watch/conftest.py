@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.platform.jobs import model_parallel
+
+from smp_records import rank_record
 
 SCRIPT = Path(__file__).with_name("hanging_script.py")
 
@@ -84,3 +91,25 @@ def hanging_job(tmp_path: Path, capfd: Any) -> Callable[..., Ended]:
         return Ended(error, time.monotonic() - began, capfd.readouterr().out)
 
     return run
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """``sleeper(rank)``: a process with a record in the folder; its notes are written by the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(rank: int, code: str = "import time; time.sleep(1000)") -> subprocess.Popen[bytes]:
+        begin = "import os; from smp_records import rank_record as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
+        environ = {**os.environ, rank_record.FOLDER_VARIABLE: str(tmp_path)}
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ, start_new_session=True)
+        )
+        while (found := rank_record.read(tmp_path / str(rank))) is None or found.step < 2:
+            time.sleep(0.01)
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its children, too
+        process.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -313,28 +312,6 @@ def test_what_the_user_has_set_holds_as_it_is():
 
 
 # -- the watch itself, over processes that sleep -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def sleeper(tmp_path):
-    """``sleeper(rank)``: a process with a record in the folder; its notes are written by the test."""
-    processes = []
-
-    def start(rank, code="import time; time.sleep(1000)"):
-        begin = "import os; from smp_records import rank_record as w; n = w.begin(os.environ, %d); n.begin_step(); n.begin_step();"
-        environ = {**os.environ, rank_record.FOLDER_VARIABLE: str(tmp_path)}
-        processes.append(
-            subprocess.Popen([sys.executable, "-c", begin % rank + code], env=environ, start_new_session=True)
-        )
-        while (found := rank_record.read(tmp_path / str(rank))) is None or found.step < 2:
-            time.sleep(0.01)
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its children, too
-        process.wait()
 
 
 #: In a file of this library's, as a wait is.

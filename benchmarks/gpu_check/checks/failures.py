@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU: a rank that fails, a batch that does not fit, and forks after CUDA was used."""
+"""Checks of failures on a GPU: a rank that fails, a batch that does not fit, and forks after CUDA was used."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def check_start_shared() -> None:
 
 
 class Collectives:
-    """The library's collectives between two ranks, with what they get wrong.
+    """Calls of the library's collectives between two ranks, and their wrong results.
 
     Attributes:
         wrong: a line for each wrong result, and for each error.
