@@ -18,6 +18,7 @@ import smdistributed.modelparallel.torch as smp
 from gpu_check import environment
 from gpu_check.device import get_device, is_real, synchronize, time_run
 from gpu_check.models import MixedPrecision, Shape, compute_loss, draw_batch, make_gpt
+from smp_tools.numerics.first_steps import WATCHED_PASSES
 
 #: Dense bf16 FLOP/s of an H100 SXM and of an H200, as NVIDIA states them.
 PEAK_FLOPS = 989e12
@@ -120,6 +121,15 @@ def count_rounds(many: int) -> int:
     return 2 if environment.is_tiny() else many
 
 
+def end_first_steps(run: Callable[[], object]) -> float:
+    """Run the steps in which this library checks for NaN, so that those that are measured later are ordinary ones.
+
+    Returns:
+        Their median milliseconds.
+    """
+    return to_ms(statistics.median(time_run(run) for _ in range(1 if environment.is_tiny() else WATCHED_PASSES)))
+
+
 def to_ms(seconds: float, digits: int = 2) -> float:
     """Return seconds as rounded milliseconds."""
     return round(1e3 * seconds, digits)
@@ -132,12 +142,14 @@ def time_runs(run: Callable[[], object], many: int, warm_up: int) -> float:
 
 
 def compare_times(ours: Callable[[], object], peer: Callable[[], object], many: int) -> dict[str, Any]:
-    """Time two steps in turns.
+    """Time two steps in turns, ``ours`` after its first steps.
 
     Returns:
-        The median of the ratios of neighbors with the least and the greatest, and the median time of each.
+        The median of the ratios of neighbors with the least and the greatest, the median time of each, and that of the first steps
+        of ``ours``.
     """
     warm_up = 1 if environment.is_tiny() else 3
+    first_steps_ms = end_first_steps(ours)
     times = [(time_run(ours), time_run(peer)) for _ in range(count_rounds(many) + warm_up)][warm_up:]
     ratios = sorted(mine / theirs for mine, theirs in times)
     return {
@@ -145,6 +157,7 @@ def compare_times(ours: Callable[[], object], peer: Callable[[], object], many: 
         "spread": [round(ratios[0], 3), round(ratios[-1], 3)],
         "ours_ms": to_ms(statistics.median(mine for mine, _ in times)),
         "peer_ms": to_ms(statistics.median(theirs for _, theirs in times)),
+        "first_steps_ms": first_steps_ms,
     }
 
 

@@ -171,6 +171,20 @@ def test_a_checksum_tells_bits_and_the_order_of_pieces_apart() -> None:
 # -- first steps -------------------------------------------------------------------------------------------------------
 
 
+def test_norms_on_devices_equal_extremes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from smp_tools.numerics import first_steps
+
+    tensors = [torch.randn(5), torch.tensor([-3.0, 1.0]).half(), torch.tensor([1.0, float("nan")]), torch.zeros(2, 2)]
+    tensors += [torch.tensor([float("-inf"), 2.0]), torch.tensor([float("nan"), 7.0]).bfloat16()]
+    mine = first_steps._greatest_magnitudes(tensors)
+    # What devices other than CPUs compute, on this one.
+    monkeypatch.setattr(first_steps, "_greatest_magnitude", lambda tensor: first_steps.norms_of([tensor], float("inf"))[0])
+    theirs = first_steps._greatest_magnitudes(tensors)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+    assert [float(value) for value in mine[1:2] + mine[3:5]] == [3.0, 0.0, float("inf")]
+    assert [bool(value.isnan()) for value in mine] == [False, False, True, False, False, True]
+
+
 @pytest.mark.parametrize(
     ("strategy", "fault", "name", "first"),
     [

@@ -26,6 +26,7 @@ from gpu_check.measurements import (
     compare_times,
     compute_mfu,
     count_flops,
+    end_first_steps,
     make_plain_step,
     make_wrapped_step,
     measure_queueing,
@@ -96,6 +97,7 @@ def check_mfu() -> None:
         peer_peak = measure_peak(make_peer)
         smp.init({"bf16": True})
         ours = make_ours()
+        finding["first_steps_ms"] = end_first_steps(ours)
         mine = time_runs(ours, 8, 2)
         finding |= {
             "parameters": sum(parameter.numel() for parameter in ours.model.parameters()),
@@ -130,6 +132,7 @@ def check_compile() -> None:
         )
         finding |= compare_times(ours, peer, 8)
         plain = make_wrapped_step(shape, batch, "bf16", fused=fuse_on_gpu())
+        end_first_steps(plain)
         finding["gain"] = compare_times(plain, ours, 6)["ratio"]
         finding["host_waits"] = measure_queueing(ours).get("host_waits")
         del ours, peer, plain
@@ -137,12 +140,14 @@ def check_compile() -> None:
     with case('350M, bf16, {"compile": True}') as finding:
         smp.init({"bf16": True, "compile": True})
         ours, finding["first_s"] = _time_first(lambda: make_wrapped_step(shape, batch, "bf16", fused=fuse_on_gpu()))
+        end_first_steps(ours)
         finding["ms"] = to_ms(time_runs(ours, 8, 2))
         del ours
         shut_down()
     with case("compiled and checkpointed") as finding:
         smp.init({"bf16": True, "compile": True, "offload_activations": True, "microbatches": 2})
         ours = make_wrapped_step(shape, batch, "bf16", is_checkpointed=True, fused=fuse_on_gpu())
+        end_first_steps(ours)
         finding["ms"] = to_ms(time_runs(ours, 5, 1))
         del ours
         shut_down()

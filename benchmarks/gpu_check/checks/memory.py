@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 import smdistributed.modelparallel.torch as smp
 from gpu_check import environment
 from gpu_check.device import GIB, describe_peak, fuse_on_gpu, is_real, measure_peak, shut_down
-from gpu_check.measurements import Step, make_plain_step, make_wrapped_step, measure_queueing, time_runs, to_ms
+from gpu_check.measurements import (
+    Step,
+    end_first_steps,
+    make_plain_step,
+    make_wrapped_step,
+    measure_queueing,
+    time_runs,
+    to_ms,
+)
 from gpu_check.models import get_shape
 from gpu_check.results import case, emit
 from smp_runtime.activations.activations import Activations
@@ -55,6 +63,8 @@ def check_activations() -> None:
 def _measure(name: str, make: Callable[[], Step]) -> None:
     with case(name) as finding:
         run = make()
+        if name.startswith("smp"):
+            finding["first_steps_ms"] = end_first_steps(run)
         finding["ms"] = to_ms(time_runs(run, 6, 1), 1)
         finding |= measure_queueing(run)
         del run

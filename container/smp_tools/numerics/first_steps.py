@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ import torch
 from smp_config import Group
 from smp_runtime.checkpoint.live_state import updated_parameters
 from smp_runtime.errors import NumericsError, SMPUserError
+from smp_runtime.optim.gradient_norms import as_real
 from smp_runtime.tensors.lazy_tensor import LazyTensor
 from smp_runtime.tensors.nested import tensors_in
 from smp_runtime.tensors.parameter_attributes import get_data, get_gradient
+from smp_runtime.tensors.torch_private import norms_of
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -130,12 +133,15 @@ class FirstSteps:
             for microbatch, flag in losses
         ]
         if not self._ranks.cfg.fp16:  # there overflows are expected, and the loss scale falls
-            gradients = gradients_of(self._session.models, optimizer)
-            named += [
-                (f"the gradient of {name}", gradient.isnan().any())
-                for name, gradient in reversed(gradients)  # backward goes from the loss to the input
-                if gradient.is_floating_point() or gradient.is_complex()
+            gradients = [
+                (f"the gradient of {name}", numbers)
+                for name, gradient in reversed(
+                    gradients_of(self._session.models, optimizer)
+                )  # backward goes from the loss
+                if _has_range(numbers := as_real(gradient))
             ]
+            greatest = _greatest_magnitudes([gradient for _, gradient in gradients])
+            named += [(name, value.isnan()) for (name, _), value in zip(gradients, greatest, strict=True)]
         bad = _true_ones(named)
         if bad:
             raise NumericsError(self._message(bad))
@@ -181,26 +187,40 @@ def _are_ordinary(tensors: Sequence[torch.Tensor], *, allows_masks: bool) -> boo
     Args:
         allows_masks: whether numbers may be as small as they like: -inf, or the least number, in an attention mask.
     """
-    found = [greatest for tensor in tensors if (greatest := _greatest(tensor, allows_masks)) is not None]
+    ranged = [tensor.detach() for tensor in tensors if _has_range(tensor)]
+    found = [tensor.aminmax()[1] for tensor in ranged] if allows_masks else _greatest_magnitudes(ranged)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in found:
         by_device.setdefault(each.device, []).append(each)
-    return all(bool(torch.stack(each).le(_ORDINARY).all()) for each in by_device.values())
+    return all(bool(torch.stack(each).double().le(_ORDINARY).all()) for each in by_device.values())
 
 
-def _greatest(tensor: torch.Tensor, allows_masks: bool) -> torch.Tensor | None:
-    """Return the greatest number in a tensor of a type that can be compared, NaN if there is any; else None."""
+def _has_range(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds numbers that can be compared."""
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and not isinstance(tensor, LazyTensor)
-    if (
-        not is_plain
-        or not tensor.is_floating_point()
-        or tensor.element_size() < 2
-        or not tensor.numel()
-        or tensor.is_meta
-    ):
-        return None
-    low, high = tensor.detach().aminmax()
-    return (high if allows_masks else torch.maximum(-low, high)).double()
+    return bool(
+        is_plain and tensor.is_floating_point() and tensor.element_size() >= 2 and tensor.numel() and not tensor.is_meta
+    )
+
+
+def _greatest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the greatest absolute value in each tensor, NaN if there is any, as scalars on the tensors' devices."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(place)
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    for (device, _), places in by_kind.items():
+        alike = [tensors[place] for place in places]
+        # One launch for many tensors. On a CPU the extremes of each are 10 times faster than its norm.
+        values = map(_greatest_magnitude, alike) if device.type == "cpu" else norms_of(alike, math.inf)
+        for place, value in zip(places, values, strict=True):
+            found[place] = value
+    return [value for value in found if value is not None]
+
+
+def _greatest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
+    low, high = tensor.aminmax()
+    return torch.maximum(-low, high)
 
 
 def _true_ones(named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
