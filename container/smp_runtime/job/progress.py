@@ -52,7 +52,7 @@ class ProgressReporter:
 
     Attributes:
         heard: functions called with each update, before its line.
-        more: returns further fields of the lines.
+        more: returns further fields of a line, given its samples per second.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ProgressReporter:
         self.total_steps = total_steps
         self.step = 0
         self.heard: list[Callable[[Update], None]] = []
-        self.more: Callable[[], Mapping[str, object]] = dict
+        self.more: Callable[[float], Mapping[str, object]] = _nothing_more
         self._device = device or torch.device("cpu")
         self._rank = rank
         self._joined = time.monotonic(), processor_seconds()
@@ -177,7 +177,7 @@ class ProgressReporter:
             samples_per_second=rate or None,
             elapsed_seconds=now - (self._started or now),
             memory_bytes=peak_memory_bytes(self._device),
-        ).model_copy(update=dict(self.more()))
+        ).model_copy(update=dict(self.more(rate or 0.0)))
         self._window = (self._samples, now)
         self._printed_at, self._printed_step = now, self.step
         self._print_line(format_progress(record))
@@ -186,6 +186,10 @@ class ProgressReporter:
     def _print_line(line: str) -> None:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+def _nothing_more(_: float) -> Mapping[str, object]:
+    return {}
 
 
 def _total_steps(named: Mapping[str, object]) -> int | None:

@@ -42,7 +42,6 @@ class UpdateTracker:
         self._tokens_per_sample = 0.0
         self._own: dict[str, Number] = {}  # the script's, of the step that is the newest
         self._own_step = 0
-        self._line = _Rates()
         self._newest: dict[str, float] = {}  # what optimizers had in the newest update
         self._read = current_record().pace.read()
         self._saved = self._read.seconds[time_breakdown.SAVE]
@@ -63,8 +62,7 @@ class UpdateTracker:
 
     def heard(self, update: Update) -> None:
         """Make a point after an optimizer update, if it is time for one."""
-        for rates in (self._rates, self._line):
-            rates.add(update.samples)
+        self._rates.add(update.samples)
         self._newest = self._of_optimizers()
         saved = current_record().pace.read().seconds[time_breakdown.SAVE]
         if saved > self._saved:
@@ -76,16 +74,20 @@ class UpdateTracker:
         if update.losses:
             values["loss"] = torch.stack([loss.float() for loss in update.losses]).mean()
         values.update(self._newest)
-        values.update(self._throughput(self._rates))
+        values.update(self._throughput(self._rates.take()))
         if self._save_seconds is not None:
             values["checkpoint_seconds"], self._save_seconds = self._save_seconds, None
         self._writer.put(LaterPoint(update.step, time.time(), values))
 
-    def more(self) -> dict[str, Any]:
-        """Return additional fields for the line of the log that is about to be printed."""
+    def more(self, samples_per_second: float) -> dict[str, Any]:
+        """Return additional fields for the line of the log that is about to be printed.
+
+        Args:
+            samples_per_second: the line's own; 0 if it has none.
+        """
         found: dict[str, Any] = {
             name: finite_or_none(value)
-            for name, value in {**self._newest, **self._throughput(self._line)}.items()
+            for name, value in {**self._newest, **self._throughput(samples_per_second)}.items()
             if name in ("learning_rate", "gradient_norm", "loss_scale", "tokens_per_second", "mfu")
         }
         before, self._read = self._read, current_record().pace.read()
@@ -129,8 +131,7 @@ class UpdateTracker:
                 found["loss_scale" + kind] = optimizer.loss_scale
         return found
 
-    def _throughput(self, rates: _Rates) -> dict[str, float]:
-        samples = rates.take()
+    def _throughput(self, samples: float) -> dict[str, float]:
         if not samples:
             return {}
         tokens = samples * self._tokens_per_sample
