@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,23 @@ def initialize() -> None:
     _is_initialized = True
 
 
+#: Called with the number of a device that the process uses, and with one that ``set_device`` makes the current one.
+_use_watcher: Callable[[int, str], None] | None = None
+_choice_watcher: Callable[[int], None] | None = None
+
+
+def watch_use(used: Callable[[int, str], None] | None, chosen: Callable[[int], None] | None) -> None:
+    """Set the functions that are called when a device is used, and when one is chosen; None calls none."""
+    global _use_watcher, _choice_watcher
+    _use_watcher, _choice_watcher = used, chosen
+
+
+def use_device(index: int, what: str) -> None:
+    """Note that the process uses a device."""
+    if _use_watcher is not None:
+        _use_watcher(index, what)
+
+
 def require(index: int) -> int:
     """Return ``index`` if the device exists.
 
@@ -114,12 +132,11 @@ def real_device(device: Any) -> Any:
     elif kind is int:
         # get_device() of a CPU tensor returns -1, and scripts pass it on.
         if device >= 0:
-            require(device)
+            use_device(require(device), "a tensor")
         return CPU
     else:
         return device
-    if device.index:
-        require(device.index)
+    use_device(current_index() if device.index is None else require(device.index), "a tensor")
     return CPU
 
 
@@ -134,6 +151,8 @@ def set_device(device: Any) -> None:
     index = index_of(device)
     if index >= 0:
         _current.index = index
+        if _choice_watcher is not None:
+            _choice_watcher(index)
 
 
 class Entered:
@@ -207,7 +226,7 @@ def _get_device_index(device: Any, optional: bool = False, allow_cpu: bool = Fal
 
 def synchronize(device: Any = None) -> None:
     """Check that the device exists; there is nothing to wait for."""
-    index_of(device)
+    use_device(index_of(device), "torch.cuda.synchronize")
 
 
 def _capability(device: Any = None) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from smp_emulation.covered import (
     tensors,
 )
 from smp_emulation.covered.bare_numbers import BareNumbers
+from smp_emulation.gpu_model import storages
 
 if TYPE_CHECKING:
     from smp_emulation.calls import CoveredCall
@@ -64,6 +65,8 @@ _ALSO_IN = {
 _ABSENT = object()
 _replaced: list[tuple[Any, str, Any]] = []
 _bare_numbers = BareNumbers()
+#: The model of the devices, if the environment asks for one.
+_models: list[storages.PlainModel] = []
 
 
 def install_where_asked() -> None:
@@ -99,11 +102,15 @@ def install() -> bool:
     _read_cuda_storages()
     ordering.make_default_streams()
     smp_emulation._installed = True
+    if storages.is_wanted():
+        _models.append(storages.PlainModel(_set))
     return True
 
 
 def uninstall() -> None:
     """Restore PyTorch's own calls."""
+    while _models:
+        _models.pop().close()
     _bare_numbers.uninstall()
     while _replaced:
         owner, name, before = _replaced.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from smp_config.errors import ConfigError, show_value
@@ -13,6 +14,13 @@ _CHECKED = "checked"
 
 #: Of its seed.
 _MOST_DIGITS = 18
+
+#: Memory of each emulated device, for example ``2GiB``.
+MEMORY_VARIABLE = "SMP_EMULATE_CUDA_MEMORY"
+#: ``1``: print figures of the steps, and the faults that they show, when a rank ends.
+REPORT_VARIABLE = "SMP_EMULATE_CUDA_REPORT"
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(KiB|MiB|GiB|TiB)")
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def is_asked_for(environ: Mapping[str, str]) -> bool:
@@ -49,3 +57,32 @@ def seed_of_checks(environ: Mapping[str, str]) -> int | None:
             f"number; set it to {_CHECKED}:7, for example"
         )
     return int(seed)
+
+
+def memory_limit(environ: Mapping[str, str]) -> int | None:
+    """Return the bytes of memory of each emulated device, or None if the environment sets none.
+
+    Raises:
+        ConfigError: If the value is not a size.
+    """
+    text = environ.get(MEMORY_VARIABLE, "")
+    if not text:
+        return None
+    found = _SIZE.fullmatch(text)
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if not size:
+        raise ConfigError(
+            f"{MEMORY_VARIABLE} is {show_value(text)}; it is the memory of each emulated device: set a number and KiB, MiB, GiB or "
+            "TiB, for example 2GiB"
+        )
+    return size
+
+
+def wants_report(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks print figures of their emulated device when they end; raise ConfigError for an unknown value."""
+    text = environ.get(REPORT_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(
+            f"{REPORT_VARIABLE} is {show_value(text)}; it says whether ranks print figures of their emulated device: set 1 or 0"
+        )
+    return text == "1"

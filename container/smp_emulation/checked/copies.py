@@ -63,6 +63,7 @@ class Copies:
             raise AssertionError("a copy on the host")
         lane = devices.current(number)
         what = "copy" if into == out_of else "copy to the device" if out_of is None else "copy to the host"
+        devices.model.count_copy(on_one_device=into == out_of, bytes_moved=2 * target.nbytes)
         to = to or self._tracked(target)
         if of is not None and (of.device is not None or of.pinned):
             reads, came = [(source, of)], _elements(source, of)

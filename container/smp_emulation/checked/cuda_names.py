@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smp_emulation.checked.streams.streams import EmulatedEvent, EmulatedStream
+from smp_emulation.gpu_model.memory_calls import memory_calls
 
 if TYPE_CHECKING:
     from smp_emulation.checked.patches import Patches
     from smp_emulation.checked.streams.device import Devices
-
-#: Memory that an emulated device reports, in bytes.
-_MEMORY = 80 * 2**30
 
 
 def install(devices: Devices, patches: Patches) -> None:
@@ -26,7 +24,8 @@ def install(devices: Devices, patches: Patches) -> None:
     names: dict[str, Any] = {
         **_devices_and_waits(devices),
         **_streams(devices),
-        **_memory(devices),
+        **memory_calls(devices.model, devices.index),
+        "ipc_collect": lambda: None,
         **_random(devices),
         "Stream": EmulatedStream,
         "Event": EmulatedEvent,
@@ -43,6 +42,7 @@ def install(devices: Devices, patches: Patches) -> None:
 def _devices_and_waits(devices: Devices) -> dict[str, Callable[..., Any]]:
     def set_device(device: Any) -> None:
         devices.thread.device = devices.index(device)
+        devices.model.contexts.choose(devices.thread.device)
 
     def exchange(number: int) -> int:
         before = devices.thread.device
@@ -51,13 +51,15 @@ def _devices_and_waits(devices: Devices) -> dict[str, Callable[..., Any]]:
         return before
 
     def synchronize(device: Any = None) -> None:
-        devices.wait_on_host("torch.cuda.synchronize", devices.lanes[devices.index(device)])
+        number = devices.index(device)
+        devices.model.contexts.use(number, "torch.cuda.synchronize")
+        devices.wait_on_host("torch.cuda.synchronize", devices.lanes[number])
 
     def properties(device: Any = None) -> Any:
         number = devices.index(device)
         return SimpleNamespace(
             name=f"emulated CUDA device {number}",
-            total_memory=_MEMORY,
+            total_memory=devices.model.capacity,
             major=9,
             minor=0,
             multi_processor_count=1,
@@ -111,37 +113,6 @@ def _streams(devices: Devices) -> dict[str, Callable[..., Any]]:
         "set_stream": set_stream,
         "current_stream": of(devices.current),
         "default_stream": of(lambda number: devices.default[number]),
-    }
-
-
-def _memory(devices: Devices) -> dict[str, Callable[..., Any]]:
-    def used(device: Any = None) -> int:
-        return devices.memory.allocated.get(devices.index(device), 0)
-
-    def peak(device: Any = None) -> int:
-        return devices.memory.peak.get(devices.index(device), 0)
-
-    def reset_peak(device: Any = None) -> None:
-        devices.memory.peak[devices.index(device)] = used(device)
-
-    def statistics(device: Any = None) -> dict[str, int]:
-        return {
-            f"{kind}_bytes.all.{which}": value
-            for kind in ("allocated", "reserved", "active")
-            for which, value in (("current", used(device)), ("peak", peak(device)))
-        }
-
-    return {
-        "empty_cache": lambda: None,
-        "ipc_collect": lambda: None,
-        "memory_allocated": used,
-        "memory_reserved": used,
-        "max_memory_allocated": peak,
-        "max_memory_reserved": peak,
-        "reset_peak_memory_stats": reset_peak,
-        "memory_stats": statistics,
-        "mem_get_info": lambda device=None: (_MEMORY - used(device), _MEMORY),
-        "set_per_process_memory_fraction": lambda fraction, device=None: None,
     }
 
 

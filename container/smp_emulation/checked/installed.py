@@ -8,10 +8,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch._dynamo  # shapes of some operations need it, and it does not load while there seem to be GPUs
 
+from smp_config.machine import emulation
 from smp_emulation.checked import collectives, communicators, cuda_names
 from smp_emulation.checked.backward import BackwardThread
 from smp_emulation.checked.operations import Operations
@@ -20,6 +22,9 @@ from smp_emulation.checked.streams import faults
 from smp_emulation.checked.streams.device import Devices
 from smp_emulation.checked.tensors import TensorNames
 from smp_emulation.errors import CudaCallError
+
+if TYPE_CHECKING:
+    from smp_emulation.gpu_model.model import GpuModel
 
 
 class Emulation:
@@ -46,6 +51,11 @@ class Emulation:
     def waits(self) -> Counter[tuple[str, str]]:
         """Return how often the host has waited for a device, by kind and line."""
         return self.devices.waits
+
+    @property
+    def model(self) -> GpuModel:
+        """Return memory, contexts and launches of the devices, as a GPU shows them."""
+        return self.devices.model
 
     @property
     def faults(self) -> list[str]:
@@ -113,6 +123,8 @@ def install(seed: int | None = None, devices: int | None = None) -> Emulation:
     if devices is None:
         devices = max(1, int(next((os.environ[name] for name in _COUNTS if os.environ.get(name)), "1")))
     _installed = Emulation(seed or 0, devices)
+    if emulation.wants_report(os.environ):
+        _installed.devices.model.report_at_exit()
     return _installed
 
 

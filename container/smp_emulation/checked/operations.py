@@ -152,6 +152,7 @@ class Operations(TorchDispatchMode):
     def _at_once(self, call: _DeviceCall) -> Any:
         """Run an operation that the host must wait for: its result is a number, or its shapes depend on tensor elements."""
         call.touch(())
+        call.count(())
         self._devices.wait_on_host(str(call.func), [call.lane])
         with random_numbers.draw_from(self._devices.generators[call.number]):
             results = call.run_on(call.real())
@@ -296,6 +297,7 @@ class _DeviceCall:
         """Let the stream do it, and put what comes out where the results are."""
         if self.func.overloadpacket in _EMPTY:
             return
+        self.count(new)
         real = self.real()
         places = [self.devices.memory.place_of(tensor) for tensor in new]
         targets = [
@@ -316,6 +318,11 @@ class _DeviceCall:
                     target.copy_(result)
 
         self.devices.queue(self.lane, run, self.what)
+
+    def count(self, new: Sequence[torch.Tensor]) -> None:
+        """Count the operation in the model of the device."""
+        args, kwargs = tree_unflatten(self.flat, self.spec)
+        self.devices.model.count_work(self.func, args, kwargs, self._tensors, new)
 
     def results(self, new: Any) -> Any:
         """Return the operation's results: arguments that it changed, and new tensors."""

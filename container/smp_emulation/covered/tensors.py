@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from smp_emulation.calls import CoveredCall, answer_with, asked_by_pytorch_or_us, do_nothing
-from smp_emulation.devices import CPU, index_of, initialize, real_device
+from smp_emulation.devices import CPU, index_of, initialize, real_device, use_device
 
 #: Functions of ``torch`` with an argument ``device``.
 FACTORIES = """
@@ -79,7 +79,7 @@ def _tensor_cuda(original: Any) -> Any:
         self: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
     ) -> torch.Tensor:
         initialize()
-        index_of(device)
+        use_device(index_of(device), "a tensor")
         return self.to(CPU, memory_format=memory_format) if self.device.type != "cpu" else self
 
     return cuda

@@ -17,6 +17,7 @@ from smp_emulation.checked.streams.execution import Executor, Lane, QueuedWork
 from smp_emulation.checked.streams.memory import Memory, StoragePlace, span_of
 from smp_emulation.checked.streams.sites import find_site
 from smp_emulation.errors import CudaCallError
+from smp_emulation.gpu_model.model import GpuModel
 
 #: Attribute of tensors of subclasses that have no elements: the number of their device.
 ON_DEVICE = "_emulated_device"
@@ -43,6 +44,7 @@ class Devices:
 
     Attributes:
         waits: how often the host has waited for a device, by kind and line.
+        model: memory, contexts and launches, as a GPU shows them.
     """
 
     def __init__(self, seed: int, count: int) -> None:
@@ -51,7 +53,8 @@ class Devices:
         #: Distinguishes these devices from those of other hosts; all ranks of one host see the same devices.
         self.identity = f"{uuid.getnode()}/{os.environ.get('SM_CURRENT_HOST', '')}"
         self.executor = Executor(seed)
-        self.memory = Memory()
+        self.model = GpuModel.from_environment(count)
+        self.memory = Memory(self.model, default_streams=count)
         self.host = VectorClock({HOST: 0})
         self.waits: Counter[tuple[str, str]] = Counter()
         self.generators = [torch.Generator() for _ in range(count)]
@@ -160,6 +163,8 @@ class Devices:
 
     def new_tensor(self, like: torch.Tensor, device: int, lane: Lane) -> torch.Tensor:
         """Return a tensor on a device with the shape, strides and data type of ``like``, and undefined elements."""
+        start, stop = span_of(like)
+        self.model.allocator(device).raise_if_hopeless(stop - start)  # before the host has to find room for it, too
         made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
         self.adopt(made, device, lane)
         return made
@@ -179,3 +184,4 @@ class Devices:
         """End the thread that executes."""
         self.executor.close()
         self.memory.clear()
+        self.model.close()

@@ -12,9 +12,12 @@ import torch
 from smp_emulation.checked.streams.clocks import History
 from smp_emulation.checked.streams.faults import StreamFault
 from smp_emulation.checked.streams.sites import find_site
+from smp_emulation.gpu_model.model import stream_of_pool
 
 if TYPE_CHECKING:
     from smp_emulation.checked.streams.execution import Lane
+    from smp_emulation.gpu_model.allocator import Chunk
+    from smp_emulation.gpu_model.model import GpuModel
 
 #: What fresh memory is full of: NaN in every type with a point, −1 in the others.
 _POISON = 0xFF
@@ -31,6 +34,7 @@ class MemoryBlock:
         users: other streams for which ``record_stream`` was called.
         line: the line that allocated it.
         freed: the line that released it, if known.
+        chunk: its place in the model of the device's allocator.
     """
 
     elements: torch.Tensor
@@ -39,6 +43,7 @@ class MemoryBlock:
     history: History = field(default_factory=History)
     users: set[int] = field(default_factory=set)
     freed: str = ""
+    chunk: Chunk | None = None
 
 
 @dataclass(eq=False)
@@ -66,16 +71,20 @@ class StoragePlace:
 
 
 class Memory:
-    """The storages on devices, and the host memory that streams use."""
+    """The storages on devices, and the host memory that streams use.
 
-    def __init__(self) -> None:
+    Args:
+        model: counts memory as PyTorch's allocator divides it.
+        default_streams: actors up to this number are default streams.
+    """
+
+    def __init__(self, model: GpuModel, default_streams: int) -> None:
+        self._model = model
+        self._default_streams = default_streams
         self._places: dict[int, StoragePlace] = {}
         #: Blocks of dead storages. The thread that frees a storage adds its block; :meth:`allocate` collects them.
         self._dead: deque[tuple[MemoryBlock, str]] = deque()
         self._free: dict[int, list[MemoryBlock]] = {}
-        #: By device: bytes that live storages hold, and the most there were.
-        self.allocated: dict[int, int] = {}
-        self.peak: dict[int, int] = {}
 
     def place_of(self, tensor: torch.Tensor) -> StoragePlace | None:
         """Return the tensor's storage place, or None if streams do not use the tensor."""
@@ -109,7 +118,8 @@ class Memory:
     def _release(self, place: StoragePlace, line: str) -> None:
         block, place.block = place.block, None
         if block is not None and place.device is not None:
-            self.allocated[place.device] -= block.elements.numel()
+            if block.chunk is not None:
+                self._model.allocator(place.device).release(block.chunk, is_pending=bool(block.users))
             self._dead.append((block, line))
 
     def resize(self, place: StoragePlace, size: int, lane: Lane) -> None:
@@ -129,6 +139,7 @@ class Memory:
 
         Raises:
             StreamFault: another stream may still use the freed memory.
+            torch.OutOfMemoryError: the device is full.
         """
         while self._dead:
             block, line = self._dead.popleft()
@@ -147,16 +158,20 @@ class Memory:
                         "tensor is freed"
                     )
                 waiting.append(block)  # the allocator waits for an event before anybody gets it
-            elif elements is None and block.elements.numel() == size:
+                continue
+            if block.users and block.chunk is not None:
+                self._model.allocator(device).end_use(block.chunk)
+            if elements is None and block.elements.numel() == size:
                 elements = block.elements
         self._free[lane.actor] = waiting
         # Reuse needs no wait: the last owner's remaining work, and all that it waits for, runs earlier on this stream.
+        self._model.contexts.use(device, "a tensor")
+        stream = stream_of_pool(lane.actor - self._default_streams)
+        chunk = self._model.allocator(device).allocate(size, stream)
         fresh = torch.empty(size, dtype=torch.uint8) if elements is None else elements
         if elements is None:
             fresh.fill_(_POISON)
-        self.allocated[device] = self.allocated.get(device, 0) + size
-        self.peak[device] = max(self.peak.get(device, 0), self.allocated[device])
-        return MemoryBlock(fresh, lane, find_site())
+        return MemoryBlock(fresh, lane, find_site(), chunk=chunk)
 
     def clear(self) -> None:
         """Forget all storages."""
