@@ -70,7 +70,7 @@ CHECKS = (
     Check("saving", "saving", "b", 80, "checkpoints against torch.save and torch.distributed.checkpoint", True),
     Check("fsdp2", "costs", "b", 70, "peer: FSDP2 at world size 1", True),
     # More.
-    Check("nccl_matrix", "matrices", "b", 150, "two ranks, one GPU, over NCCL by NCCL_HOSTID: dp, pp, sdp, tp"),
+    Check("nccl_matrix", "matrices", "b", 150, "two ranks, one GPU, with SMP_SHARED_GPU=nccl: dp, pp, sdp, tp"),
     Check(
         "attention", "client_models", "b", 60, "layers of smp.nn: which kernel attends, how often the host waits", True
     ),

@@ -4,7 +4,8 @@
 
 The argument is ``nccl`` or ``gloo``. Prints a line for each collective: whether its result is right, or the error. Every
 collective runs twice; the first time includes the set-up of communicators. Give it a time limit: ranks may wait forever.
-Without a GPU it tries gloo on the CPU. ``nccl.py`` has variables with which ranks can share a GPU over NCCL.
+Without a GPU it tries gloo on the CPU. ``smp_runtime.comm.devices.nccl_sharing_variables`` returns the variables with which
+ranks can share a GPU over NCCL.
 """
 
 from __future__ import annotations

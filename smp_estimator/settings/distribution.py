@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters, Topology, limits, recovery
 from smp_config.errors import kind_of, show_value, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
-from smp_config.machine import emulation
+from smp_config.machine import emulation, shared_gpu
 from smp_config.mpi_options import MpiOption, check_mpi_options, exported_variables, merge
 from smp_config.parameters import VERSION_2
 from smp_config.smddp import BufferSizes
@@ -388,6 +388,7 @@ def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any]
     faults.parse(given.get(faults.VARIABLE, ""))
     limits.throttle_limit(given)
     emulation.is_asked_for(given)
+    shared_gpu.read_shared_gpu(given)
     steps_to_keep(given)
     texts = {name: value for name, value in environment.items() if isinstance(value, str)}
     return recovery.spare_hosts(texts, hosts) if hosts is not None else 0

@@ -45,6 +45,7 @@ ELSEWHERE: dict[Key, tuple[str, str]] = {
 }
 INDEX = "it installs from a package index"
 STEP = "a step of its own in .ci/run"
+GPU = "it needs a GPU, and makes no difference without; tests/runtime/test_devices.py"
 BENCH = "it measures for minutes; tests/docs/test_figures.py tests the runner"
 WHEEL = "it needs the tools that build the wheel; tests/estimator/test_wheel.py builds one and looks into it"
 ACCOUNT = "it asks an account of AWS; tests/estimator/test_doctor.py has a stand-in of one"
@@ -62,6 +63,7 @@ NOT_RUN: dict[Key, str] = {
     ("start.md", "pip install torch"): INDEX,
     ("start.md", 'pip install "dist/'): INDEX,
     ("lora.md", "pip install"): INDEX,
+    ("launchers.md", "SMP_SHARED_GPU=nccl"): GPU,
     ("sdk-v3.md", "pip install"): INDEX,
     ("cloud.md", "smp-estimator doctor"): ACCOUNT,
     ("image.md", "make image  "): DOCKER,

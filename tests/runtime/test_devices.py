@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 
 import pytest
@@ -9,13 +10,17 @@ import torch
 from support.training.pipeline_training import summing_step
 from torch import nn
 
-from smp_config import ModelParallelParameters
+from smp_config import ConfigError, ModelParallelParameters
+from smp_config.machine.shared_gpu import read_shared_gpu
 from smp_runtime.comm import devices
 from smp_runtime.comm.devices import (
     assign_gpus,
     channel_backend,
     choose_backend,
     choose_host_collectives,
+    let_nccl_share,
+    nccl_sharing_variables,
+    nccl_version,
     sharing_ranks,
     sharing_warning,
     visible_gpus,
@@ -127,6 +132,82 @@ def test_what_needs_a_gpu_per_rank_is_refused_where_they_share(requested):
     assert "ranks 0, 2 share a GPU (4 ranks see 2 GPUs in all)" in message
     assert "one process per GPU" in message
     assert '"gloo"' in message
+
+
+@pytest.mark.parametrize("requested", ["auto", "nccl", "gloo"])
+def test_for_tests_ranks_that_share_a_gpu_use_nccl(requested):
+    visible = [EIGHT[:1]] * 2
+    expected = "gloo" if requested == "gloo" else "cpu:gloo,cuda:nccl"
+    assert choose_backend(settings(requested), GPU, 1, None, visible, "nccl") == expected
+    warning = sharing_warning(settings(requested), GPU, visible, "nccl")
+    assert (warning is None) is (requested == "gloo")
+    if warning is not None:
+        assert "ranks 0, 1 share a GPU" in warning
+        assert "SMP_SHARED_GPU is nccl" in warning
+    assert sharing_warning(settings(requested), GPU, [EIGHT] * 2, "nccl") is None
+
+
+def test_nccl_gets_the_variables_of_its_release(monkeypatch):
+    old, other = (nccl_sharing_variables(rank, (2, 28, 9)) for rank in range(2))
+    assert old["NCCL_HOSTID"] != other.pop("NCCL_HOSTID")
+    assert other.items() < old.items()
+    assert old["NCCL_SOCKET_IFNAME"] == "lo"
+    assert old["NCCL_P2P_DISABLE"] == old["NCCL_SHM_DISABLE"] == old["NCCL_IB_DISABLE"] == "1"
+    assert "NCCL_MULTI_RANK_GPU_ENABLE" not in old
+    new = nccl_sharing_variables(1, (2, 30, 0))
+    assert new["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "NCCL_HOSTID" not in new
+
+    for name in old:
+        monkeypatch.setenv(name, "eth0")  # a launcher may have set it; restored afterwards
+    monkeypatch.setattr(devices, "nccl_version", lambda: (2, 28, 9))
+    let_nccl_share(1, ["here", "here"])
+    assert nccl_sharing_variables(1, (2, 28, 9)).items() <= os.environ.items()
+
+
+@pytest.mark.parametrize("machines", [["here", "there"], ["here", ""]])
+def test_across_machines_no_gpu_is_shared_over_nccl(machines):
+    with pytest.raises(SMPUserError, match=r"SMP_SHARED_GPU is nccl, but the 2 ranks are on 2 machines"):
+        let_nccl_share(0, machines)
+
+
+def test_the_release_of_nccl_is_that_of_the_loaded_library(monkeypatch):
+    class Library:
+        def ncclGetVersion(self, number):  # noqa: N802 - NCCL's name
+            number._obj.value = 23007
+            return 0
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert nccl_version() == (2, 28, 9)  # no library is loaded here
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: Library())
+    assert nccl_version() == (2, 30, 7)
+
+
+def test_a_wrong_value_for_shared_gpus_is_refused(monkeypatch):
+    from smp_runtime.job import session
+
+    assert read_shared_gpu({}) == read_shared_gpu({"SMP_SHARED_GPU": ""}) == "gloo"
+    assert read_shared_gpu({"SMP_SHARED_GPU": "nccl"}) == "nccl"
+    monkeypatch.setenv("SMP_SHARED_GPU", "NCCL")
+    with pytest.raises(ConfigError, match=r"SMP_SHARED_GPU is .NCCL.; .* set gloo .* or nccl") as raised:
+        session.init({})
+    assert raised.value.code == "SMP106"
+
+
+def test_ranks_must_agree_on_shared_gpus(ranks):
+    from support.ranks.rank_pool import RankFailed
+
+    def run():
+        import os
+
+        from smp_runtime.job import session
+
+        if os.environ["RANK"] == "1":
+            os.environ["SMP_SHARED_GPU"] = "nccl"
+        session.init({"ddp": True})
+
+    with pytest.raises(RankFailed, match="SMP_SHARED_GPU is nccl on rank 1, but gloo on rank 0"):
+        ranks(run, 2, init=False)
 
 
 def test_on_the_cpu_nothing_changes():

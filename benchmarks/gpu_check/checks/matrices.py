@@ -14,6 +14,7 @@ from gpu_check.models import SMALL, make_lamb, mark_blocks, split_tensors
 from gpu_check.processes import run_ranks
 from gpu_check.results import case, emit
 from gpu_check.training import Comparison
+from smp_runtime.comm.devices import nccl_version
 
 Config = dict[str, Any]
 
@@ -65,14 +66,14 @@ def check_matrix_four() -> None:
 
 
 def check_nccl_matrix() -> None:
-    """Train over NCCL with two ranks on one GPU."""
+    """Train over NCCL with two ranks on one GPU, then with four."""
     if not is_real():
         emit(case="nccl matrix", ok=None, note="no GPU")
         return
     is_newer = os.environ.get("SMPCHECK_NCCL") == "newer"
-    environ = nccl.make_newer_environment() if is_newer else nccl.ONE_HOST_PER_RANK
+    environ = nccl.make_newer_environment() if is_newer else nccl.SHARED_GPU
     for which in _OVER_NCCL:
-        codes = run_ranks(2, rank_nccl_family, which, environ=environ, timeout=45)
+        codes = run_ranks(4 if which == "four" else 2, rank_nccl_family, which, environ=environ, timeout=45)
         emit(case=f"nccl: {which}", ok=not any(codes), exits=codes)
 
 
@@ -187,17 +188,19 @@ _OVER_NCCL = {
         "nccl: sdp 2, bf16, 2 microbatches": Comparison({**_SHARDED, **_BF16, "microbatches": 2}, 1e-2, "bf16"),
     },
     "tp": {"nccl: tp 2": Comparison(_TENSORS, 1e-4, ours=_SPLIT)},
+    "four": {"nccl: pp 2 x ddp 2": Comparison({**_PIPELINE, "microbatches": 2}, 1e-4)},
 }
 
 
 def rank_nccl_family(which: str) -> None:
     """Compare a strategy over NCCL with plain PyTorch, then emit the memory that the communicators take."""
-    nccl.allow_shared_gpus()
     compare_on_ranks(_OVER_NCCL[which])
     if is_real() and os.environ["RANK"] == "0":
         free, total = torch.cuda.mem_get_info()
         emit(
             case=f"nccl: {which}: memory of both ranks beside PyTorch's",
+            version=nccl_version(),
+            variables={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
             used_mib=(total - free) >> 20,
             reserved_here_mib=torch.cuda.memory_reserved() >> 20,
         )

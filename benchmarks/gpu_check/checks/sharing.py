@@ -16,6 +16,8 @@ from gpu_check.measurements import to_ms
 from gpu_check.processes import run_ranks
 from gpu_check.results import emit
 from smp_config import Group
+from smp_runtime.comm.authentication import machine_id
+from smp_runtime.comm.devices import let_nccl_share, nccl_version
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -132,7 +134,7 @@ def check_nccl_shared() -> None:
     if not is_real():
         emit(case="nccl, one GPU", ok=None, note="no GPU")
         return
-    codes = run_ranks(2, rank_nccl, environ=nccl.ONE_HOST_PER_RANK, timeout=40)
+    codes = run_ranks(2, rank_nccl, environ=nccl.SHARED_GPU, timeout=40)
     emit(case="nccl, one GPU, by NCCL_HOSTID", ok=not any(codes), exits=codes)
     newer = nccl.make_newer_environment()
     if newer is not None:
@@ -143,6 +145,7 @@ def check_nccl_shared() -> None:
 def rank_nccl() -> None:
     """Reduce a tensor over NCCL, and time it."""
     rank = int(os.environ["RANK"])
+    let_nccl_share(rank, [machine_id()])
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=40))
     x = torch.ones(2**20, device="cuda") * (rank + 1)
@@ -158,5 +161,5 @@ def rank_nccl() -> None:
     if rank == 0:
         is_right = float(x[0]) == 3.0 * 2**10
         name = "nccl all_reduce, two ranks, one GPU"
-        emit(case=name, ok=is_right, first_s=round(first, 2), mean_ms=to_ms(mean))
+        emit(case=name, ok=is_right, version=nccl_version(), first_s=round(first, 2), mean_ms=to_ms(mean))
     dist.destroy_process_group()

@@ -10,7 +10,10 @@ import json
 import os
 import time
 
+import torch
 from gpu_check import nccl
+
+import smdistributed.modelparallel.torch as smp
 
 parser = argparse.ArgumentParser()
 parser.add_argument("configuration", type=json.loads, help="for smp.init, as JSON")
@@ -18,13 +21,8 @@ parser.add_argument("kind", choices=["raise", "die"], help="raise an exception, 
 parser.add_argument("--nccl", action="store_true", help="exchange over NCCL, although ranks share a GPU")
 arguments = parser.parse_args()
 
-if arguments.nccl:  # before PyTorch is imported, which reads some of these variables
-    nccl.become_host(int(os.environ.get("SMP_RANK", os.environ.get("RANK", "0"))))
-    nccl.allow_shared_gpus()
-
-import torch  # noqa: E402
-
-import smdistributed.modelparallel.torch as smp  # noqa: E402
+if arguments.nccl:
+    os.environ.update(nccl.SHARED_GPU)
 
 smp.init(arguments.configuration)
 model = smp.DistributedModel(torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]))

@@ -67,6 +67,7 @@ class Arrival(NamedTuple):
     instance: str | None  # its type
     gpus: list[str]  # that it sees
     process_mode: bool = False  # whether this project's launcher has started all ranks as processes of one machine
+    shared_gpu: str = "gloo"  # backend of ranks that share a GPU
 
 
 class ControlPlane:

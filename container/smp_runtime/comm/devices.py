@@ -7,6 +7,7 @@ machine simulates several hosts.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import socket
@@ -18,6 +19,7 @@ import torch
 
 import smp_emulation
 from smp_config import smddp
+from smp_config.machine import shared_gpu
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import tensors_in
 
@@ -26,6 +28,31 @@ if TYPE_CHECKING:
 
 #: Differs between machines, and is the same in all containers of one.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+#: First NCCL that takes several ranks on one GPU, if a variable allows it.
+_FIRST_WITH_SHARED_GPUS = (2, 30)
+_NCCL_LIBRARY = "libnccl.so.2"
+
+#: Variables with which each rank counts as a host of its own: NCCL looks for ranks of one GPU among those of one host only.
+#: Ranks then send through sockets; the ways inside a host are off, since the ranks would still find them.
+_HOST_PER_RANK = {
+    "NCCL_HOSTID": "smp-{rank}",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+#: Variables with which NCCL takes several ranks on one GPU.
+_RANKS_PER_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_NET_GDR_LEVEL": "LOC",
+    "NCCL_MAX_CTAS": "4",  # the kernels of more than two ranks would not fit on the GPU together
+}
 
 
 def has_gpu() -> bool:
@@ -104,15 +131,17 @@ def choose_backend(
     hosts: int,
     instance_type: str | None,
     visible: Sequence[Sequence[str]] = (),
+    shared: str = shared_gpu.GLOO,
 ) -> str:
     """Return the backend string for ``init_process_group``, as requested by ``ddp_dist_backend``.
 
     CPU tensors always use gloo, so that object collectives work beside NCCL. NCCL does not allow two ranks on one
-    GPU. If ranks share a GPU, all tensors use gloo.
+    GPU. If ranks share a GPU, all tensors use gloo, unless ``shared`` is ``"nccl"``.
 
     Args:
         instance_type: of all hosts; None if they differ or it is unknown. It must be the same on all ranks.
         visible: by rank, the result of :func:`visible_gpus` there.
+        shared: backend of ranks that share a GPU, the same on all ranks.
 
     Raises:
         SMPUserError: NCCL was requested without CUDA, or although ranks share a GPU.
@@ -122,11 +151,13 @@ def choose_backend(
         raise SMPUserError(
             'ddp_dist_backend is "nccl", but this process has no CUDA device; use "auto" or "gloo" on CPU instances'
         )
-    if device.type == "cuda" and requested != "gloo" and (sharing := sharing_ranks(visible)):
+    needs_gloo = device.type == "cuda" and requested != "gloo" and shared == shared_gpu.GLOO
+    if needs_gloo and (sharing := sharing_ranks(visible)):
         if requested != "auto":
             raise SMPUserError(
                 f'ddp_dist_backend is "{requested}", which takes one rank per GPU, but {_crowd(visible, sharing)}; start at '
-                'most one process per GPU, or set ddp_dist_backend to "auto" or "gloo"'
+                'most one process per GPU, or set ddp_dist_backend to "auto" or "gloo" '
+                f"({shared_gpu.VARIABLE}={shared_gpu.NCCL} allows it for tests)"
             )
         return "gloo"
     if smddp.is_chosen(parameters, instance_type, hosts):
@@ -158,15 +189,67 @@ def choose_host_collectives(
 
 
 def sharing_warning(
-    parameters: ModelParallelParameters, device: torch.device, visible: Sequence[Sequence[str]]
+    parameters: ModelParallelParameters,
+    device: torch.device,
+    visible: Sequence[Sequence[str]],
+    shared: str = shared_gpu.GLOO,
 ) -> str | None:
-    """Return a warning if NCCL is not used only because ranks share GPUs, otherwise None."""
-    if device.type != "cuda" or parameters.ddp_dist_backend != "auto" or not (sharing := sharing_ranks(visible)):
+    """Return a warning that exchanges are slow because ranks share GPUs, or None if that is not so or was requested."""
+    requested = parameters.ddp_dist_backend
+    if device.type != "cuda" or requested == "gloo" or not (sharing := sharing_ranks(visible)):
         return None
+    if shared == shared_gpu.NCCL:
+        return (
+            f"{_crowd(visible, sharing)}, and {shared_gpu.VARIABLE} is {shared_gpu.NCCL}: NCCL uses slow ways between them, which "
+            "are for tests; start at most one process per GPU to train"
+        )
     return (
         f"{_crowd(visible, sharing)}: NCCL takes one rank per GPU, so all tensors between ranks go through host memory and gloo, "
         'which is slow; start at most one process per GPU, or silence this with ddp_dist_backend="gloo"'
     )
+
+
+def let_nccl_share(rank: int, machines: Sequence[str]) -> None:
+    """Let NCCL take ranks that share a GPU; all ranks call it, before the first of them starts NCCL.
+
+    Args:
+        machines: by rank, the identifier of its machine.
+
+    Raises:
+        SMPUserError: the ranks are on several machines.
+    """
+    if len(set(machines)) > 1 or not all(machines):
+        raise SMPUserError(
+            f"{shared_gpu.VARIABLE} is {shared_gpu.NCCL}, but the {len(machines)} ranks are on {len(set(machines))} machines or "
+            "containers with networks of their own; with it ranks reach each other over the loopback interface only: unset it, "
+            "or start all ranks on one machine"
+        )
+    os.environ.update(nccl_sharing_variables(rank, nccl_version()))
+
+
+def nccl_sharing_variables(rank: int, version: tuple[int, ...]) -> dict[str, str]:
+    """Return the variables with which an NCCL of that version takes ranks that share a GPU."""
+    if version >= _FIRST_WITH_SHARED_GPUS:
+        return dict(_RANKS_PER_GPU)
+    return {name: value.replace("{rank}", str(rank)) for name, value in _HOST_PER_RANK.items()}
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the NCCL that this process has loaded, or (0, 0) without one.
+
+    ``torch.cuda.nccl.version()`` returns the one that PyTorch was built with; another may have been preloaded.
+    """
+    try:
+        library = ctypes.CDLL(_NCCL_LIBRARY, mode=os.RTLD_NOLOAD)
+        number = ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(number)) == 0:
+            return number.value // 10_000, number.value // 100 % 100, number.value % 100
+    except (OSError, AttributeError):  # not loaded, or part of PyTorch's own library
+        pass
+    try:
+        return tuple(torch.cuda.nccl.version())
+    except AttributeError:  # a PyTorch without CUDA
+        return 0, 0
 
 
 def _crowd(visible: Sequence[Sequence[str]], sharing: Sequence[Sequence[int]]) -> str:

@@ -9,17 +9,21 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from smp_config import ConfigError, Group, Topology
 from smp_config.machine.launchers import is_process_mode
+from smp_config.machine.shared_gpu import NCCL, VARIABLE, read_shared_gpu
 from smp_records.rank_record import FORWARD, current_record
+from smp_runtime.comm.authentication import machine_id
 from smp_runtime.comm.collective_log import LoggedCollectives
 from smp_runtime.comm.control import Arrival, ControlPlane, host_name
 from smp_runtime.comm.devices import (
     assign_gpus,
     choose_backend,
     choose_host_collectives,
+    let_nccl_share,
+    sharing_ranks,
     sharing_warning,
     use_device,
     visible_gpus,
@@ -139,15 +143,18 @@ class Ranks:
             ConfigError: the ranks were configured differently, or their number does not fit.
         """
         topology = parameters.topology(control.size)
-        neighbours, hosts, instance_type, gpus, process_mode = _agree(control, parameters)
+        agreed = _agree(control, parameters)
+        neighbours, gpus = agreed.neighbours, agreed.gpus
         device = use_device(assign_gpus(gpus)[control.rank])
-        backend = choose_backend(parameters, device, hosts, instance_type, gpus)
+        backend = choose_backend(parameters, device, agreed.hosts, agreed.instance_type, gpus, agreed.shared_gpu)
+        if agreed.shared_gpu == NCCL and backend != "gloo" and sharing_ranks(gpus):
+            let_nccl_share(control.rank, control.allgather(machine_id(), list(range(control.size))))
         if backend == BACKEND:
             register()
         groups = ProcessGroups(control, topology, backend, parameters.ddp_port, device)
         if collectives is None:
             collectives = collectives_of(backend)
-            shares = choose_host_collectives(parameters, device, backend, process_mode=process_mode)
+            shares = choose_host_collectives(parameters, device, backend, process_mode=agreed.process_mode)
             if shares and (host := host_of(control, neighbours, is_required=parameters.host_collectives is True)):
                 collectives = HostCollectives(host)
                 groups.at_end(collectives.close)
@@ -164,7 +171,7 @@ class Ranks:
             collectives=_watched(collectives),
             step=StepState(has_threads=topology.size(Group.PP) > 1),
         )
-        return ranks, sharing_warning(parameters, device, gpus)
+        return ranks, sharing_warning(parameters, device, gpus, agreed.shared_gpu)
 
     def size(self, group: Group) -> int:
         """Return the number of ranks in this rank's group of that kind."""
@@ -221,21 +228,30 @@ def _watched(collectives: Collectives) -> Collectives:
     return LoggedCollectives(collectives, notes) if notes.are_kept else collectives
 
 
-def _agree(
-    control: ControlPlane, parameters: ModelParallelParameters
-) -> tuple[list[int], int, str | None, list[list[str]], bool]:
-    """Check that all ranks read one configuration.
+class AgreedFacts(NamedTuple):
+    """Facts about the job that all ranks have agreed on."""
 
-    Returns:
-        The ranks of this host, the number of hosts, the instance type if it is the same on all hosts, the GPUs
-        that each rank sees, and whether the job runs in process mode.
+    neighbours: list[int]  # the ranks of this host
+    hosts: int
+    instance_type: str | None  # if it is the same on all hosts
+    gpus: list[list[str]]  # that each rank sees
+    process_mode: bool  # whether the job runs in process mode
+    shared_gpu: str  # backend of ranks that share a GPU
+
+
+def _agree(control: ControlPlane, parameters: ModelParallelParameters) -> AgreedFacts:
+    """Check that all ranks read one configuration, and exchange what else they must know of each other.
 
     Ranks are on one host if their launchers announced the same host name. So several hosts simulated on one machine
     count as several, although their ranks see the same GPUs.
+
+    Raises:
+        ConfigError: the ranks were configured differently.
     """
     settings = json.dumps(parameters.to_mp_parameters(), sort_keys=True)
     process_mode = is_process_mode(os.environ, control.rank, control.size)
-    mine = Arrival(host_name(), settings, os.environ.get(INSTANCE_VARIABLE), visible_gpus(), process_mode)
+    instance, shared = os.environ.get(INSTANCE_VARIABLE), read_shared_gpu(os.environ)
+    mine = Arrival(host_name(), settings, instance, visible_gpus(), process_mode, shared)
     everyone = control.arrivals(mine)
     for rank, one in enumerate(everyone):
         if one.settings != everyone[0].settings:
@@ -243,15 +259,19 @@ def _agree(
                 f"rank {rank} was configured with {one.settings}, but rank 0 with {everyone[0].settings}; every rank must read "
                 f"the same configuration: check what each passes to smp.init() and its {PARAMETERS_VARIABLE}"
             )
+        if one.shared_gpu != everyone[0].shared_gpu:
+            raise ConfigError(
+                f"{VARIABLE} is {one.shared_gpu} on rank {rank}, but {everyone[0].shared_gpu} on rank 0; set it to the same on "
+                "all ranks"
+            )
     host = everyone[control.rank].host
-    neighbours = [rank for rank, one in enumerate(everyone) if one.host == host]
-    hosts = {one.host for one in everyone}
     # Of a job with several, no rank may decide by its own: they would not choose the same backend.
     instances = {one.instance for one in everyone}
-    return (
-        neighbours,
-        len(hosts),
-        instances.pop() if len(instances) == 1 else None,
-        [one.gpus for one in everyone],
-        all(one.process_mode for one in everyone),
+    return AgreedFacts(
+        neighbours=[rank for rank, one in enumerate(everyone) if one.host == host],
+        hosts=len({one.host for one in everyone}),
+        instance_type=instances.pop() if len(instances) == 1 else None,
+        gpus=[one.gpus for one in everyone],
+        process_mode=all(one.process_mode for one in everyone),
+        shared_gpu=shared,
     )
