@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Work:
         packet = function.overloadpacket
         if packet in _WITHOUT_KERNEL:
             return
-        written = sum(tensor.nbytes for tensor in made)
+        written = sum(tensor.nbytes for tensor in made) + _overwritten_bytes(function, args, kwargs)
         moved = 2 * written if packet in _READS_ROWS else written + sum(tensor.nbytes for tensor in given)
         self.add_kernel(moved, _count_flops(packet, args, kwargs, made), count_launches(function, args, given))
 
@@ -107,11 +107,36 @@ def count_launches(function: Any, args: Sequence[Any], given: Sequence[torch.Ten
     return max(1, by_number, by_size)
 
 
+def _overwritten_bytes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the bytes of the arguments that an operation writes into."""
+    found = 0
+    for position, name in _written_places(function):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        written = value if isinstance(value, (list, tuple)) else (value,)
+        found += sum(tensor.nbytes for tensor in written if isinstance(tensor, torch.Tensor))
+    return found
+
+
+@functools.cache
+def _written_places(function: Any) -> tuple[tuple[int, str], ...]:
+    """Return position and name of each argument that an operation writes into."""
+    arguments = enumerate(function._schema.arguments)
+    return tuple(
+        (position, argument.name)
+        for position, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 def _count_flops(packet: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor]) -> float:
     formula = _formulas().get(packet)
     if formula is None:
         return 0.0
-    return float(formula(*args, **kwargs, out_val=made[0] if len(made) == 1 else tuple(made)))
+    if packet is _aten.convolution_backward:
+        result: Any = args[1], args[2], None  # gradients have the shapes of input and weight; some may be left out
+    else:
+        result = made[0] if len(made) == 1 else tuple(made)
+    return float(formula(*args, **kwargs, out_val=result))
 
 
 @functools.cache

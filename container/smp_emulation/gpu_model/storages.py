@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,8 +42,8 @@ class StorageMode(TorchDispatchMode):
     def __init__(self, model: GpuModel) -> None:
         super().__init__()
         self._model = model
-        #: By storage, its memory and what hears of its end. Entries are removed by the garbage collector.
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], CachingAllocator, Chunk]] = {}
+        #: By storage. The garbage collector removes entries.
+        self._alive: dict[int, _Held] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -87,25 +88,44 @@ class StorageMode(TorchDispatchMode):
         return True
 
     def _allocate(self, storage: torch.UntypedStorage, allocator: CachingAllocator, stream: int) -> None:
-        chunk = allocator.allocate(storage.nbytes(), stream)
         key, alive = storage._cdata, self._alive
+        held = _Held(allocator, stream, allocator.allocate(storage.nbytes(), stream))
 
-        def died(reference: object) -> None:
-            if alive.get(key, (None,))[0] is reference:
+        def died(_: object) -> None:
+            if alive.get(key) is held:
                 del alive[key]
-                allocator.release(chunk)
+            held.release()
 
-        alive[key] = weakref.ref(storage, died), allocator, chunk
+        held.reference = weakref.ref(storage, died)
+        alive[key] = held
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count a storage again after it was emptied or filled in place."""
-        entry = self._alive.pop(storage._cdata, None)
-        if entry is None:
-            return
-        _, allocator, chunk = entry
-        allocator.release(chunk)
-        if storage.nbytes():
-            self._allocate(storage, allocator, chunk.segment.stream)
+        held = self._alive.get(storage._cdata)
+        if held is not None:
+            held.release()
+            if storage.nbytes():
+                held.chunk = held.allocator.allocate(storage.nbytes(), held.stream)
+
+
+@dataclass(eq=False)
+class _Held:
+    """The memory of a storage.
+
+    Attributes:
+        chunk: None while the storage is empty.
+        reference: hears of the end of the storage.
+    """
+
+    allocator: CachingAllocator
+    stream: int
+    chunk: Chunk | None
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+
+    def release(self) -> None:
+        chunk, self.chunk = self.chunk, None
+        if chunk is not None:
+            self.allocator.release(chunk)
 
 
 class PlainModel:
