@@ -27,6 +27,10 @@ class PackageMissing(Coded, RuntimeError):
     """A package that only some calls need is not installed."""
 
 
+class RequiredPackageMissing(Coded, ImportError):
+    """A package that every process of a job needs is not installed."""
+
+
 def show_value(value: Any) -> str:
     """Return a value as messages show it: its ``repr``, cut if it is long.
 

@@ -14,6 +14,10 @@ if __name__ == "__main__":
 
 import os
 from importlib import import_module
+from pathlib import Path
+
+#: Names of the files that start the launcher or a rank's wrapper.
+_PROGRAMS = ("smp-launch", "isolated")
 
 
 def isolated_command(module: str, *words: str) -> list[str]:
@@ -27,9 +31,35 @@ def leave_working_folder(package: str) -> None:
     Args:
         package: the folder of the package that is run; where it lies in the working folder, the folder stays.
     """
-    of_module = sys.argv[:1] == ["-m"] and any(word.split(".")[0] == "smp_launch" for word in sys.orig_argv)
-    if of_module and not getattr(sys.flags, "safe_path", False) and sys.path[:1] != [os.path.dirname(package)]:
+    if (
+        _is_run_as_module()
+        and not getattr(sys.flags, "safe_path", False)
+        and sys.path[:1] != [os.path.dirname(package)]
+    ):
         del sys.path[0]
+
+
+def _is_run_as_module() -> bool:
+    return sys.argv[:1] == ["-m"] and any(word.split(".")[0] == "smp_launch" for word in sys.orig_argv)
+
+
+def end_without_packages() -> None:
+    """End the launcher, or the wrapper of a rank, with one line if a package that it needs is missing.
+
+    Raises:
+        RequiredPackageMissing: another program imports this package.
+    """
+    # Not above: modules of this name may lie in the working folder, see leave_working_folder().
+    from smp_config.error_codes import append_code
+    from smp_config.machine.packages import LAUNCHER_PACKAGES, RequiredPackageMissing, require_packages
+
+    try:
+        require_packages(LAUNCHER_PACKAGES)
+    except RequiredPackageMissing as error:
+        if not (_is_run_as_module() or Path(sys.argv[0]).stem in _PROGRAMS):
+            raise
+        print(f"smp-launch: failed: the job cannot start: {append_code(str(error), error)}", file=sys.stderr)
+        sys.exit(2)  # CANNOT_START of smp_launch.errors
 
 
 if __name__ == "__main__":

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 # Not later: whoever imports the submodule of this name would find that instead.
 from smdistributed.modelparallel.torch.step import StepOutput, step
 from smp_config.lazy_names import lazy_names
+from smp_config.machine.packages import require_packages as _require_packages
 from smp_integrations import installed as _installed  # noqa: F401 - it waits for other libraries to be imported
+
+# Now, rather than in the middle of smp.init().
+_require_packages()
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch import (
