@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smp_emulation.checked.streams.registered_memory import CudaRuntime
 from smp_emulation.checked.streams.streams import EmulatedEvent, EmulatedStream
 from smp_emulation.gpu_model.memory_calls import memory_calls
 
@@ -26,6 +27,7 @@ def install(devices: Devices, patches: Patches) -> None:
         **_streams(devices),
         **memory_calls(devices.model, devices.index),
         "ipc_collect": lambda: None,
+        "cudart": lambda: CudaRuntime(devices),
         **_random(devices),
         "Stream": EmulatedStream,
         "Event": EmulatedEvent,

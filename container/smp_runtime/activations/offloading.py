@@ -1,7 +1,11 @@
 """Kept activations wait in CPU memory: they leave when the forward pass of their region ends, and come back in time.
 
-On a GPU copies run on two streams of their own, from and to pinned memory. On CPU they are real copies too, made at once,
-so that order and memory can be observed without a GPU.
+On a GPU copies run on two streams of their own, from and to one pool of pinned memory. On CPU they are real copies too, made at
+once, so that order and memory can be observed without a GPU.
+
+Activations that come back are allocated on the stream that copies them, so the load need not wait for the compute stream. PyTorch
+keeps free memory by stream: what left on the compute stream is not used for them. So the reserved memory of the device has room
+for the most activations that were loaded at once, in addition to the peak of the compute stream.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 
 from smp_runtime.activations.load_order import RegionKey, Tape, TapeEntry
 from smp_runtime.errors import SMPUserError
+from smp_runtime.tensors.host_memory.pinned_pool import HostBlock, PinnedPool
 from smp_runtime.tensors.torch_private import backward_pass
 
 #: Contexts for allocating a tensor in main memory; the last one is entered. A rehearsal adds one to count these tensors,
@@ -108,6 +113,12 @@ class Offloader:
         is_gpu = device.type == "cuda"
         self.out_stream = torch.cuda.Stream(device) if is_gpu else None
         self.in_stream = torch.cuda.Stream(device) if is_gpu else None
+        self._pool = PinnedPool(device) if is_gpu else None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the bytes of pinned host memory."""
+        return 0 if self._pool is None else self._pool.bytes
 
     def begin_step(self) -> None:
         """Begin a step: wait for copies to CPU memory, and drop entries of freed tensors and uses."""
@@ -186,23 +197,28 @@ class Offloader:
             self.figures.resident += change
             self.figures.peak = max(self.figures.peak, self.figures.resident)
 
-    def copied_out(self, stored: _Movable, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Copy a tensor to CPU memory; return the copy and the event after which it is complete."""
+    def copied_out(self, stored: _Movable, tensor: torch.Tensor) -> tuple[torch.Tensor, HostBlock | None, Any]:
+        """Copy a tensor to CPU memory; return the copy, its block of the pool, and the event after which it is complete."""
         self.figures.left += stored.bytes
-        if self.out_stream is None:
+        if self.out_stream is None or self._pool is None:
             with in_host_memory[-1]():
                 host = torch.empty_like(tensor)
-            return host.copy_(tensor), None
+            return host.copy_(tensor), None, None
         stream = self.out_stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), torch.no_grad():
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            host, block = self._pool.take(tensor, stream)
             host.copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
         # Kept until the copy is complete. So its memory is not reused, and a change in place can be detected.
         self._leaving.append(_Leaving(stored, tensor, tensor._version, event))
-        return host, event
+        return host, block, event
+
+    def give_back(self, block: HostBlock, event: Any) -> None:
+        """Free a block of host memory, for use after the event."""
+        if self._pool is not None:
+            self._pool.give_back(block, event)
 
     def copied_in(self, stored: Stored, host: torch.Tensor, complete: Any) -> tuple[torch.Tensor, Any]:
         """Copy a tensor back to the device; return the copy and the event after which it is complete."""
@@ -262,6 +278,7 @@ class _Movable(Stored):
         # Stays that of the source when ``tensor`` is a copy that came back.
         self._source_version = tensor._version
         self._host: torch.Tensor | None = None
+        self._block: HostBlock | None = None
         self._event: Any = None
         offloader.count(self.bytes)
 
@@ -276,7 +293,7 @@ class _Movable(Stored):
             raise AssertionError("a tensor that is elsewhere cannot leave")
         if self._host is None:
             self.check(tensor)
-            self._host, self._event = self._offloader.copied_out(self, tensor)
+            self._host, self._block, self._event = self._offloader.copied_out(self, tensor)
         self.tensor = None
         self._offloader.count(-self.bytes)
 
@@ -297,5 +314,9 @@ class _Movable(Stored):
         return super().take(label)
 
     def __del__(self) -> None:
+        # Absent if the constructor failed.
+        block = getattr(self, "_block", None)
+        if block is not None:
+            self._offloader.give_back(block, self._event)
         if getattr(self, "tensor", None) is not None:
             self._offloader.count(-self.bytes)

@@ -38,6 +38,7 @@ from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, bac
 from smp_runtime.checkpoint.save_plan import Apart, SavePlan, WriteShare, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
+from smp_runtime.tensors.host_memory.snapshot import Arena, Snapshot
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -100,9 +101,10 @@ class Saver:
         self._reference = weakref.ref(session)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._pool: dict[str, torch.Tensor] = {}
+        self._arena = Arena(session.ranks.device)
         self._group: dist.ProcessGroup | None = None
         session.at_close.append(self.wait)
+        session.at_close.append(self._arena.close)
 
     @property
     def _session(self) -> Session:
@@ -181,12 +183,13 @@ class Saver:
             undescribed = words_of(error)
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
         try:
-            apart = Apart(self._copied, self._sharding_group(model)) if exchange is not None else None
+            snapshot = Snapshot() if exchange is not None else None
+            apart = Apart(snapshot.keep, self._sharding_group(model)) if snapshot is not None else None
             made = contents_of(session, model, optimizer, WriteShare(session, transaction.hosts), apart)
             report = Report(None, {}, made.pieces, made.parameters, made.buffers)
             first = made.first
             moment = moment or ScriptPosition.now(session)
-            jobs = self._jobs(made, model, content, transaction, moment, snapshot=exchange is not None)
+            jobs = self._jobs(made, model, content, transaction, moment, snapshot)
         except Exception as error:  # report any error, because the other ranks wait for the outcome
             report.failure = words_of(error)
         report.failure = undescribed or report.failure
@@ -227,22 +230,24 @@ class Saver:
         content: bytes,
         transaction: FolderTransaction,
         moment: ScriptPosition,
-        *,
-        snapshot: bool,
+        snapshot: Snapshot | None,
     ) -> dict[str, Callable[[], Any]]:
         """Return functions that build the content of each file; with ``snapshot`` everything is copied now."""
         session = self._session
         jobs: dict[str, Callable[[], Any]] = {}
         for name, build in made.files.items():
-            if snapshot:
-                jobs[name] = _given(build(self._copied))
+            if snapshot is not None:
+                jobs[name] = _given(build(snapshot.keep))
             else:
                 jobs[name] = functools.partial(build, _live)
         jobs[random_file(session.ranks.rank)] = _given(moment.random)
         if transaction.keeps_order:
             jobs |= {name: _given(found) for name, found in files_of_job(model, content, moment).items()}
-        if snapshot and session.ranks.device.type == "cuda":
-            torch.cuda.synchronize(session.ranks.device)
+        if snapshot is not None:
+            snapshot.copy_to(self._arena)
+            if session.ranks.device.type == "cuda":
+                torch.cuda.synchronize(session.ranks.device)
+            self._arena.pin_later()
         return jobs
 
     def _sharding_group(self, model: DistributedModel) -> dist.ProcessGroup | None:
@@ -257,15 +262,6 @@ class Saver:
                 if session.ranks.rank in ranks:
                     self._group = group
         return self._group
-
-    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to a CPU buffer that the next save reuses."""
-        buffer = self._pool.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            on_gpu = tensor.device.type == "cuda"
-            buffer = self._pool[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu)
-        buffer.copy_(tensor.detach(), non_blocking=True)
-        return buffer
 
 
 def files_of_job(model: DistributedModel, content: bytes, moment: ScriptPosition) -> dict[str, bytes]:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from smp_runtime.sharding.sharded_parameters import ShardedParameters
 
 PARTIAL_KEY = "_smp_is_partial"
-#: Makes of a live tensor the one that is written; the name is unique in the rank's files.
+#: Makes of a live tensor the one that is written, which may get its elements when all files are built. The name is unique in the
+#: rank's files.
 Keep = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -43,7 +44,7 @@ class Apart:
     """What another thread writes a checkpoint with.
 
     Attributes:
-        keep: copies a tensor now.
+        keep: copies a tensor before training goes on.
         group: the ranks of the sharding group, in a process group that nothing else uses; None without sharding.
     """
 

@@ -90,6 +90,12 @@ class History:
                 return access
         return None
 
+    def forget(self, start: int, stop: int, knows: VectorClock) -> Access | None:
+        """Remove the accesses to a range of bytes; return one that may not have happened yet at a point, or None."""
+        within = [access for access in self._accesses if access.start < stop and start < access.stop]
+        self._accesses = [access for access in self._accesses if access not in within]
+        return next((access for access in within if not knows.knows(access.actor, access.time)), None)
+
 
 def _race(former: Access, access: Access, memory: str) -> str:
     if access.actor == HOST:

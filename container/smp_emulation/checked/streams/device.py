@@ -114,7 +114,8 @@ class Devices:
                 for tensor, place in touched:
                     history = place.history if place.block is None else place.block.history
                     start, stop = span_of(tensor)
-                    access = Access(lane.actor, time, lane.name, what, line, is_write, start, stop)
+                    span = start + place.base, stop + place.base
+                    access = Access(lane.actor, time, lane.name, what, line, is_write, *span)
                     history.note(access, lane.clock, str(place))
 
     def follow(self, lane: Lane, other: Lane) -> None:
@@ -137,7 +138,8 @@ class Devices:
         with self.lock:
             self.host[HOST] += 1
             start, stop = span_of(tensor)
-            access = Access(HOST, self.host[HOST], "the host", what, find_site(), writes, start, stop)
+            span = start + place.base, stop + place.base
+            access = Access(HOST, self.host[HOST], "the host", what, find_site(), writes, *span)
             place.history.note(access, self.host, str(place))
 
     def wait_on_host(self, kind: str, lanes: Iterable[Lane]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from smp_emulation.checked.streams.clocks import History
 from smp_emulation.checked.streams.faults import StreamFault
+from smp_emulation.checked.streams.registered_memory import RegisteredMemory
 from smp_emulation.checked.streams.sites import find_site
 from smp_emulation.gpu_model.model import stream_of_pool
 
@@ -55,12 +56,14 @@ class StoragePlace:
         block: what it holds; None for host memory, and when its size is zero.
         history: of host memory.
         pinned: whether copies from and to it run by themselves.
+        base: address of its first byte if the history is that of all registered memory, else 0.
     """
 
     device: int | None
     block: MemoryBlock | None = None
     history: History = field(default_factory=History)
     pinned: bool = False
+    base: int = 0
     storage: weakref.ref[torch.UntypedStorage] | None = None
 
     def __str__(self) -> str:
@@ -82,21 +85,35 @@ class Memory:
         self._model = model
         self._default_streams = default_streams
         self._places: dict[int, StoragePlace] = {}
+        self.registered = RegisteredMemory()
         #: Blocks of dead storages. The thread that frees a storage adds its block; :meth:`allocate` collects them.
         self._dead: deque[tuple[MemoryBlock, str]] = deque()
         self._free: dict[int, list[MemoryBlock]] = {}
 
     def place_of(self, tensor: torch.Tensor) -> StoragePlace | None:
         """Return the tensor's storage place, or None if streams do not use the tensor."""
-        if not self._places:
-            return None
         try:
             if type(tensor) in _PLAIN:
-                return self._places.get(tensor.untyped_storage()._cdata)
+                return self._find(tensor)
             with torch._C.DisableTorchFunctionSubclass():
-                return self._places.get(tensor.untyped_storage()._cdata)
+                return self._find(tensor)
         except (NotImplementedError, RuntimeError):  # without a storage
             return None
+
+    def _find(self, tensor: torch.Tensor) -> StoragePlace | None:
+        storage = tensor.untyped_storage()
+        place = self._places.get(storage._cdata)
+        if place is None and self.registered.overlaps(storage):
+            place = StoragePlace(None, history=self.registered.history, pinned=True, base=storage.data_ptr())
+            self.register(tensor, place)
+        return place
+
+    def find_places_again(self) -> None:
+        """Forget the places of host storages that have become pinned, or are not pinned any more."""
+        for key, place in list(self._places.items()):
+            storage = None if place.device is not None or place.storage is None else place.storage()
+            if storage is not None and self.registered.overlaps(storage) != (place.base != 0):
+                del self._places[key]
 
     def place_of_storage(self, storage: torch.UntypedStorage) -> StoragePlace | None:
         """Return the place of a storage, or None if streams do not use it."""
@@ -178,6 +195,7 @@ class Memory:
         self._places.clear()
         self._free.clear()
         self._dead.clear()
+        self.registered = RegisteredMemory()
 
 
 def view_of(block: MemoryBlock, like: torch.Tensor) -> torch.Tensor:

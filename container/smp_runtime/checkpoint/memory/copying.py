@@ -59,8 +59,8 @@ SHARE_OF_STEP = 0.03
 #: Calls after which the ranks agree on how often to copy: soon, then rarely, since each costs a round of messages.
 _FIRST_AGREEMENTS, _AGREEMENT_EVERY = frozenset({3, 6, 12, 24}), 64
 
-#: Copies and steps with durations that count. The first of each is skipped, since it makes buffers and compiles.
-_REMEMBERED, _WARM_UP = 16, 1
+#: Copies and steps with durations that count. The first two copies are skipped: each makes one of the two places.
+_REMEMBERED, _WARM_UP = 16, 2
 
 
 class Rooms:
@@ -95,6 +95,7 @@ class Rooms:
         if data is None or data.slots != slots:
             self._data[index] = None
             if data is not None:
+                data.close()
                 data.path.unlink()
             self._files += 1
             path = self._folder / of_rank(self._start, self._rank, self._files, "data")
@@ -110,9 +111,15 @@ class Rooms:
         """Free the memory."""
         for generation in filter(None, self._holds):
             head_path(self._folder, generation, self._rank).unlink(missing_ok=True)
+        self.unpin()
         for data in filter(None, self._data):
             data.path.unlink(missing_ok=True)
         self._data, self._holds = [None, None], [None, None]
+
+    def unpin(self) -> None:
+        """Unpin the memory; the copies stay."""
+        for data in filter(None, self._data):
+            data.close()
 
 
 class Interval:
@@ -206,6 +213,7 @@ class Copier:
                 self._buddies = PeerReplication(self._rank, numbers, self._folder)
                 session.at_close.append(self._buddies.wait)
             self._rooms = Rooms(self._folder, self._start, self._rank)
+            session.at_close.append(self._rooms.unpin)
             self._progress = CopyProgress(self._folder, self._start, len(self._everyone))
 
     @classmethod
@@ -322,8 +330,7 @@ class Copier:
         try:
             index, data = self._rooms.make_room(slots)
             with torch.no_grad():
-                for target, tensor in zip(data.tensors, tensors, strict=True):
-                    target.copy_(tensor)
+                data.copy(tensors, session.ranks.device)
             layout = self._layout(Report(None, {}, made.pieces, made.parameters, made.buffers), model, optimizer)
             places = [[slot.offset, list(slot.shape), str(slot.dtype)] for slot in slots]
             head = {

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from smp_runtime.tensors.host_memory.pinned_memory import view_memory
+from smp_runtime.tensors.host_memory.staging import StagingMemory, lay_out
 from smp_runtime.tensors.torch_private import tree_flatten, tree_unflatten
 
 #: Of a head: start, generation, rank; of all else: start, rank, a number.
@@ -36,8 +38,7 @@ _COUNT = struct.Struct("<Q")
 _OFF = 2**64 - 1
 #: No name or word of a training begins like this.
 _STANDS_IN = "\0tensor "
-#: Every tensor begins at a multiple of it, as allocators of memory have it.
-_ALIGNED = 64
+_LEAST_BYTES = 64
 #: Seconds between two looks at the other ranks' generations, because ranks send no notification.
 _LOOK_SECONDS = 0.0005
 
@@ -70,12 +71,11 @@ class StoredTensor:
 
 def slots_of(tensors: Iterable[torch.Tensor]) -> tuple[StoredTensor, ...]:
     """Return the places of tensors in the data, in their order."""
-    found, offset = [], 0
-    for tensor in tensors:
-        slot = StoredTensor(offset, tuple(tensor.shape), tensor.dtype)
-        found.append(slot)
-        offset += -(-slot.bytes // _ALIGNED) * _ALIGNED
-    return tuple(found)
+    tensors = list(tensors)
+    offsets, _ = lay_out(tensors)
+    return tuple(
+        StoredTensor(offset, tuple(tensor.shape), tensor.dtype) for tensor, offset in zip(tensors, offsets, strict=True)
+    )
 
 
 class Data:
@@ -97,7 +97,7 @@ class Data:
     def __init__(self, path: Path, slots: tuple[StoredTensor, ...], *, new: bool) -> None:
         self.path = path
         self.slots = slots
-        size = max(_ALIGNED, slots[-1].offset + slots[-1].bytes if slots else 0)
+        size = max(_LEAST_BYTES, slots[-1].offset + slots[-1].bytes if slots else 0)
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if new else 0)
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -113,15 +113,32 @@ class Data:
             raise
         finally:
             os.close(descriptor)
-        self.tensors = [_view(mapped, slot) for slot in slots]
-        self.bytes = _view(mapped, StoredTensor(0, (size,), torch.uint8))
+        self.tensors = [view_memory(mapped, slot.offset, slot.shape, slot.dtype) for slot in slots]
+        self.bytes = view_memory(mapped, 0, (size,), torch.uint8)
+        self._staging: StagingMemory | None = None
 
+    def copy(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Copy the state into the slots. It is complete when this returns.
 
-def _view(mapped: mmap.mmap, slot: StoredTensor) -> torch.Tensor:
-    count = torch.Size(slot.shape).numel()
-    if count == 0:
-        return torch.empty(slot.shape, dtype=slot.dtype, device="cpu")
-    return torch.frombuffer(mapped, dtype=slot.dtype, count=count, offset=slot.offset).view(slot.shape)
+        The memory is pinned after the first copy, and stays so, since the next copies come soon.
+        """
+        if self._staging is None:
+            self._staging = StagingMemory(self.bytes, device)
+        self._staging.copy(tensors, [slot.offset for slot in self.slots])
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        self._staging.pin_later()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the number of pinned bytes."""
+        return 0 if self._staging is None else self._staging.pinned_bytes
+
+    def close(self) -> None:
+        """Unpin the memory."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
 
 
 class CopyProgress:
