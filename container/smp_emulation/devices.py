@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from smp_config.machine import emulation
 from smp_emulation.calls import CoveredCall, answer_with, do_nothing
 from smp_emulation.errors import CudaCallError, make_refusal
 
@@ -44,7 +45,9 @@ _is_initialized = False
 
 
 def count() -> int:
-    """Return the number of devices: one for each rank of this host."""
+    """Return the number of devices: that of the environment, or one for each rank of this host."""
+    if (chosen := emulation.device_count(os.environ)) is not None:
+        return chosen
     for name in _COUNTS:
         text = os.environ.get(name, "")
         if text.isdigit() and int(text) > 0:
@@ -91,7 +94,8 @@ def require(index: int) -> int:
         return index
     raise CudaCallError(
         f"CUDA error: invalid device ordinal: device {index} was asked for, and this process sees {there} emulated CUDA "
-        f"device{'s' * (there != 1)} (one for each rank of the host, 0 to {there - 1}); give each rank its own by its local rank, "
+        f"device{'s' * (there != 1)} (0 to {there - 1}; one for each rank of the host, or "
+        f"{emulation.DEVICES_VARIABLE} of them); give each rank its own by its local rank, "
         "as in torch.cuda.set_device(smp.local_rank())"
     )
 

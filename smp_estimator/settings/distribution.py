@@ -388,6 +388,7 @@ def _check_variables(exported: Mapping[str, str], environment: Mapping[str, Any]
     faults.parse(given.get(faults.VARIABLE, ""))
     limits.throttle_limit(given)
     emulation.is_asked_for(given)
+    emulation.device_count(given)
     shared_gpu.read_shared_gpu(given)
     steps_to_keep(given)
     texts = {name: value for name, value in environment.items() if isinstance(value, str)}

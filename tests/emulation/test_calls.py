@@ -22,10 +22,15 @@ pytestmark = pytest.mark.usefixtures("cuda")
 CPU = torch.device("cpu")
 
 
-def test_a_script_finds_its_device():
+def test_a_script_finds_its_device(monkeypatch):
     assert torch.cuda.is_available()
     assert torch.backends.cuda.is_built()
     assert torch.cuda.device_count() == 2  # SMP_LOCAL_SIZE
+    monkeypatch.setenv("SMP_EMULATE_CUDA_DEVICES", "1")  # that both ranks share
+    assert torch.cuda.device_count() == 1
+    with pytest.raises(RuntimeError, match="SMP_EMULATE_CUDA_DEVICES"):
+        torch.cuda.set_device(1)
+    monkeypatch.delenv("SMP_EMULATE_CUDA_DEVICES")
     torch.cuda.set_device(1)
     try:
         assert torch.cuda.current_device() == 1

@@ -139,6 +139,17 @@ def test_what_the_environment_asks_for():
         emulation.seed_of_checks({emulation.VARIABLE: "checked:x"})
 
 
+def test_the_environment_sets_the_number_of_devices(monkeypatch):
+    monkeypatch.setenv("SMP_LOCAL_SIZE", "4")
+    for value, count in (("", 4), ("1", 1), ("2", 2)):
+        monkeypatch.setenv(emulation.DEVICES_VARIABLE, value)
+        with emulated(devices=None):
+            assert torch.cuda.device_count() == count
+    for wrong in ("0", "one", "-1", "2000"):
+        with pytest.raises(ValueError, match="SMP_EMULATE_CUDA_DEVICES is .*the number of emulated devices"):
+            emulation.device_count({emulation.DEVICES_VARIABLE: wrong})
+
+
 def _alike(kind):
     """Breaks one of NCCL's rules."""
     import torch.distributed as dist
@@ -160,6 +171,46 @@ def _alike(kind):
         else:
             dist.all_reduce(x)
         return x.tolist()
+
+
+def _over_gloo():
+    """Tries gloo's collectives on one device for two ranks, and its rules."""
+    import torch.distributed as dist
+
+    from smp_emulation.checked import emulated
+    from smp_emulation.errors import CudaCallError
+
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    prefix = dist.PrefixStore(f"gloo-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    with emulated(seed=5, devices=1):
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=2)
+        x = torch.arange(4.0, device="cuda") + rank
+        works = [dist.all_reduce(part, async_op=True) for part in (x[:2], x[2:])]
+        host = torch.ones(2)
+        dist.all_reduce(host)  # between them, for another device
+        for work in works:
+            work.wait()
+        whole = torch.empty(8, device="cuda")
+        dist.all_gather_into_tensor(whole, x * (1 + rank))
+        refused = []
+        for call in (dist.send, dist.recv):
+            try:
+                call(x, 1 - rank)
+            except CudaCallError as error:
+                refused.append(str(error))
+        found = x.tolist(), whole.tolist(), host.tolist(), refused
+        dist.destroy_process_group()
+        return found
+
+
+def test_gloo_takes_tensors_of_a_device_that_ranks_share(ranks):
+    for x, whole, host, refused in ranks(_over_gloo, 2, init=False):
+        assert x == [1.0, 3.0, 5.0, 7.0]
+        assert whole == [*x, *(2 * value for value in x)]
+        assert host == [2.0, 2.0]
+        assert len(refused) == 2
+        assert all("gloo sends no tensors of a device" in each for each in refused)
 
 
 @pytest.mark.full

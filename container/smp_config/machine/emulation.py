@@ -15,6 +15,9 @@ _CHECKED = "checked"
 #: Of its seed.
 _MOST_DIGITS = 18
 
+#: Emulated devices of a host, one for each of its ranks if it is not set; with fewer, ranks share them.
+DEVICES_VARIABLE = "SMP_EMULATE_CUDA_DEVICES"
+_MOST_DEVICES = 1024
 #: Memory of each emulated device, for example ``2GiB``.
 MEMORY_VARIABLE = "SMP_EMULATE_CUDA_MEMORY"
 #: ``1``: print figures of the steps, and the faults that they show, when a rank ends.
@@ -57,6 +60,24 @@ def seed_of_checks(environ: Mapping[str, str]) -> int | None:
             f"number; set it to {_CHECKED}:7, for example"
         )
     return int(seed)
+
+
+def device_count(environ: Mapping[str, str]) -> int | None:
+    """Return the number of emulated devices of a host, or None if the environment sets none.
+
+    Raises:
+        ConfigError: If the value is not a number of devices.
+    """
+    text = environ.get(DEVICES_VARIABLE, "")
+    if not text:
+        return None
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else 0
+    if not 1 <= number <= _MOST_DEVICES:
+        raise ConfigError(
+            f"{DEVICES_VARIABLE} is {show_value(text)}; it is the number of emulated devices of a host, which its ranks share if "
+            f"there are fewer than ranks: set 1 to {_MOST_DEVICES}, or leave it out for one for each rank"
+        )
+    return number
 
 
 def memory_limit(environ: Mapping[str, str]) -> int | None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
+from smp_emulation.checked import gloo
 from smp_emulation.checked.communicators import Communicator
 from smp_emulation.checked.streams.futures import StreamFuture
 from smp_emulation.errors import CudaCallError
@@ -28,6 +29,7 @@ def install(devices: Devices, patches: Patches) -> None:
     for module in (dist, dist.distributed_c10d):
         patches.set(module, "ProcessGroupNCCL", Communicator)
         patches.set(module, "is_nccl_available", lambda: True)
+    gloo.install(patches)
     for name, function in _CALLS.items():
         if hasattr(dist.ProcessGroup, name):
             own = getattr(dist.ProcessGroup, name)
@@ -44,6 +46,8 @@ def _routed(devices: Devices, name: str, own: Callable[..., Any], function: Call
             backend = group._get_backend(_CUDA)
         except RuntimeError:
             backend = None
+        if isinstance(backend, gloo.GlooBackend):
+            backend = backend.on_devices
         if not isinstance(backend, Communicator):
             raise CudaCallError(
                 f"{name} of tensors on an emulated device goes over NCCL, but this group's backend for them is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -53,15 +54,15 @@ class Asked:
         return cls(*bytes(header.tolist()).decode(errors="replace").rstrip().split("\n"))
 
 
-class _Channel:
-    """A communicator's own stream, with a thread that does what gets to its front, one after the other."""
+class CollectiveThread:
+    """A thread that does what gets to the front of streams, one after the other."""
 
-    def __init__(self, devices: Devices, number: int, name: str) -> None:
-        self.lane = devices.new_lane(number, name)
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="emulated-nccl", daemon=True).start()
+        threading.Thread(target=self._serve, name="emulated-collectives", daemon=True).start()
 
     def begin(self, job: Callable[[], None]) -> Callable[[Callable[..., None]], None]:
+        """Return what starts a job; it gets the function to call when the job is over."""
         return lambda over: self._jobs.put((job, over))
 
     def close(self) -> None:
@@ -80,6 +81,14 @@ class _Channel:
             del given, job, over
 
 
+class _StreamChannel(CollectiveThread):
+    """A communicator's own stream, with a thread that does what gets to its front."""
+
+    def __init__(self, devices: Devices, number: int, name: str) -> None:
+        self.lane = devices.new_lane(number, name)
+        super().__init__()
+
+
 class Communicator(dist.ProcessGroupGloo):
     """NCCL for a group of ranks: what a rank asks for is work of a stream, and all must ask for the same in one order.
 
@@ -87,6 +96,7 @@ class Communicator(dist.ProcessGroupGloo):
     """
 
     devices: Devices
+    library = "NCCL"
 
     class Options:
         """Options that PyTorch and scripts set."""
@@ -103,9 +113,9 @@ class Communicator(dist.ProcessGroupGloo):
         options = options if isinstance(options, Communicator.Options) else Communicator.Options()
         super().__init__(dist.PrefixStore("emulated/", store), rank, size, timeout=timeout or options._timeout)
         self._mine, self._count = rank, size
-        self._name = options.group_name or "a group"
-        self._channels: dict[tuple[int, ...], _Channel] = {}
-        _alive.append(self)
+        self.label = options.group_name or "a group"
+        self.channels: dict[tuple[int, ...], CollectiveThread] = {}
+        keep_alive(self)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -124,9 +134,9 @@ class Communicator(dist.ProcessGroupGloo):
             take: receives a list with the tensors that each rank sent, and writes the elements of ``received``.
             result: of the work's future.
         """
-        number = self._device_of([*sent, *received])
+        number = self.device_of([*sent, *received])
         give = self.elements(sent)
-        asked = Asked(f"{what} of {_described(sent)}", self._own(number), find_site())
+        asked = Asked(f"{what} of {_described(sent)}", self.identity_of(number), find_site())
 
         def job() -> None:
             headers = self._gathered(asked.packed())
@@ -135,25 +145,25 @@ class Communicator(dist.ProcessGroupGloo):
             everyone = self._gathered(flat) if flat.numel() else [flat] * self._count
             take([_cut(each, give) for each in everyone])
 
-        return self._start(what, self._channel(number, ()), (sent, received), job, result)
+        return self.start(what, self.channel(number, ()), (sent, received), job, result)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start sending a message to one rank."""
-        number = self._device_of(tensors)
+        number = self.device_of(tensors)
         (give,) = self.elements(tensors)
-        asked = Asked(f"send of {_described(tensors)}", self._own(number), find_site())
+        asked = Asked(f"send of {_described(tensors)}", self.identity_of(number), find_site())
 
         def job() -> None:
             _gloo.send(self, [asked.packed()], peer, tag).wait()
             _gloo.send(self, [give.reshape(-1).view(torch.uint8)], peer, tag).wait()
 
-        return self._start(f"send to {peer}", self._channel(number, _pair(self._mine, peer)), (tensors, ()), job, None)
+        return self.start(f"send to {peer}", self.channel(number, _pair(self._mine, peer)), (tensors, ()), job, None)
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start receiving a message from one rank."""
-        number = self._device_of(tensors)
+        number = self.device_of(tensors)
         (take,) = self.elements(tensors)
-        mine = Asked(f"send of {_described(tensors)}", self._own(number), find_site())
+        mine = Asked(f"send of {_described(tensors)}", self.identity_of(number), find_site())
 
         def job() -> None:
             header = torch.empty(_HEADER, dtype=torch.uint8)
@@ -161,7 +171,7 @@ class Communicator(dist.ProcessGroupGloo):
             asked = Asked.unpacked(header)
             if asked.what != mine.what:
                 raise StreamFault(
-                    f"{self._name}: rank {peer} sends what rank {self._mine} does not expect: {asked.what} at {asked.line}, "
+                    f"{self.label}: rank {peer} sends what rank {self._mine} does not expect: {asked.what} at {asked.line}, "
                     f"against {mine.what} at {mine.line}. NCCL would hang or mix up bytes; let both ranks send and receive in "
                     "one order"
                 )
@@ -169,21 +179,21 @@ class Communicator(dist.ProcessGroupGloo):
             _gloo.recv(self, [came], peer, tag).wait()
             take.copy_(came.view(take.dtype).view(take.shape))
 
-        return self._start(
-            f"receive from {peer}", self._channel(number, _pair(self._mine, peer)), ((), tensors), job, None
+        return self.start(
+            f"receive from {peer}", self.channel(number, _pair(self._mine, peer)), ((), tensors), job, None
         )
 
     def close(self) -> None:
         """End its threads."""
-        for channel in self._channels.values():
+        for channel in self.channels.values():
             channel.close()
 
     # -- how it is done --------------------------------------------------------------------------------------------------
 
-    def _start(
+    def start(
         self,
         what: str,
-        channel: _Channel,
+        channel: Any,
         tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         job: Callable[[], None],
         result: Any,
@@ -191,7 +201,7 @@ class Communicator(dist.ProcessGroupGloo):
         """Queue it behind what the current stream has so far."""
         devices = self.devices
         sent, received = tensors
-        number = self._device_of([*sent, *received])
+        number = self.device_of([*sent, *received])
         current = devices.current(number)
         with devices.lock:
             devices.follow(channel.lane, current)
@@ -200,23 +210,27 @@ class Communicator(dist.ProcessGroupGloo):
             ]
             devices.touch(channel.lane, what, placed[0], placed[1])
             before = (current.last,) if current.last is not None and not current.last.done else ()
-            item = QueuedWork(None, before, f"{what} over {self._name}, asked for at {find_site()}", channel.begin(job))
+            item = QueuedWork(None, before, f"{what} over {self.label}, asked for at {find_site()}", channel.begin(job))
             devices.executor.queue(channel.lane, item)
             point = StreamPoint(devices, number, channel.lane, item)
         return StreamCollective(point, [*sent, *received], result)
 
-    def _channel(self, number: int, pair: tuple[int, ...]) -> _Channel:
-        if pair not in self._channels:
+    def channel(self, number: int, pair: tuple[int, ...]) -> CollectiveThread:
+        """Return the thread, and the stream, of collectives or of messages between two ranks."""
+        if pair not in self.channels:
             kind = f"messages between ranks {pair[0]} and {pair[1]}" if pair else "collectives"
-            self._channels[pair] = _Channel(self.devices, number, f"NCCL's stream for {kind} of {self._name}")
-        return self._channels[pair]
+            self.channels[pair] = _StreamChannel(self.devices, number, f"NCCL's stream for {kind} of {self.label}")
+        return self.channels[pair]
 
-    def _device_of(self, tensors: Sequence[torch.Tensor]) -> int:
+    def device_of(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the one device that the tensors are on."""
         numbers = {self.devices.device_of(tensor) for tensor in tensors}
         if None in numbers:
-            raise CudaCallError("NCCL takes no tensors in host memory: No backend type associated with device type cpu")
+            raise CudaCallError(
+                f"{self.library} takes no tensors in host memory here: No backend type associated with device type cpu"
+            )
         if len(numbers) != 1:
-            raise CudaCallError(f"NCCL takes tensors of one device, not of {sorted(map(str, numbers))}")
+            raise CudaCallError(f"{self.library} takes tensors of one device, not of {sorted(map(str, numbers))}")
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise ValueError("Tensors must be contiguous")
@@ -230,8 +244,9 @@ class Communicator(dist.ProcessGroupGloo):
             for tensor, place in zip(tensors, places, strict=True)
         ]
 
-    def _own(self, number: int) -> str:
-        return f"{self.devices.identity}/{number}"
+    def identity_of(self, number: int) -> str:
+        """Return a device's identity among those of all ranks; NCCL takes ``NCCL_HOSTID`` for the host."""
+        return f"{os.environ.get('NCCL_HOSTID') or self.devices.identity}/{number}"
 
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self._count)]
@@ -247,15 +262,15 @@ class Communicator(dist.ProcessGroupGloo):
         fault = self._unlike(asked) or self._twice(asked)
         if fault is not None:
             self._gathered(torch.zeros(1))  # a barrier: all ranks must have the headers before the first one leaves
-            raise StreamFault(f"{self._name}: {fault}")
+            raise StreamFault(f"{self.label}: {fault}")
 
     def _unlike(self, asked: Sequence[Asked]) -> str | None:
         for rank, other in enumerate(asked):
             if other.what != asked[0].what:
                 return (
                     f"ranks ask for different collectives at the same place of the order: rank 0 for {asked[0].what} at "
-                    f"{asked[0].line}, rank {rank} for {other.what} at {other.line}. NCCL would hang or mix up bytes; let all "
-                    "ranks ask for the same in one order"
+                    f"{asked[0].line}, rank {rank} for {other.what} at {other.line}. {self.library} would hang or mix up bytes; "
+                    "let all ranks ask for the same in one order"
                 )
         return None
 
@@ -272,7 +287,12 @@ class Communicator(dist.ProcessGroupGloo):
 
 
 #: PyTorch holds the part of them that is not Python's.
-_alive: list[Communicator] = []
+_alive: list[Any] = []
+
+
+def keep_alive(backend: Any) -> None:
+    """Keep a backend until the emulation ends, which calls its ``close()``."""
+    _alive.append(backend)
 
 
 def forget() -> None:

@@ -121,6 +121,8 @@ def install(seed: int | None = None, devices: int | None = None) -> Emulation:
     if torch.cuda.is_available():
         raise CudaCallError("this machine has GPUs; emulated devices are for machines without")
     if devices is None:
+        devices = emulation.device_count(os.environ)
+    if devices is None:
         devices = max(1, int(next((os.environ[name] for name in _COUNTS if os.environ.get(name)), "1")))
     _installed = Emulation(seed or 0, devices)
     if emulation.wants_report(os.environ):
@@ -143,7 +145,7 @@ def report() -> None:
 
 
 @contextlib.contextmanager
-def emulated(seed: int = 0, devices: int = 1) -> Iterator[Emulation]:
+def emulated(seed: int = 0, devices: int | None = 1) -> Iterator[Emulation]:
     """Emulate devices in the block; a fault that the program has caught there is raised at the end.
 
     Raises:

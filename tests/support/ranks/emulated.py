@@ -19,11 +19,14 @@ _BATCHES = {
 }
 
 
-def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+def on_devices(
+    seed: int, config: dict[str, Any], function: Callable[..., Any], *args: Any, devices: int | None = None
+) -> Any:
     """``function(*args)`` on this rank, after ``smp.init(config)`` with an emulated device for each rank.
 
     Args:
         seed: of the order in which work is executed.
+        devices: number of emulated devices, if not one for each rank.
 
     Returns:
         What the function has returned, in host memory.
@@ -43,7 +46,7 @@ def on_devices(seed: int, config: dict[str, Any], function: Callable[..., Any], 
         return lambda *given, **named: there(own(*given, **named))
 
     before = []
-    with emulated(seed, devices=int(os.environ.get("WORLD_SIZE", "1"))) as emulation:
+    with emulated(seed, devices=devices or int(os.environ.get("WORLD_SIZE", "1"))) as emulation:
         try:
             session.init(config)
             for name, functions in _BATCHES.items():
