@@ -95,7 +95,8 @@ def _emit_figures(name: str) -> None:
     activations = smp.state.ranks.kept(Activations)
     if activations is not None and activations.offloader is not None:
         figures = activations.offloader.figures
-        emit(case=f"{name}: figures", **{key: getattr(figures, key) for key in _FIGURES})
+        moved = {key: getattr(figures, key) for key in _FIGURES}
+        emit(case=f"{name}: figures", **moved, pinned=activations.offloader.pinned_bytes)
 
 
 def check_plan() -> None:

@@ -95,16 +95,20 @@ class Described:
 
 
 class Saver:
-    """Saves partial checkpoints of a session, one after the other."""
+    """Saves partial checkpoints of a session, one after the other.
+
+    Attributes:
+        arena: host memory for the copies of asynchronous saves. It stays until the session closes.
+    """
 
     def __init__(self, session: Session) -> None:
         self._reference = weakref.ref(session)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._arena = Arena(session.ranks.device)
+        self.arena = Arena(session.ranks.device)
         self._group: dist.ProcessGroup | None = None
         session.at_close.append(self.wait)
-        session.at_close.append(self._arena.close)
+        session.at_close.append(self.arena.close)
 
     @property
     def _session(self) -> Session:
@@ -244,10 +248,10 @@ class Saver:
         if transaction.keeps_order:
             jobs |= {name: _given(found) for name, found in files_of_job(model, content, moment).items()}
         if snapshot is not None:
-            snapshot.copy_to(self._arena)
+            snapshot.copy_to(self.arena)
             if session.ranks.device.type == "cuda":
                 torch.cuda.synchronize(session.ranks.device)
-            self._arena.pin_later()
+            self.arena.pin_later()
         return jobs
 
     def _sharding_group(self, model: DistributedModel) -> dist.ProcessGroup | None:
