@@ -141,6 +141,8 @@ class PlainModel:
         if emulation.wants_report(os.environ):
             self.model.report_at_exit()
         calls = memory_calls(self.model, devices.index_of)
+        calls["get_memory_info"] = calls["mem_get_info"]
+        calls["get_device_properties"] = self._properties
         for way in _MODULES:
             _replace_memory_calls(way, calls, replace)
         start, resize, contexts = threading.Thread.start, torch.UntypedStorage.resize_, self.model.contexts
@@ -160,6 +162,11 @@ class PlainModel:
         replace(torch.UntypedStorage, "resize_", resized)
         devices.watch_use(contexts.use, contexts.choose)
         mode.__enter__()
+
+    def _properties(self, device: Any = None) -> Any:
+        found = devices.device_properties(device)
+        found.total_memory = self.model.capacity
+        return found
 
     def close(self) -> None:
         """Count no more."""
