@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import queue
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,14 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
+from smp_runtime.errors import DeadlineError, SMPUserError
 from smp_runtime.pipeline.transport import tensor_channels as channels
+from smp_runtime.pipeline.transport.pair_groups import PairGroup, pair_groups
 from smp_runtime.pipeline.transport.tensor_channels import (
     CollectiveChannel,
     InlineChannel,
     channel_of,
     choose_channels,
-    directed_groups,
     to_dense,
 )
 from smp_runtime.pipeline.transport.transport import PipelineTransport
@@ -35,8 +38,8 @@ CPU = torch.device("cpu")
 PATIENCE = 50.0
 
 
-def _transport(world: int, **kwargs: Any) -> Any:
-    """A transport with process groups, and queues of what came to it, what it lost and what failed."""
+def _transport(world: int, *, connects: bool = True, **kwargs: Any) -> Any:
+    """A transport with connected process groups, and queues of what came to it, what it lost and what failed."""
     from smp_runtime.job import session
 
     control = session.current_session().control
@@ -50,107 +53,102 @@ def _transport(world: int, **kwargs: Any) -> Any:
 
     kwargs.setdefault("device", CPU)
     kwargs.setdefault("on_message", lambda *message: came.put(message))
-    kwargs.setdefault("make_group", directed_groups([range(world)], "gloo"))
+    kwargs.setdefault("make_group", pair_groups("gloo"))
     made = PipelineTransport(control, range(world), on_lost=lambda *loss: lost.put(loss), on_failed=on_failed, **kwargs)
-    return types.SimpleNamespace(transport=made, control=control, came=came, lost=lost, failed=failed)
+    box = types.SimpleNamespace(transport=made, control=control, came=came, lost=lost, failed=failed)
+    if connects:
+        _connect(box)
+        control.barrier(range(world))
+    return box
 
 
-def _answering() -> tuple[bool, list[str]]:
-    """Both ranks answer on the threads that receive; their groups connect like NCCL's: at first use, and both at once."""
-    store, connected, meetings = dist.distributed_c10d._get_default_store(), set(), []
-    post, receive = CollectiveChannel.post, CollectiveChannel.receive
-    mine = dist.get_rank()
+def _connect(box: Any) -> None:
+    """Connect both groups with every other stage, which otherwise happens beside the first tensors."""
+    deadline = time.monotonic() + PATIENCE
+    for peer in box.transport._peers.values():
+        box.transport._open_out(peer)
+    for peer in box.transport._peers.values():
+        while not (peer.out[1].is_open and peer.back[1].is_open):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
-    def connect(channel: CollectiveChannel, sends: bool) -> None:
-        if id(channel) in connected:
-            return
-        connected.add(id(channel))
-        source, target = (mine, channel._peer) if sends else (channel._peer, mine)
-        here, there = ("source", "target") if sends else ("target", "source")
-        store.set(f"{source} to {target}: {here}", "")
-        store.wait([f"{source} to {target}: {there}"], channels.timedelta(seconds=5))
-        meetings.append(f"{source} to {target}")
 
-    def connecting_post(channel: CollectiveChannel, tensor: torch.Tensor) -> None:
-        connect(channel, True)
-        post(channel, tensor)
+def _finish(box: Any) -> None:
+    box.control.barrier([0, 1])
+    box.transport.close()
+    box.control.barrier([0, 1])
 
-    def connecting_receive(channel: CollectiveChannel, *args: Any) -> torch.Tensor:
-        connect(channel, False)
-        return receive(channel, *args)
 
+def _answering() -> bool:
+    """Both ranks answer on the threads that receive, where each could wait for the other to connect."""
     asked, came, box = threading.Barrier(2), threading.Event(), []
+    mine = dist.get_rank()
 
     def on_message(stage: int, head: str, tensors: list[torch.Tensor]) -> None:
         if head == "question":
             asked.wait(PATIENCE)
             box[0].transport.send(stage, "answer", [torch.ones(4)])
         else:
+            assert torch.equal(tensors[0], torch.ones(4))
             came.set()
 
-    with (
-        mock.patch.object(CollectiveChannel, "post", connecting_post),
-        mock.patch.object(CollectiveChannel, "receive", connecting_receive),
-    ):
-        box.append(_transport(2, on_message=on_message))
-        box[0].transport.send(1 - mine, "question")
-        box[0].control.barrier([0, 1])
-        asked.wait(PATIENCE)
-        # An answer that waits for ever gives up before this.
-        result = came.wait(PATIENCE), meetings
-        box[0].control.barrier([0, 1])
-        box[0].transport.close()
-        box[0].control.barrier([0, 1])
+    box.append(_transport(2, connects=False, on_message=on_message))
+    box[0].transport.send(1 - mine, "question")
+    box[0].control.barrier([0, 1])
+    asked.wait(PATIENCE)
+    came_in_time = came.wait(PATIENCE)
+    _connect(box[0])
+    _finish(box[0])
+    return came_in_time
+
+
+def test_ranks_that_answer_each_other_at_once_connect(ranks):
+    assert ranks(_answering, 2) == [True, True]
+
+
+def _alone(how: str) -> list[Any]:
+    """Connect from rank 0 to rank 1, one of which does not take part or cannot; return what both learn."""
+    box = _transport(2, connects=False)
+    sends = box.transport.stage == 0
+    own = CollectiveChannel.open
+
+    def refused(channel: CollectiveChannel, *args: Any) -> None:
+        own(channel, *args)
+        raise dist.DistBackendError("NCCL error: unhandled system error")
+
+    patches = contextlib.ExitStack()
+    if how == "error" and sends:
+        patches.enter_context(mock.patch.object(CollectiveChannel, "open", refused))
+    if how == "absent" and not sends:
+        patches.enter_context(mock.patch.object(PipelineTransport, "_begin_opening"))
+    os.environ["SMP_TIMEOUT_SECONDS"] = "1" if how == "absent" else "60"  # the old one comes back after the case
+    with patches:
+        if sends:
+            box.transport.send(1, "tensor", [torch.ones(2)])
+            result = [box.failed.get(timeout=PATIENCE)]
+        else:
+            _, head, tensors = box.came.get(timeout=PATIENCE)  # through host memory, meanwhile
+            result = [head, tensors[0].tolist(), box.lost.get(timeout=PATIENCE)[1].words]
+    os.environ["SMP_TIMEOUT_SECONDS"] = str(PATIENCE)
+    _finish(box)
     return result
 
 
-def test_groups_connect_in_one_order_before_threads_use_them(ranks):
-    assert ranks(_answering, 2) == [(True, ["0 to 1", "1 to 0"])] * 2
-
-
-def _alone(how: str) -> str:
-    """Rank 1 takes no part in connecting the groups, or cannot; what rank 0 raises."""
-    from smp_runtime.job import session
-    from smp_runtime.pipeline.transport import transport
-
-    groups = directed_groups([[0, 1]], "gloo")
-    if dist.get_rank() == 1 and how == "absent":
-        with mock.patch.object(transport, "meet"):
-            box = _transport(2, make_group=groups)
-        box.control.barrier([0, 1])
-        return ""
-    if dist.get_rank() == 1:
-        box = _transport(2, make_group=groups)
-        box.control.barrier([0, 1])
-        return ""
-    os.environ["SMP_TIMEOUT_SECONDS"] = "1" if how == "absent" else "60"  # the old one comes back after the case
-    receive = CollectiveChannel.receive
-
-    def refused(channel: CollectiveChannel, *args: Any) -> torch.Tensor:
-        receive(channel, *args)
-        raise dist.DistBackendError("NCCL error: unhandled system error")
-
-    with (
-        mock.patch.object(CollectiveChannel, "receive", refused) if how == "error" else mock.MagicMock(),
-        pytest.raises(DeadlineError if how == "absent" else SMPRuntimeError) as caught,
-    ):
-        _transport(2, make_group=groups)
-    os.environ["SMP_TIMEOUT_SECONDS"] = str(PATIENCE)
-    session.current_session().control.barrier([0, 1])
-    return str(caught.value)
-
-
 def test_a_group_that_does_not_connect_in_time_is_named(ranks):
-    message = ranks(_alone, 2, "absent")[0]
-    assert "process group from rank 0 to rank 1 was not connected after 1 s" in message
-    assert "SMP_TIMEOUT_SECONDS" in message
+    here, there = ranks(_alone, 2, "absent")
+    assert here == [("DeadlineError", "connecting to stage 1")]
+    head, values, words = there
+    assert (head, values) == ("tensor", [1.0, 1.0])
+    assert "process group from rank 0 to rank 1 was not connected after 1 s" in words
+    assert "SMP_TIMEOUT_SECONDS" in words
 
 
 def test_a_group_that_does_not_work_is_named_with_its_error(ranks):
-    message = ranks(_alone, 2, "error")[0]
-    assert "process group from rank 1 to rank 0 did not carry its first element" in message
-    assert "DistBackendError: NCCL error: unhandled system error" in message
-    assert "NCCL_SOCKET_IFNAME" in message
+    here, there = ranks(_alone, 2, "error")
+    assert here == [("SMPRuntimeError", "connecting to stage 1")]
+    assert "process group from rank 0 to rank 1 did not carry its first element" in there[2]
+    assert "DistBackendError: NCCL error: unhandled system error" in there[2]
+    assert "NCCL_SOCKET_IFNAME" in there[2]
 
 
 def _failing_post() -> list[Any]:
@@ -274,7 +272,7 @@ def _devices_of_threads() -> list[tuple[str, str]]:
         chosen.put((threading.current_thread().name, str(device)))
 
     with mock.patch.object(torch.cuda, "set_device", choose):
-        box = _transport(2, device=torch.device("cuda", 3), make_group=None)
+        box = _transport(2, device=torch.device("cuda", 3), make_group=None, connects=False)
         result = sorted(chosen.get(timeout=PATIENCE) for _ in range(2))
     box.control.barrier([0, 1])
     box.transport.close()
@@ -303,23 +301,40 @@ def test_a_tensor_of_another_accelerator_of_the_host_is_foreign(place, ours, cha
     device = torch.device(ours)
     with mock.patch.object(torch.cuda, "current_device", return_value=2):
         if channel is not None:
-            assert channel_of(tensor, choose_channels(device, 1, None), device) == channel
+            assert channel_of(tensor, choose_channels(device, 1, None, sends=True), device) == channel
             return
         with pytest.raises(SMPUserError, match=rf"on {place}, but this rank computes on {ours}; .*\.to\('{ours}'\)"):
-            channel_of(tensor, choose_channels(device, 1, None), device)
+            channel_of(tensor, choose_channels(device, 1, None, sends=True), device)
+
+
+class _Sends:
+    """A backend whose sends end when the test says so."""
+
+    def __init__(self) -> None:
+        self.works: list[Any] = []
+
+    def send(self, flats: list[torch.Tensor], *args: Any) -> Any:
+        self.works.append(mock.Mock(**{"is_completed.return_value": False}))
+        return self.works[-1]
+
+
+def _posting(device: torch.device, count: int) -> tuple[CollectiveChannel, list[Any], list[weakref.ref[torch.Tensor]]]:
+    """A channel that has posted tensors, their works, and references to their memory."""
+    sends = _Sends()
+    with mock.patch.object(torch.cuda, "Stream"):
+        channel = CollectiveChannel(lambda *args: PairGroup(sends), 1, device, sends=True)
+    channel._group = PairGroup(sends)
+    memories = []
+    for _ in range(count):
+        tensor = torch.ones(8)
+        memories.append(weakref.ref(tensor.untyped_storage()))
+        channel.post(tensor)
+    return channel, sends.works, memories
 
 
 def test_what_has_been_sent_is_given_back():
-    works: list[Any] = []
-
-    def isend(flat: torch.Tensor, **kwargs: Any) -> Any:
-        works.append(mock.Mock(**{"is_completed.return_value": False}))
-        return works[-1]
-
-    channel = CollectiveChannel(object(), 1, CPU)  # type: ignore[arg-type]
-    with mock.patch.object(dist, "isend", isend):
-        for _ in range(3):
-            channel.post(torch.ones(8))
+    channel, works, memories = _posting(CPU, 3)
+    del memories
     channel.prune()
     assert len(channel._leaving) == 3
     for work in works[:2]:
@@ -329,6 +344,49 @@ def test_what_has_been_sent_is_given_back():
     works[2].is_completed.return_value = True
     channel.prune()
     assert not channel._leaving
+
+
+def test_memory_of_sends_under_way_outlives_their_channel():
+    """NCCL may read it until the send is over, however the channel has ended."""
+    channel, works, _ = _posting(torch.device("cuda", 0), 2)
+    works[0].is_completed.return_value = True
+    channel.prune()
+    kept = [flat for _, flat in channel._leaving]
+    before = len(channels._unfinished)
+    with pytest.raises(DeadlineError, match="rank 1 did not take all tensors"):
+        channel.flush(time.monotonic())  # it waits no longer than that
+    channel.close(0.0, aborts=True)
+    del channel
+    gc.collect()
+    assert [flat for _, flat in channels._unfinished[before:]] == kept
+    del channels._unfinished[before:]
+
+
+def _left_early() -> tuple[int, bool]:
+    """Stage 0 leaves while a tensor that it has received is still under way in the eyes of stage 1."""
+    box = _transport(2)
+    if box.transport.stage == 1:
+        box.transport.send(0, "tensor", [torch.ones(4)])
+        peer = box.transport._peers[0]
+        channel = peer.out[1]
+        work = mock.Mock(wraps=channel._leaving[-1][0])
+        channel._leaving[-1] = work, channel._leaving[-1][1]
+        deadline = time.monotonic() + PATIENCE
+        while not peer.left:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        box.transport.close()
+        result = work.wait.call_count, not channel._leaving
+    else:
+        box.came.get(timeout=PATIENCE)
+        box.transport.close()
+        result = 0, True
+    box.control.barrier([0, 1])
+    return result
+
+
+def test_a_stage_that_ends_waits_for_its_sends_to_one_that_has_left(ranks):
+    assert ranks(_left_early, 2)[1] == (1, True)
 
 
 def _pruned() -> int:
@@ -367,12 +425,13 @@ def test_what_has_no_dense_memory_is_refused(tensor, what):
 
 def test_a_foreign_device_is_named():
     with pytest.raises(SMPUserError, match=r"on meta, but this rank computes on cpu.*\.to\('cpu'\)"):
-        channel_of(torch.ones(1, device="meta"), choose_channels(CPU, 1, None), CPU)
+        channel_of(torch.ones(1, device="meta"), choose_channels(CPU, 1, None, sends=True), CPU)
 
 
 def test_the_right_channel_for_each_device():
     cuda = torch.device("cuda", 0)
-    assert [type(channel) for channel in choose_channels(CPU, 1, None)] == [InlineChannel]
-    assert [type(channel) for channel in choose_channels(cuda, 1, None)] == [InlineChannel, InlineChannel]
-    group: dist.ProcessGroup = object()  # type: ignore[assignment]
-    assert [type(channel) for channel in choose_channels(CPU, 1, group)] == [InlineChannel, CollectiveChannel]
+    assert [type(channel) for channel in choose_channels(CPU, 1, None, sends=True)] == [InlineChannel]
+    assert [type(channel) for channel in choose_channels(cuda, 1, None, sends=True)] == [InlineChannel, InlineChannel]
+    made = choose_channels(CPU, 1, pair_groups("gloo"), sends=True)
+    assert [type(channel) for channel in made] == [InlineChannel, CollectiveChannel, InlineChannel]
+    assert channel_of(torch.ones(1), made, CPU) == 2  # the group is not connected

@@ -74,9 +74,9 @@ def samples() -> list[torch.Tensor]:
 
 
 def exchange(grouped: bool) -> list[str]:
-    from smp_runtime.pipeline.transport.tensor_channels import directed_groups
+    from smp_runtime.pipeline.transport.pair_groups import pair_groups
 
-    box = Box(2, make_group=directed_groups([[0, 1]], "gloo") if grouped else None)
+    box = Box(2, make_group=pair_groups("gloo") if grouped else None)
     other = 1 - box.stage
     box.send(other, {"head": (1, "two")}, samples())
     for tensor in samples():
@@ -104,10 +104,10 @@ def chatter(count: int, delayed: bool, grouped: bool, network: bool) -> dict[str
     from unittest import mock
 
     from smp_runtime.pipeline.transport import connections
-    from smp_runtime.pipeline.transport.tensor_channels import directed_groups
+    from smp_runtime.pipeline.transport.pair_groups import pair_groups
 
     with mock.patch.object(connections, "own_address", _other_address) if network else contextlib.nullcontext():
-        return _chatter(count, delayed, directed_groups([range(3)], "gloo") if grouped else None, network)
+        return _chatter(count, delayed, pair_groups("gloo") if grouped else None, network)
 
 
 def _other_address() -> str:
@@ -217,9 +217,9 @@ def test_send_does_not_wait_and_keeps_the_values(ranks, copy):
 
 
 def changed_in_place(grouped: bool) -> list[int]:
-    from smp_runtime.pipeline.transport.tensor_channels import directed_groups
+    from smp_runtime.pipeline.transport.pair_groups import pair_groups
 
-    box = Box(2, make_group=directed_groups([[0, 1]], "gloo") if grouped else None)
+    box = Box(2, make_group=pair_groups("gloo") if grouped else None)
     tensor = torch.zeros(500_000, dtype=torch.int32)
     for number in range(20):
         tensor.fill_(number)

@@ -11,8 +11,10 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,21 @@ _UNDER_WAY_SECONDS_FAILED = 0.3
 
 #: Seconds until the system ends a process with unfinished calls. Otherwise the interpreter's exit would wait for them.
 _LAST_RESORT_SECONDS = 5.0
+
+
+class _Abortable(Protocol):
+    def abort(self) -> None: ...
+
+
+#: Groups that PyTorch does not list; see :func:`abort_with_others`.
+_unlisted: weakref.WeakSet[_Abortable] = weakref.WeakSet()
+_unlisted_lock = threading.Lock()
+
+
+def abort_with_others(group: _Abortable) -> None:
+    """Register a process group that PyTorch does not list; it is aborted with those that it lists."""
+    with _unlisted_lock:
+        _unlisted.add(group)
 
 
 class ProcessGroups:
@@ -305,10 +322,18 @@ def _abort_in_time() -> None:
 
 
 def _abort() -> None:
+    with _unlisted_lock:
+        unlisted = list(_unlisted)
+    # Each on a thread of its own, since a call of one group may wait for the end of another group's.
+    aborting = [threading.Thread(target=group.abort, name="smp-abort-group", daemon=True) for group in unlisted]
+    for each in aborting:
+        each.start()
     try:
         abort_process_groups()
     except Exception as error:  # nothing waits for it: the process ends
         logger.debug("the process groups were not aborted: %s", error)
+    for each in aborting:
+        each.join()
 
 
 if hasattr(os, "register_at_fork"):

@@ -33,7 +33,7 @@ from smp_runtime.pipeline.observe.module_recorder import ModuleRecorder
 from smp_runtime.pipeline.observe.recorder import recorder_of_job
 from smp_runtime.pipeline.partition.decision import Tracing, decide
 from smp_runtime.pipeline.schedule.policies import policy_named
-from smp_runtime.pipeline.transport.tensor_channels import directed_groups
+from smp_runtime.pipeline.transport.pair_groups import pair_groups
 from smp_runtime.sharding.sharded_parameters import ShardedParameters, create_shards, make_stand_ins
 from smp_runtime.tensors.torch_private import swap_contents, tree_map
 
@@ -164,7 +164,6 @@ class Stages:
             ranks.step.watch = None
         release_cached_memory(ranks.device)
         backend = channel_backend(ranks.device, ranks.backend)
-        groups = directed_groups(ranks.topology.groups(Group.PP), backend) if backend is not None else None
         self.pipeline = Pipeline(
             ranks.control,
             ranks.members(Group.PP),
@@ -180,7 +179,7 @@ class Stages:
                 share=self._sharing(),
                 meet=self._meeting(),
                 repeatable=ranks.cfg.deterministic,
-                make_group=groups,
+                make_group=pair_groups(backend) if backend is not None else None,
                 watch=recorder_of_job(
                     self.part.stage,
                     ranks.control,

@@ -52,6 +52,7 @@ from smp_runtime.tensors.random_state import OtherGenerators, RandomState
 if TYPE_CHECKING:
     from smp_runtime.comm.control import ControlPlane
     from smp_runtime.pipeline.execution.task import TaskWatch
+    from smp_runtime.pipeline.transport.tensor_channels import MakeGroup
     from smp_runtime.pipeline.transport.transport import PipelineTransport
 
 logger = logging.getLogger("smp")
@@ -73,7 +74,7 @@ class PipelineSettings:
     meet: Callable[[Any], list[Any]] | None = None
     repeatable: bool = False  # whether orders follow from the work alone, not from how long it takes
     delay: Callable[[], float] | None = None  # for tests: seconds by which received messages are held back
-    make_group: Callable[[tuple[int, int]], Any] | None = None  # process groups for tensors of an accelerator
+    make_group: MakeGroup | None = None  # makes process groups for tensors of an accelerator
     watch: TaskWatch | None = None  # of the timeline, if there is one
 
 

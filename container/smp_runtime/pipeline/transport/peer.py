@@ -54,6 +54,8 @@ class Peer:
         self.left = False  # the other side has sent its goodbye
         self.closed = False  # this side has
         self.reading = True
+        self.opens = False  # the process group to the other side is connected, or about to be
+        self.opening: list[threading.Thread] = []  # connect process groups, in either direction
 
     def __str__(self) -> str:
         return f"stage {self.stage} (rank {self.rank})"

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import queue
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import permutations
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,12 @@ import torch.distributed as dist
 
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
+from smp_runtime.pipeline.transport.pair_groups import PairGroup
+
+logger = logging.getLogger("smp")
+
+#: Between two looks at a send of an accelerator.
+_POLL_SECONDS = 0.001
 
 #: Fills a piece of memory with the next bytes of the stream.
 Reader = Callable[[memoryview], None]
@@ -41,12 +48,12 @@ class Announcement(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None  # in elements; None for a contiguous tensor
 
-    def allocate(self, device: torch.device) -> torch.Tensor:
+    def allocate(self, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
         """Return uninitialized memory for the announced tensor."""
         dtype = _DTYPES[self.dtype]
         if self.stride is None:
-            return torch.empty(self.shape, dtype=dtype, device=device)
-        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
+            return torch.empty(self.shape, dtype=dtype, device=device, pin_memory=pinned)
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device, pin_memory=pinned)
 
     @property
     def nbytes(self) -> int:
@@ -117,14 +124,26 @@ class TensorChannel(Protocol):
     receiver calls :meth:`receive` for each announcement in the same order.
     """
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether the channel can be used now."""
+        return True
+
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the CPU tensor to write as bytes after the announcement in the stream; None if nothing follows it."""
+        """Return the CPU tensor to write as bytes after the announcement in the stream; None if nothing follows it.
+
+        Its elements may be there only after :meth:`settle`.
+        """
+
+    def settle(self) -> None:
+        """Block until the tensors that :meth:`inline` has returned on this thread have their elements."""
+        return
 
     def post(self, tensor: torch.Tensor) -> None:
         """Start to send a tensor that :meth:`inline` left out; its memory must not change any more."""
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
-        """Return the next tensor when it is complete: every stream of the device may use it."""
+        """Return the next tensor: the default stream of the device may use it, and every stream that waits for that one."""
 
     def flush(self, deadline: float) -> None:
         """Block until everything posted has been sent, at the latest until ``deadline`` of ``time.monotonic()``."""
@@ -132,9 +151,20 @@ class TensorChannel(Protocol):
     def prune(self) -> None:
         """Free the memory of tensors that have been sent."""
 
+    def close(self, seconds: float, *, aborts: bool) -> None:
+        """Free what the channel has made, in about ``seconds`` at most.
+
+        Args:
+            aborts: whether tensors may be under way, which are given up.
+        """
+        return
+
 
 class InlineChannel(TensorChannel):
-    """A channel inside the stream. Tensors of an accelerator are copied to host memory and back on the way.
+    """A channel inside the stream. Tensors of an accelerator are copied to pinned host memory and back on the way.
+
+    All copies run on the current stream of the calling thread. On a thread that receives, that is the default stream, on which
+    all tasks compute, so a received tensor needs no wait of the host.
 
     Args:
         device: where received tensors shall be.
@@ -146,17 +176,28 @@ class InlineChannel(TensorChannel):
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See :class:`TensorChannel`."""
-        return tensor.detach().cpu() if self._staged else tensor
+        if not self._staged:
+            return tensor
+        host = torch.empty_like(tensor.detach(), device=_CPU, pin_memory=True)
+        return host.copy_(tensor.detach(), non_blocking=True)
+
+    def settle(self) -> None:
+        """See :class:`TensorChannel`."""
+        if self._staged:
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self._device))
+            copied.synchronize()
 
     def post(self, tensor: torch.Tensor) -> None:
         """Do nothing; it is not called, since all tensors are inline."""
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
         """See :class:`TensorChannel`."""
-        tensor = announced.allocate(_CPU)
+        host = announced.allocate(_CPU, pinned=self._staged)
         if size := announced.nbytes:
-            read(bytes_of(tensor, size, writable=True))
-        return tensor.to(self._device) if self._staged else tensor
+            read(bytes_of(host, size, writable=True))
+        # PyTorch keeps pinned memory until copies from it are over.
+        return announced.allocate(self._device).copy_(host, non_blocking=True) if self._staged else host
 
     def flush(self, deadline: float) -> None:
         """Return at once, since nothing waits."""
@@ -165,8 +206,19 @@ class InlineChannel(TensorChannel):
         """Do nothing, since nothing is kept."""
 
 
+#: Makes a process group: ``make(name, sends)``; see :func:`~smp_runtime.pipeline.transport.pair_groups.pair_groups`.
+MakeGroup = Callable[[str, bool], PairGroup]
+_Leaving = deque[tuple[dist.Work, torch.Tensor]]
+
+#: Sends that did not end before their channel did, because the other rank failed. NCCL may still read the memory of their
+#: tensors, so it must not be used again. They stay until the process ends.
+_unfinished: list[tuple[dist.Work, torch.Tensor]] = []
+
+
 class CollectiveChannel(TensorChannel):
     """``torch.distributed`` messages in a process group that only this direction between two ranks uses.
+
+    It is closed until :meth:`open` has run on both ranks. Until then tensors take another channel.
 
     On CUDA a receiver thread allocates and receives on a stream of its own and waits for it on the host, so that a
     tensor that is handed on is complete for every stream; the memory is also marked as used by the device's default
@@ -174,19 +226,45 @@ class CollectiveChannel(TensorChannel):
     current stream has queued.
 
     Args:
-        group: two ranks; see :func:`directed_groups`.
+        make_group: makes the process group of both ranks.
         peer: the other global rank.
         device: of the tensors.
+        sends: whether this rank is the one that sends.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, make_group: MakeGroup, peer: int, device: torch.device, *, sends: bool) -> None:
+        self._make_group = make_group
         self._peer = peer
-        self._device = device
+        self._sends = sends
+        self.device = device
+        self._group: PairGroup | None = None
+        self._is_open = threading.Event()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # A tensor must live until its message has left.
-        self._leaving: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._leaving: _Leaving = deque()
         self._lock = threading.Lock()
+        if self._stream is not None:
+            weakref.finalize(self, _unfinished.extend, self._leaving).atexit = False
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether tensors can be posted."""
+        return self._is_open.is_set()
+
+    def open(self, name: str, deadline: float) -> None:
+        """Make the group and send one element through it; both ranks call it with the same name.
+
+        NCCL connects at the first message, and blocks both ranks until it has. So this runs on a thread that nothing else waits
+        for: if two ranks each connected on the thread that receives from the other, they would wait forever.
+        """
+        self._group = self._make_group(name, self._sends)
+        element = torch.zeros((1,), dtype=torch.uint8, device=self.device)
+        if self._sends:
+            self.post(element)
+            self.flush(deadline)
+        else:
+            self._take(announce(element, 1))
+        self._is_open.set()
 
     def inline(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return None, since no tensor is inline."""
@@ -196,9 +274,7 @@ class CollectiveChannel(TensorChannel):
         if not tensor.numel():
             return
         flat = _flat_bytes(tensor)
-        work = dist.isend(flat, dst=self._peer, group=self._group)
-        if work is None:
-            raise AssertionError("a group without this rank")
+        work = self._pair.send(flat)
         with self._lock:
             self._leaving.append((work, flat))
         self.prune()
@@ -211,22 +287,34 @@ class CollectiveChannel(TensorChannel):
 
     def receive(self, announced: Announcement, read: Reader) -> torch.Tensor:
         """See :class:`TensorChannel`."""
+        # The sender's end has opened, so this end is about to.
+        if not self._is_open.wait(timeout_seconds()):
+            raise DeadlineError(
+                f"a tensor came from rank {self._peer}, but its process group was not connected here in time"
+            )
+        return self._take(announced)
+
+    def _take(self, announced: Announcement) -> torch.Tensor:
         if self._stream is None:
             return self._receive(announced)
         with torch.cuda.stream(self._stream):
             tensor = self._receive(announced)
         self._stream.synchronize()
-        tensor.record_stream(torch.cuda.default_stream(self._device))
+        tensor.record_stream(torch.cuda.default_stream(self.device))
         return tensor
 
     def _receive(self, announced: Announcement) -> torch.Tensor:
-        tensor = announced.allocate(self._device)
+        tensor = announced.allocate(self.device)
         if tensor.numel():
-            work = dist.irecv(_flat_bytes(tensor), src=self._peer, group=self._group)
-            if work is None:
-                raise AssertionError("a group without this rank")
+            work = self._pair.receive(_flat_bytes(tensor))
             work.wait()
         return tensor
+
+    @property
+    def _pair(self) -> PairGroup:
+        if self._group is None:
+            raise AssertionError("the channel is not open")
+        return self._group
 
     def flush(self, deadline: float) -> None:
         """See :class:`TensorChannel`."""
@@ -235,12 +323,32 @@ class CollectiveChannel(TensorChannel):
                 if not self._leaving:
                     return
                 work, _ = self._leaving[0]
-            left = deadline - time.monotonic()
-            if left <= 0 or not work.wait(timedelta(seconds=left)):
+            if not self._is_over(work, deadline):
                 raise DeadlineError(f"rank {self._peer} did not take all tensors in time; check that it still runs")
             with self._lock:
                 if self._leaving and self._leaving[0][0] is work:
                     self._leaving.popleft()
+
+    def _is_over(self, work: dist.Work, deadline: float) -> bool:
+        """Block until a send has ended, and return whether it has."""
+        if self._stream is None:  # gloo does not report an end without a wait
+            left = deadline - time.monotonic()
+            return left > 0 and work.wait(timedelta(seconds=left))
+        # NCCL aborts a communicator if a wait with a timeout runs out, and this deadline may be shorter than the job's.
+        while not work.is_completed():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def close(self, seconds: float, *, aborts: bool) -> None:
+        """See :class:`TensorChannel`; sends that have not ended keep their memory."""
+        group, self._group = self._group, None
+        self._is_open.clear()
+        if group is not None and not group.end(seconds, aborts=aborts):
+            logger.warning(
+                "the process group with rank %d has not ended within %g s; its memory stays in use", self._peer, seconds
+            )
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,19 +360,23 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 instead: list[Callable[[int], TensorChannel]] = []
 
 
-def choose_channels(device: torch.device, peer: int, group: dist.ProcessGroup | None) -> tuple[TensorChannel, ...]:
-    """Return the channels of one direction: position 0 for host memory, 1 for tensors of ``device``.
+def choose_channels(
+    device: torch.device, peer: int, make_group: MakeGroup | None, *, sends: bool
+) -> tuple[TensorChannel, ...]:
+    """Return the channels of one direction: position 0 for host memory, 1 for tensors of ``device``, 2 while that is closed.
 
     See :func:`channel_of`.
 
     Args:
-        group: for this direction alone; None sends everything inside the stream.
+        peer: global rank at the other end.
+        make_group: makes the process group for position 1; None sends everything inside the stream.
+        sends: whether this rank sends.
     """
     if instead:
         return (instead[-1](peer),)
     host = InlineChannel(_CPU)
-    if group is not None:
-        return host, CollectiveChannel(group, peer, device)
+    if make_group is not None:
+        return host, CollectiveChannel(make_group, peer, device, sends=sends), InlineChannel(device)
     return (host,) if device.type == "cpu" else (host, InlineChannel(device))
 
 
@@ -275,7 +387,7 @@ def channel_of(tensor: torch.Tensor, channels: Sequence[TensorChannel], device: 
         SMPUserError: it is on a device that this rank does not compute on.
     """
     if len(channels) > 1 and _is_same(tensor.device, device):
-        return 1
+        return 1 if channels[1].is_open else 2
     if tensor.is_cpu:
         return 0
     raise SMPUserError(
@@ -297,93 +409,45 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def meet(
-    mine: int,
-    ranks: Sequence[int],
-    channels: Mapping[int, tuple[TensorChannel, TensorChannel]],
-    device: torch.device,
-    seconds: float,
-) -> None:
-    """Send one element through the process group of every direction, before anything else is sent; collective.
-
-    A group connects at its first message, and NCCL blocks both sides until it has. If two ranks each answered
-    the other's question on the thread that receives from it, they would wait forever. Here all ranks go through
-    the directions in one order, the order in which :func:`directed_groups` makes the groups. A broken group is
-    found here too.
+def open_channel(channel: CollectiveChannel, name: str, ends: tuple[int, int], seconds: float) -> None:
+    """Open this end of a channel, on a thread that nothing waits for.
 
     Args:
-        mine: global rank of the caller.
-        ranks: of the pipeline group, in the same order everywhere.
-        channels: to and from each other rank.
+        name: of the process group, the same at both ends.
+        ends: global ranks of source and target.
+        seconds: longest wait for the other end.
 
     Raises:
-        DeadlineError: a rank did not take part in time.
-        SMPRuntimeError: a group cannot carry a tensor.
+        DeadlineError: the other rank did not connect in time.
+        SMPRuntimeError: the group cannot carry a tensor.
     """
-    deadline = time.monotonic() + seconds
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    tried = (mine, mine)
+    deadline = time.monotonic() + seconds
 
-    def go_through() -> None:
-        nonlocal tried
+    def connect() -> None:
         try:
-            use_device(device)
-            for source, target in permutations(ranks, 2):
-                if mine not in (source, target):
-                    continue
-                tried = source, target
-                element = torch.zeros((1,), dtype=torch.uint8, device=device)
-                if mine == source:
-                    out, _ = channels[target]
-                    out.post(element)
-                    out.flush(deadline)
-                else:
-                    _, back = channels[source]
-                    back.receive(announce(element, 1), lambda memory: None)
+            use_device(channel.device)
+            channel.open(name, deadline)
             outcome.put(None)
         except BaseException as error:
             outcome.put(error)
 
     # On its own thread, because a group that is connecting cannot be interrupted at the deadline.
-    threading.Thread(target=go_through, name="smp-meet", daemon=True).start()
+    threading.Thread(target=connect, name="smp-connect", daemon=True).start()
     error = None
     with contextlib.suppress(queue.Empty):
-        error = outcome.get(timeout=max(0.0, deadline - time.monotonic()))
+        error = outcome.get(timeout=seconds)
         if error is None:
             return
+    source, target = ends
     if error is None or time.monotonic() >= deadline:  # gloo keeps the deadline by itself, with words of its own
         raise DeadlineError(
-            f"the process group from rank {tried[0]} to rank {tried[1]} was not connected after {seconds:g} s, when the pipeline "
-            "began; check that both still run and that their hosts may reach each other's ports (NCCL_DEBUG=INFO tells what "
-            "NCCL tries), or raise SMP_TIMEOUT_SECONDS"
+            f"the process group from rank {source} to rank {target} was not connected after {seconds:g} s, when the first tensor "
+            "was sent that way; check that both still run and that their hosts may reach each other's ports (NCCL_DEBUG=INFO "
+            "tells what NCCL tries), or raise SMP_TIMEOUT_SECONDS"
         ) from error
     raise SMPRuntimeError(
-        f"the process group from rank {tried[0]} to rank {tried[1]} did not carry its first element, when the pipeline began: "
-        f"{type(error).__name__}: {error}; check the accelerators of both and the network between them, and "
-        "NCCL_SOCKET_IFNAME where hosts have several networks (NCCL_DEBUG=INFO tells what NCCL tries)"
+        f"the process group from rank {source} to rank {target} did not carry its first element: {type(error).__name__}: "
+        f"{error}; check the accelerators of both and the network between them, and NCCL_SOCKET_IFNAME where hosts have several "
+        "networks (NCCL_DEBUG=INFO tells what NCCL tries)"
     ) from error
-
-
-def directed_groups(
-    groups_of_ranks: Sequence[Sequence[int]], backend: str
-) -> Callable[[tuple[int, int]], dist.ProcessGroup]:
-    """Create a process group for every ordered pair inside each of ``groups_of_ranks``, for the transport.
-
-    Every rank of the job calls this with the same list, since all ranks must make all groups in one order. (With
-    ``use_local_synchronization`` only the two members would have to, but it derives a group's name from the number
-    of groups that a rank has made so far, which differs between them.) A rank waits only for groups it is in.
-
-    Args:
-        backend: ``"nccl"`` or ``"gloo"``.
-
-    Returns:
-        ``make_group(pair)`` with ``pair`` the global ranks (source, destination), one of them this rank.
-    """
-    timeout = timedelta(seconds=timeout_seconds())
-    made: dict[tuple[int, int], dist.ProcessGroup] = {}
-    for ranks in groups_of_ranks:
-        for pair in permutations(ranks, 2):
-            group = dist.new_group(pair, backend=backend, timeout=timeout)
-            if dist.get_rank() in pair:
-                made[pair] = group
-    return made.__getitem__

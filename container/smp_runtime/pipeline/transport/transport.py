@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import pickle
+import secrets
 import socket
 import struct
 import threading
@@ -21,12 +22,14 @@ from smp_runtime.pipeline.transport.connections import connect_all
 from smp_runtime.pipeline.transport.peer import ConnectionReader, Ended, Peer, write_pieces
 from smp_runtime.pipeline.transport.tensor_channels import (
     Announcement,
+    CollectiveChannel,
+    MakeGroup,
     TensorChannel,
     announce,
     bytes_of,
     channel_of,
     choose_channels,
-    meet,
+    open_channel,
     to_dense,
     use_device,
 )
@@ -34,15 +37,19 @@ from smp_runtime.tensors.nested import tensor_bytes
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 logger = logging.getLogger("smp")
 
 #: Kind of a frame, then the bytes of its pickled part.
 _FRAME = struct.Struct("!BQ")
-_MESSAGE, _GOODBYE, _LAST_WORDS = 0, 1, 2
+_MESSAGE, _GOODBYE, _LAST_WORDS, _OPEN = 0, 1, 2, 3
 
 _CLOSE_SECONDS = 10.0
+#: The same for a stage that has left, which has waited for its part already.
+_CLOSE_SECONDS_LEFT = 2.0
+
+#: Position of the channel for tensors of the device while its process group is not connected.
+_UNTIL_OPEN = 2
 
 _open_transports: weakref.WeakSet[PipelineTransport] = weakref.WeakSet()
 
@@ -89,10 +96,9 @@ class PipelineTransport:
             good order, after its last message and before sending to it raises.
         afterthought: called as ``afterthought(stage)`` on a thread of its own after :meth:`nudge`; returns a
             head to send, or None if nothing is left to send.
-        make_group: ``make_group((source, destination))``, a process group for tensors of ``device`` from one
-            global rank to another, such as
-            :func:`~smp_runtime.pipeline.transport.tensor_channels.directed_groups` returns. None: they travel
-            through host memory.
+        make_group: makes the process group for tensors of ``device`` from one rank to another, see
+            :func:`~smp_runtime.pipeline.transport.pair_groups.pair_groups`. It is called on both ranks when the first such
+            tensor is sent; tensors travel through host memory until the group is connected. None: they always do.
         delay: for tests: seconds by which the receiver holds back each message.
 
     Attributes:
@@ -101,8 +107,7 @@ class PipelineTransport:
         messages_sent: by stage.
 
     Raises:
-        DeadlineError, SMPRuntimeError: a rank of the group did not connect in time or cannot be reached, or a
-            process group does not work.
+        DeadlineError, SMPRuntimeError: a rank of the group did not connect in time or cannot be reached.
     """
 
     def __init__(
@@ -118,10 +123,10 @@ class PipelineTransport:
         ),
         on_left: Callable[[int], None] = lambda stage: None,
         afterthought: Callable[[int], Any] = lambda stage: None,
-        make_group: Callable[[tuple[int, int]], dist.ProcessGroup] | None = None,
+        make_group: MakeGroup | None = None,
         delay: Callable[[], float] | None = None,
     ) -> None:
-        mine = control.rank
+        self._rank = mine = control.rank
         self.stage = list(ranks).index(mine)
         self._device = device
         self._on_message = on_message
@@ -138,19 +143,10 @@ class PipelineTransport:
         self._peers: dict[int, Peer] = {}
         for stage, connection in sorted(connect_all(control, ranks, timeout_seconds()).items()):
             rank = ranks[stage]
-            out = choose_channels(device, rank, make_group and make_group((mine, rank)))
-            back = choose_channels(device, rank, make_group and make_group((rank, mine)))
+            out = choose_channels(device, rank, make_group, sends=True)
+            back = choose_channels(device, rank, make_group, sends=False)
             self._peers[stage] = Peer(stage, rank, connection, out, back)
         _open_transports.add(self)
-        self._posting: list[TensorChannel] = []  # channels that keep sent tensors
-        if make_group is not None:
-            self._posting = [peer.out[1] for peer in self._peers.values()]
-            try:
-                both = {peer.rank: (peer.out[1], peer.back[1]) for peer in self._peers.values()}
-                meet(mine, ranks, both, device, timeout_seconds())
-            except BaseException:
-                self.forget()
-                raise
         for peer in self._peers.values():
             for work, name in ((self._receive, "from"), (self._work_off, "to")):
                 threading.Thread(target=work, args=(peer,), name=f"smp-{name}-{peer.stage}", daemon=True).start()
@@ -182,8 +178,11 @@ class PipelineTransport:
         lasting = [True]
         alive = []
         size = 0
+        staging: set[TensorChannel] = set()
         for given in tensors:
             channel = channel_of(given, peer.out, self._device)
+            if channel == _UNTIL_OPEN:
+                self._open_out(peer)
             tensor = to_dense(given)
             announced.append(tuple(announce(tensor, channel)))
             inline = peer.out[channel].inline(tensor)
@@ -197,7 +196,10 @@ class PipelineTransport:
                 pieces.append(bytes_of(inline, count))
                 lasting.append(ours)
                 alive.append(inline)
+                staging.add(peer.out[channel])
             size += count
+        for each in staging:  # one wait of the host, however many tensors there are
+            each.settle()
         body = pickle.dumps((head, announced), protocol=5)
         pieces[0] = memoryview(_FRAME.pack(_MESSAGE, len(body)) + body)
         size += len(pieces[0])
@@ -271,14 +273,46 @@ class PipelineTransport:
                     f"{waiting:,} bytes for {peer} are still here after {seconds:g} s, because it does not read; check that "
                     "it still runs"
                 )
-            if peer.broken is None and not peer.left:
+            if peer.broken is None:
+                # A stage that has left has received all; NCCL may still have to notice that at this end.
+                until = min(deadline, time.monotonic() + _CLOSE_SECONDS_LEFT) if peer.left else deadline
+                for opening in peer.opening:
+                    opening.join(max(0.0, until - time.monotonic()))
                 for channel in peer.out:
-                    channel.flush(deadline)
+                    channel.flush(until)
 
     def prune(self) -> None:
         """Free the device memory of sent tensors, which otherwise stays until the next message to the same stage."""
-        for channel in self._posting:
-            channel.prune()
+        for peer in self._peers.values():
+            for channel in peer.out:
+                channel.prune()
+
+    def _open_out(self, peer: Peer) -> None:
+        """Begin to connect the process group to a stage, unless that has begun already."""
+        name = f"{self._rank}-{peer.rank}-{secrets.token_hex(8)}"
+        with peer.changed:
+            if peer.opens or self._closed or peer.left or peer.broken is not None:
+                return
+            peer.opens = True
+            self._begin_opening(peer, peer.out, name, (self._rank, peer.rank))
+            body = name.encode()
+            peer.write([memoryview(_FRAME.pack(_OPEN, len(body)) + body)], [True])
+
+    def _begin_opening(self, peer: Peer, channels: Sequence[TensorChannel], name: str, ends: tuple[int, int]) -> None:
+        """Connect one end of a process group on a thread that only :meth:`flush` waits for; the caller holds ``peer.changed``."""
+        opening = threading.Thread(
+            target=self._open, args=(peer, channels[1], name, ends), name=f"smp-open-{peer.stage}", daemon=True
+        )
+        peer.opening.append(opening)
+        opening.start()
+
+    def _open(self, peer: Peer, channel: CollectiveChannel, name: str, ends: tuple[int, int]) -> None:
+        try:
+            open_channel(channel, name, ends, timeout_seconds())
+        except BaseException as error:
+            # If the other side has ended, its receiver thread reports that.
+            if not (peer.left or peer.has_ended(error.__cause__ or error)):
+                self._fail(error, f"connecting to stage {peer.stage}")
 
     def close(self) -> None:
         """Send goodbye to every stage and stop delivering; sent messages get a few seconds to leave."""
@@ -295,16 +329,26 @@ class PipelineTransport:
         except Exception as error:
             logger.warning("closing the transport of stage %d: %s", self.stage, error)
         for peer in self._peers.values():
+            self._close_channels(peer, peer.out)
             with peer.changed:
                 peer.closed = True
                 peer.changed.notify_all()
                 # The receiver thread still reads: closing a connection with unread data would look like a crash.
-                if peer.reading:
+                reading = peer.reading
+                if reading:
                     with contextlib.suppress(OSError):
                         peer.connection.shutdown(socket.SHUT_WR)
                 else:
                     peer.connection.close()
+            if not reading:
+                self._close_channels(peer, peer.back)
         _open_transports.discard(self)
+
+    @staticmethod
+    def _close_channels(peer: Peer, channels: Sequence[TensorChannel]) -> None:
+        aborts = peer.broken is not None or any(opening.is_alive() for opening in peer.opening)
+        for channel in channels:
+            channel.close(_CLOSE_SECONDS_LEFT, aborts=aborts)
 
     def _work_off(self, peer: Peer) -> None:
         """Run the sender thread: write bytes that could not be written at once, and messages that can wait."""
@@ -348,17 +392,15 @@ class PipelineTransport:
             use_device(self._device)
             while True:
                 kind, size = _FRAME.unpack(reader.take(_FRAME.size))
-                if kind != _MESSAGE:
+                if kind == _MESSAGE:
+                    self._receive_message(peer, reader, size)
+                elif kind == _OPEN:
+                    name = bytes(reader.take(size)).decode()
+                    with peer.changed:
+                        self._begin_opening(peer, peer.back, name, (peer.rank, self._rank))
+                else:
                     self._part(peer, kind, reader.take(size))
                     return
-                head, announced = pickle.loads(reader.take(size))
-                arriving = [Announcement(*each) for each in announced]
-                tensors = [peer.back[each.channel].receive(each, reader.fill) for each in arriving]
-                if self._delay is not None:
-                    time.sleep(self._delay())
-                if not self._closed:
-                    self._hand_over(peer, head, tensors)
-                del head, announced, arriving, tensors  # received tensors must not live until the next message
         except Ended as ended:
             self._lose(peer, ended.args[0])
         except BaseException as error:
@@ -369,8 +411,21 @@ class PipelineTransport:
         finally:
             with peer.changed:
                 peer.reading = False
-                if peer.closed:
+                closed = peer.closed
+                if closed:
                     peer.connection.close()
+            if closed:
+                self._close_channels(peer, peer.back)
+
+    def _receive_message(self, peer: Peer, reader: ConnectionReader, size: int) -> None:
+        """Receive a message and hand it on. A function, so that received tensors do not live until the next message."""
+        head, announced = pickle.loads(reader.take(size))
+        arriving = [Announcement(*each) for each in announced]
+        tensors = [peer.back[each.channel].receive(each, reader.fill) for each in arriving]
+        if self._delay is not None:
+            time.sleep(self._delay())
+        if not self._closed:
+            self._hand_over(peer, head, tensors)
 
     def _part(self, peer: Peer, kind: int, body: memoryview) -> None:
         """Handle the last frame of the other side: a goodbye, or the report of a failure."""

@@ -1,0 +1,120 @@
+"""Process groups for tensors from one rank to another, made by these two alone when the first tensor goes that way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_runtime.comm.control import timeout_seconds
+from smp_runtime.comm.groups import abort_with_others
+from smp_runtime.tensors.torch_private import default_store, set_timeout
+
+logger = logging.getLogger("smp")
+
+_SOURCE, _TARGET = 0, 1
+
+
+class PairGroup:
+    """A process group of two ranks, the first of which sends to the second.
+
+    PyTorch does not list it, so ``destroy_process_group`` does not end it; :meth:`end` does.
+
+    Two directions need two groups. NCCL runs the messages of a communicator in one order on one stream. If both ranks sent first,
+    each would wait for the other to receive. Each direction also has its own thread on both sides, and a process group must
+    not be used by several threads at once.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        abort_with_others(self)
+
+    def send(self, flat: torch.Tensor) -> dist.Work:
+        """Start to send a tensor; only the first rank calls it."""
+        work: dist.Work = self._backend.send([flat], _TARGET, 0)
+        return work
+
+    def receive(self, flat: torch.Tensor) -> dist.Work:
+        """Start to receive a tensor; only the second rank calls it."""
+        work: dist.Work = self._backend.recv([flat], _SOURCE, 0)
+        return work
+
+    def end(self, seconds: float, *, aborts: bool = False) -> bool:
+        """Free the communicator, and return whether that was done in time.
+
+        Args:
+            seconds: longest wait.
+            aborts: whether messages may be under way, which are given up; otherwise nothing may be.
+        """
+        # On its own thread, since NCCL may wait for the other rank. A daemon: the interpreter must not wait for it.
+        run = self.abort if aborts else self._shut_down
+        ending = threading.Thread(target=run, name="smp-end-group", daemon=True)
+        ending.start()
+        ending.join(seconds)
+        return not ending.is_alive()
+
+    def abort(self) -> None:
+        """Free the communicator though messages may be under way."""
+        self._finish("abort")
+
+    def _shut_down(self) -> None:
+        self._finish("shutdown")
+
+    def _finish(self, name: str) -> None:
+        backend, self._backend = self._backend, None
+        # Before PyTorch 2.6 backends have no such methods. They end with their last reference, here.
+        finish = getattr(backend, name, None)
+        if finish is not None:
+            try:
+                finish()
+            except RuntimeError as error:  # the other rank may have gone; nothing is sent any more
+                logger.debug("the process group of two stages did not end in good order: %s", error)
+
+
+def pair_groups(backend: str) -> Callable[[str, bool], PairGroup]:
+    """Return a function that makes process groups: ``make(name, sends)``, called by both ranks with the same unique name.
+
+    ``dist.new_group`` needs every rank of the job, each time in the same order. With ``use_local_synchronization`` it would need
+    only the two, but it derives the group's name from the number of groups that a rank has, which differs between them.
+
+    Args:
+        backend: ``"nccl"`` or ``"gloo"``. NCCL connects at the first message.
+    """
+    kind = {"nccl": _nccl, "gloo": _gloo}[backend]
+
+    def make(name: str, sends: bool) -> PairGroup:
+        store = dist.PrefixStore(f"smp/pair/{name}", _own_connection(default_store()))
+        return PairGroup(kind(store, _SOURCE if sends else _TARGET, timedelta(seconds=timeout_seconds()), name))
+
+    return make
+
+
+def _nccl(store: dist.Store, rank: int, timeout: timedelta, name: str) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    set_timeout(options, timeout)
+    options.group_name = name
+    return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+def _gloo(store: dist.Store, rank: int, timeout: timedelta, name: str) -> Any:
+    return dist.ProcessGroupGloo(store, rank, 2, timeout=timeout)
+
+
+def _own_connection(store: dist.Store) -> dist.Store:
+    """Return another connection to the same store.
+
+    A connection answers one thread at a time. While one thread waits there for the other rank's part of a group, no other thread
+    could publish this rank's part of another group. Two ranks that connect both directions at once would wait forever.
+    """
+    if hasattr(store, "clone"):  # since PyTorch 2.6
+        return store.clone()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
+    return store
