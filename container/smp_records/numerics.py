@@ -113,6 +113,7 @@ class Head:
     restart: int = 0  # how often the ranks were started before
     start: dict[str, Any] = field(default_factory=dict)  # how the script was started, the fields of :class:`Start`
     was_pipeline: bool = False  # at these degrees or at some that the job had before :func:`smp.reshape`
+    is_plain: bool = False  # of a script without this library
 
 
 @dataclass(frozen=True)

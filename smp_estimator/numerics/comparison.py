@@ -102,6 +102,8 @@ class Comparison:
         compared: in causal order.
         drifts: of either run, with its name.
         alone: tensors that only one run has, or for which the runs have different parts.
+        findings: faults that facts show, beside the numbers.
+        causes: likely causes of the first difference.
     """
 
     one: RecordedRun
@@ -110,6 +112,8 @@ class Comparison:
     drifts: list[tuple[str, Drift]] = field(default_factory=list)
     alone: set[TensorKey] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
 
     @property
     def first(self) -> Compared | None:
@@ -128,8 +132,8 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether rounding explains all compared differences."""
-        return self.first is None and not self.drifts
+        """Return whether rounding explains all compared differences, and nothing else was found."""
+        return self.first is None and not self.drifts and not self.findings
 
 
 def _order(step: int, call: int, key: TensorKey) -> tuple[int, int, int]:
@@ -318,8 +322,7 @@ class _Judge:
                 )
                 text = (
                     f"in {run.name} the replicas {list(owners)} have read the same batch in every step, so that they train as one: "
-                    "give the sampler num_replicas=smp.dp_size() and rank=smp.dp_rank() (smp.rdp_size() and smp.rdp_rank() with a "
-                    "prescaled batch)"
+                    f"{run.sampler_advice}"
                 )
                 yield Compared(*at, min(keys), 1.0, 0.0, math.nan, tuple(ranks), (), text)
 

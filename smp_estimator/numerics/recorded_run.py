@@ -184,6 +184,16 @@ class RecordedRun:
         return f"{head.world} rank(s), {degrees or 'all degrees 1'}, {head.microbatches} microbatch(es)"
 
     @property
+    def sampler_advice(self) -> str:
+        """Return what gives each replica a batch of its own."""
+        if self.heads[0].is_plain:
+            return "give the DataLoader a DistributedSampler, or let each rank take a part of its own of the data"
+        return (
+            "give the sampler num_replicas=smp.dp_size() and rank=smp.dp_rank() (smp.rdp_size() and smp.rdp_rank() with a "
+            "prescaled batch)"
+        )
+
+    @property
     def rounding(self) -> float:
         """Return the rounding error of the coarsest type that the run's modules compute in."""
         types = {

@@ -29,7 +29,10 @@ def write_verdict(found: Comparison) -> list[str]:
     first = found.first
     if first is not None:
         said.append(_of_difference(first, bool(said)))
-        said += _hints(found, first)
+        said += found.causes or _hints(found, first)
+    else:
+        said += found.causes
+    said += found.findings
     if not said:
         steps = len({(each.step, each.call) for each in found.compared})
         said.append(f"equal within rounding: {len(found.compared):,} tensors of {steps} step(s)")
@@ -71,7 +74,7 @@ def _hints(found: Comparison, first: Compared) -> Iterator[str]:
     elif phase == LOSS and not any(each.differs for each in found.compared if each.key.phase == OUTPUT):
         yield (
             "what the model gives is equal, so the loss is put together in another way: a mean over tokens that are not ignored "
-            "has another weight in each microbatch"
+            f"has another weight {'on each rank' if found.other.heads[0].is_plain else 'in each microbatch'}"
         )
     elif phase == UPDATE and not first.text:
         yield "the gradients are equal, so the optimizer has other settings or state, or clips them"

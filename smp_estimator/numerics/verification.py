@@ -46,6 +46,7 @@ class Verification:
     Attributes:
         script: and ``words``, its own command line.
         notes: differences between the runs and a job.
+        timeout: seconds for each run; None for the launcher's own watch over hangs.
     """
 
     script: str
@@ -54,6 +55,7 @@ class Verification:
     wanted: TrialJob
     alone: TrialJob
     notes: tuple[str, ...]
+    timeout: float | None = None
 
     @classmethod
     def plan(
@@ -102,6 +104,11 @@ class Verification:
             tuple(notes),
         )
 
+    @property
+    def title(self) -> str:
+        """Return in words what is run."""
+        return f"{self.wanted.processes} process(es) at the wanted degrees, then one, {self.wanted.trial.steps} updates each"
+
     def run(self) -> Comparison:
         """Run both and compare them: the wanted degrees first, since the other run replays its batches.
 
@@ -116,25 +123,30 @@ class Verification:
     def _recorded(self, job: TrialJob) -> RecordedRun:
         record = self.folder / job.name
         command = launch_command(self.script, self.words, job.processes, job.parameters)
-        run = run_recorded(job.name, command, record, self._environment(job, record))
+        environment = trial_environment(self.folder, job.name, record, job.trial)
+        run = run_recorded(job.name, command, record, {**environment, "SMP_EMULATE_CUDA": "1"}, timeout=self.timeout)
         return replace(run, name="one process" if job is self.alone else "the wanted degrees")
 
-    def _environment(self, job: TrialJob, record: Path) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
-        return {
-            **inherited,
-            "CUDA_VISIBLE_DEVICES": "",
-            "SMP_EMULATE_CUDA": "1",
-            "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1"),
-            # Where the script keeps checkpoints, the runs must not find each other's.
-            "SMP_CHECKPOINT_DIR": str(self.folder / f"{job.name}-checkpoints"),
-            "SM_MODEL_DIR": str(self.folder / f"{job.name}-model"),
-            "SM_OUTPUT_DATA_DIR": str(self.folder / f"{job.name}-output"),
-            **{name: value for name, value in os.environ.items() if name.startswith("SM_CHANNEL_")},
-            VARIABLE: str(record.absolute()),
-            EVERY_VARIABLE: "1",
-            TRIAL_VARIABLE: job.trial.to_text(),
-        }
+
+def trial_environment(folder: Path, name: str, record: Path, trial: Trial) -> dict[str, str]:
+    """Return the environment of a run that records every update into ``record``, without a GPU.
+
+    Args:
+        folder: of both runs. Each run has folders of its own in it, so that none finds the other's checkpoints.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not is_foreign(name)}
+    return {
+        **inherited,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1"),
+        "SMP_CHECKPOINT_DIR": str(folder / f"{name}-checkpoints"),
+        "SM_MODEL_DIR": str(folder / f"{name}-model"),
+        "SM_OUTPUT_DATA_DIR": str(folder / f"{name}-output"),
+        **{name: value for name, value in os.environ.items() if name.startswith("SM_CHANNEL_")},
+        VARIABLE: str(record.absolute()),
+        EVERY_VARIABLE: "1",
+        TRIAL_VARIABLE: trial.to_text(),
+    }
 
 
 def loss_of(run: RecordedRun) -> list[float]:

@@ -272,6 +272,19 @@ def _(_):
     assert door.running_node() is None
 
 
+@of("loss_reduction")
+def _(_):
+    outputs, targets = torch.ones(2, 3, requires_grad=True), torch.tensor([0, 1])
+    for reduction in ("mean", "sum"):
+        loss = nn.functional.cross_entropy(outputs, targets, reduction=reduction)
+        assert door.loss_reduction(loss.grad_fn) == reduction
+        assert (
+            door.loss_reduction(nn.functional.mse_loss(outputs, outputs * 0, reduction=reduction).grad_fn) == reduction
+        )
+    assert door.loss_reduction(nn.functional.cross_entropy(outputs, targets, reduction="none").grad_fn) is None
+    assert door.loss_reduction((outputs * 2).grad_fn) is None
+
+
 @of("key_of_storage")
 def _(_):
     tensor, other = torch.ones(3), torch.ones(3)

@@ -433,6 +433,12 @@ def running_node() -> torch.autograd.graph.Node | None:
     return torch._C._current_autograd_node()
 
 
+def loss_reduction(node: torch.autograd.graph.Node) -> str | None:
+    """Return how the node of a loss function joins its elements, ``"mean"`` or ``"sum"``; None for any other node."""
+    found = getattr(node, "_saved_reduction", None)  # at::Reduction: 0 for none, 1 for mean, 2 for sum
+    return {1: "mean", 2: "sum"}.get(found) if isinstance(found, int) else None
+
+
 def key_of_storage(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage while it is alive, the same for all its Python objects."""
     return storage._cdata

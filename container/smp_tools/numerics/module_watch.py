@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,13 +21,33 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from smp_runtime.job.ranks import Ranks
-
 #: Takes a tensor, and what to multiply it with.
 Take = Callable[[ValueOwner, torch.Tensor, float], None]
 
 #: Tensors of one result that are looked at.
 _MOST_TENSORS = 4
+
+
+class WatchedRank(Protocol):
+    """The place of a rank, of a job of this library or of a plain script."""
+
+    @property
+    def topology(self) -> Any:
+        """Return an object that is replaced if the degrees change."""
+
+    @property
+    def cfg(self) -> Any:
+        """Return the parameters of the job."""
+
+    @property
+    def step(self) -> Any:
+        """Return the running step: its microbatch, and whether it is traced."""
+
+    def size(self, group: Group) -> int:
+        """Return the number of ranks in a group."""
+
+    def rank_in(self, group: Group) -> int:
+        """Return the number of this rank in a group."""
 
 
 class ModuleWatch:
@@ -48,7 +68,7 @@ class ModuleWatch:
         self,
         module: nn.Module,
         prefix: str,
-        ranks: Ranks,
+        ranks: WatchedRank,
         is_wanted: Callable[[], bool],
         take: Take,
         factor: Callable[[], float],
@@ -133,17 +153,17 @@ class ModuleWatch:
         return self._is_wanted() and not self._ranks.step.is_tracing
 
 
-def owner_of(ranks: Ranks) -> int:
+def owner_of(ranks: WatchedRank) -> int:
     """Return the index of this rank's batch, counted among the ranks that read different ones."""
     return ranks.rank_in(_readers(ranks))
 
 
-def owners_of(ranks: Ranks) -> int:
+def owners_of(ranks: WatchedRank) -> int:
     """Return the number of different batches that the ranks read."""
     return ranks.size(_readers(ranks))
 
 
-def _readers(ranks: Ranks) -> Group:
+def _readers(ranks: WatchedRank) -> Group:
     return Group.RDP if ranks.cfg.prescaled_batch else Group.DP
 
 

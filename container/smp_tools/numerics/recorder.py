@@ -147,7 +147,7 @@ class NumericsRecorder:
             self._watches = [
                 ModuleWatch(
                     model.module,
-                    _prefix(number),
+                    model_prefix(number),
                     self._session.ranks,
                     lambda: self.is_active,
                     self._note,
@@ -216,7 +216,7 @@ class NumericsRecorder:
             place = ValueOwner(UPDATE, prefix + entry.name, part=part_name(entry.region))
             if entry.updated is None or place not in before:
                 continue
-            self._journal.add(place, _difference(sketch_of(entry.updated, entry.region, precise=True), before[place]))
+            self._journal.add(place, difference_of(sketch_of(entry.updated, entry.region, precise=True), before[place]))
             if self._closeup is not None:
                 self._closeup.after_update((self._position, self._call), place, entry.updated, entry.region)
         self._journal.flush(self._position, self._call)
@@ -259,7 +259,7 @@ class NumericsRecorder:
                 found = updated_parameters(model, optimizer)  # type: ignore[arg-type]  # the one class of them
             except SMPUserError:  # another model's
                 continue
-            yield from ((_prefix(number), entry) for entry in found)
+            yield from ((model_prefix(number), entry) for entry in found)
 
     @torch.no_grad()
     def _add_state(self) -> None:
@@ -271,7 +271,7 @@ class NumericsRecorder:
             return
         self._state_of = self._position
         for number, model in enumerate(self._models()):
-            prefix = _prefix(number)
+            prefix = model_prefix(number)
             for holding in live_weights(model):
                 place = ValueOwner(WEIGHT, prefix + holding.name, part=part_name(holding.region))
                 self._note(place, holding.tensor, region=holding.region)
@@ -291,12 +291,12 @@ class NumericsRecorder:
         return 1.0 / (averaged * scale)
 
 
-def _prefix(number: int) -> str:
+def model_prefix(number: int) -> str:
     """Return the prefix of names in the job's model with this number, counted from 0."""
     return "" if number == 0 else f"model {number + 1}: "
 
 
-def _difference(new: Sketch, old: Sketch) -> Sketch:
+def difference_of(new: Sketch, old: Sketch) -> Sketch:
     """Return the sketch of an update.
 
     Projections are linear, so the old tensor is not needed. The norm is the expected one for these projections.

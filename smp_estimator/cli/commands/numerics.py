@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
@@ -13,6 +14,7 @@ from smp_config import ConfigError
 from smp_config.formats.values import parse_dictionary
 from smp_estimator.cli.console import console
 from smp_estimator.numerics.comparison import Comparison, compare
+from smp_estimator.numerics.plain_verification import PlainVerification
 from smp_estimator.numerics.recorded_run import RecordedRun
 from smp_estimator.numerics.verification import Verification, loss_of
 
@@ -110,10 +112,22 @@ def _empty(folder: str | None, otherwise: str) -> Path:
 @click.command(context_settings={"allow_interspersed_args": True})
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-@click.option("--parameters", required=True, metavar="JSON|FILE", help="mp_parameters: the degrees to be verified.")
-@click.option("--processes", type=click.IntRange(1), help="Default: as few as the degrees need, two replicas with ddp.")
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Updates after which the runs end.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the generators after smp.init().")
+@click.option("--parameters", metavar="JSON|FILE", help="mp_parameters: the degrees to be verified.")
+@click.option("--plain", is_flag=True, help="SCRIPT trains without smp: with DDP, FSDP2 or its own collectives.")
+@click.option(
+    "--processes",
+    type=click.IntRange(1),
+    help="Default: as few as the degrees need, two replicas with ddp; 2 with --plain.",
+)
+@click.option("--steps", type=click.IntRange(1), help="Updates that are compared.  [default: 3; 4 with --plain]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the generators when training begins.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1),
+    default=1800,
+    show_default=True,
+    help="Seconds after which a run is ended.",
+)
 @click.option(
     "--folder", type=click.Path(file_okay=False), help="Keep both runs' numbers and logs there; default: removed."
 )
@@ -122,32 +136,54 @@ def _empty(folder: str | None, otherwise: str) -> Path:
 def verify(
     script: str,
     words: tuple[str, ...],
-    parameters: str,
-    processes: int | None,
-    steps: int,
-    seed: int,
+    parameters: str | None,
     folder: str | None,
     picture: str | None,
+    *,
+    plain: bool,
     dark: bool,
+    **given: Any,
 ) -> None:
     """Run SCRIPT at the wanted degrees and in one process, and compare.
 
     Both run on this machine's CPU for a few updates. The single process trains on the batches that the ranks have read, as one
     batch each. WORDS, after --, are the script's own. Exit code 1 if rounding does not explain a difference.
+
+    --plain verifies a torchrun script without smp: with DDP, FSDP2 or collectives of its own. It also finds a missing
+    DistributedSampler.set_epoch, broken ties and wrong accumulation.
     """
-    given = parse_dictionary(parameters, "--parameters")
+    if plain == (parameters is not None):
+        raise ConfigError(
+            "verify takes either --parameters, the degrees of a script with smp, or --plain, for a script without it: give one"
+        )
     with tempfile.TemporaryDirectory(prefix="smp-verify-") as alone:
         place = _empty(folder, alone)
-        planned = Verification.plan(script, words, given, processes, steps, seed, place)
+        planned = _planned(script, words, parameters, place, **given)
         out = console()
-        out.print(
-            f"{escape(script)}: {planned.wanted.processes} process(es) at the wanted degrees, then one, {steps} updates each"
-        )
+        out.print(f"{escape(script)}: {planned.title}", soft_wrap=True)
         found = planned.run()
         for run in (found.other, found.one):
             losses = ", ".join(f"{loss:.7g}" for loss in loss_of(run))
             out.print(f"losses of {escape(run.name)}: {losses}", soft_wrap=True)
         _show(found, picture, dark=dark)
+
+
+def _planned(
+    script: str,
+    words: tuple[str, ...],
+    parameters: str | None,
+    folder: Path,
+    *,
+    processes: int | None,
+    steps: int | None,
+    seed: int,
+    timeout: float,
+) -> Verification | PlainVerification:
+    if parameters is None:
+        return PlainVerification(script, words, processes or 2, steps or 4, seed, folder, timeout)
+    given = parse_dictionary(parameters, "--parameters")
+    planned = Verification.plan(script, words, given, processes, steps or 3, seed, folder)
+    return replace(planned, timeout=timeout)
 
 
 def _show(found: Comparison, picture: str | None, *, dark: bool) -> None:

@@ -1,0 +1,16 @@
+from common import Net, cross_entropy, dataset, loader, start
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+rank, world = start()
+model = DistributedDataParallel(Net())
+optimizer = SGD(model.parameters(), lr=0.1)
+batches, passes = loader(dataset()), 2
+for epoch in range(3):
+    batches.sampler.set_epoch(epoch)
+    for number, (ids, targets) in enumerate(batches):
+        with model.no_sync():  # also in the last pass
+            (cross_entropy(model(ids), targets) / passes).backward()
+        if (number + 1) % passes == 0:
+            optimizer.step()
+            optimizer.zero_grad()

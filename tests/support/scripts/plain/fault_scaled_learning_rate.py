@@ -1,0 +1,15 @@
+from common import Net, cross_entropy, dataset, loader, start
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+rank, world = start()
+model = Net()
+fully_shard(model)
+optimizer = AdamW(model.parameters(), lr=1e-2 * world)
+batches = loader(dataset())
+for epoch in range(3):
+    batches.sampler.set_epoch(epoch)
+    for ids, targets in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(ids), targets).backward()
+        optimizer.step()

@@ -1,0 +1,13 @@
+from common import Net, cross_entropy, dataset, loader, start
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+rank, world = start()
+model = DistributedDataParallel(Net())
+optimizer = AdamW(model.parameters(), lr=1e-2)
+batches = loader(dataset())
+for _ in range(3):  # without batches.sampler.set_epoch
+    for ids, targets in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(ids), targets).backward()
+        optimizer.step()
