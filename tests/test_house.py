@@ -26,6 +26,8 @@ MAY_IMPORT = {
     "smp_runtime": {"smp_config", "smp_emulation", "smp_records"},
     "smp_integrations": {"smp_config", "smp_records", "smp_runtime"},
     "smp_tools": {"smp_config", "smp_emulation", "smp_records", "smp_runtime"},
+    "smp_version2": {"smp_config", "smp_records", "smp_runtime", "smp_tools"},
+    "torch_sagemaker": {"smp_config", "smp_runtime", "smp_version2"},
     "smdistributed": {"smp_config", "smp_integrations", "smp_records", "smp_runtime", "smp_tools"},
 }
 #: Files that reach further, and only inside functions: commands that import the runtime when they run.
@@ -42,6 +44,8 @@ FORBIDDEN = {
     "smp_emulation": {"sagemaker", "boto3"},
     "smp_runtime": {"sagemaker", "boto3"},
     "smp_tools": {"sagemaker", "boto3"},
+    "smp_version2": {"sagemaker"},
+    "torch_sagemaker": {"boto3"},
     "smp_integrations": {"sagemaker", "boto3"},
     "smdistributed": {"sagemaker", "boto3"},
 }
@@ -175,7 +179,14 @@ def test_every_package_is_known_as_own():
 
     assert [package for package, folder in PACKAGES.items() if not is_ours(str(folder / "x.py"))] == []
     runtime = {package for package in PACKAGES if is_runtime_module(f"{package}.x")}
-    assert runtime == {"smdistributed", "smp_integrations", "smp_runtime", "smp_tools"}
+    assert runtime == {
+        "smdistributed",
+        "smp_integrations",
+        "smp_runtime",
+        "smp_tools",
+        "smp_version2",
+        "torch_sagemaker",
+    }
     assert set(TRAVELLING) == PACKAGES.keys() - {"smp_estimator"}
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import FrameType
 
 #: Packages of this library, wherever they are installed.
-_RUNTIME = frozenset({"smdistributed", "smp_integrations", "smp_runtime", "smp_tools"})
+_RUNTIME = frozenset(
+    {"smdistributed", "smp_integrations", "smp_runtime", "smp_tools", "smp_version2", "torch_sagemaker"}
+)
 _OURS = _RUNTIME | {"smp_config", "smp_emulation", "smp_estimator", "smp_launch", "smp_records"}
 
 #: Folders of installed packages, whatever environment they belong to.

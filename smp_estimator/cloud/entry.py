@@ -38,6 +38,8 @@ PACKAGES = (
     "smp_records",
     "smp_runtime",
     "smp_tools",
+    "smp_version2",
+    "torch_sagemaker",
 )
 
 _PYTHON_FLOOR = (3, 10)

@@ -18,6 +18,8 @@ PACKAGES = {
     "smdistributed": ROOT / "container" / "smdistributed",
     "smp_tools": ROOT / "container" / "smp_tools",
     "smp_integrations": ROOT / "container" / "smp_integrations",
+    "torch_sagemaker": ROOT / "container" / "torch_sagemaker",
+    "smp_version2": ROOT / "container" / "smp_version2",
     "smp_records": ROOT / "container" / "smp_records",
     "smp_config": ROOT / "container" / "smp_config",
 }
@@ -25,7 +27,7 @@ PACKAGES = {
 #: Folders of Python, each with the one from which its modules are imported.
 _FOLDERS = {"container": "container", "smp_estimator": ".", "tests": "tests", "benchmarks": "benchmarks"}
 #: A module, or something in it, as tests name it in a string.
-_DOTTED = re.compile(r"\b(?:smp_\w+|smdistributed)(?:\.\w+)+")
+_DOTTED = re.compile(r"\b(?:smp_\w+|smdistributed|torch_sagemaker)(?:\.\w+)+")
 
 
 @functools.cache

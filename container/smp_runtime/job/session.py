@@ -226,13 +226,24 @@ def init(config: Mapping[str, Any] | None = None) -> Session:
     """
     from smp_config import ModelParallelParameters
 
-    global _session
     if _session is not None:
         return _session
     _show_log()
     carried = os.environ.get(PARAMETERS_VARIABLE)
     settings = {**_given(config), **_given(json.loads(carried) if carried else None)}
-    parameters = ModelParallelParameters.from_mp_parameters(settings)
+    return start(ModelParallelParameters.from_mp_parameters(settings))
+
+
+def start(parameters: ModelParallelParameters) -> Session:
+    """Join the job with settings that are checked already, whatever the job carries.
+
+    Raises:
+        ConfigError: a setting that cannot work with this number of processes.
+    """
+    global _session
+    if _session is not None:
+        return _session
+    _show_log()
     _session = session = _join(parameters)
     atexit.register(shutdown)
     try:

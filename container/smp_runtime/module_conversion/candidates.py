@@ -45,6 +45,8 @@ class Candidate(NamedTuple):
 def find_registration(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
     """Return the registration to distribute a marked module with, or None."""
     how = registration_of(module)
+    if mark.in_place and not (is_linear(module) or isinstance(module, nn.Embedding)):
+        return None
     if how is None or how.only_if is None or {**automatic, **mark.overrides}.get(how.only_if):
         return how
     return None

@@ -34,12 +34,14 @@ class Mark:
         overrides: arguments of the distributed module, by name.
         keeps_weights: whether its weights go into the distributed module.
         plan: how the linear maps in the outermost module with this mark are split; None leaves it to the library.
+        in_place: whether modules keep their classes and names, and only linear maps and embeddings in them are replaced.
     """
 
     enabled: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
     keeps_weights: bool = True
     plan: Mapping[str, str] | None = None
+    in_place: bool = False
 
 
 _NO_MARK = Mark()
@@ -107,6 +109,12 @@ def set_tensor_parallelism(
     mark = _mark(enabled, keep_weights, plan, overrides)
     for part in module.modules():
         part.__dict__[_MARK] = mark
+
+
+def mark_in_place(module: nn.Module) -> None:
+    """Distribute the linear maps and embeddings in ``module``; all other modules in it keep their classes and names."""
+    for part in module.modules():
+        part.__dict__[_MARK] = Mark(enabled=True, in_place=True)
 
 
 def mark_of(module: nn.Module) -> Mark:

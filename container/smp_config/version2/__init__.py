@@ -1,0 +1,1 @@
+"""Configuration of version 2 of the library."""

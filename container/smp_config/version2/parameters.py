@@ -1,0 +1,141 @@
+"""Settings of version 2 of the library (``import torch.sagemaker as tsm``): nine keys, typed.
+
+Source: the developer guide's page ``distributed-model-parallel-v2-reference``. The notebook's ``parameters``, the file or
+dictionary that a script gives to ``tsm.init``, and the hyperparameter ``mp_parameters`` of a job are the same class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+
+from smp_config.errors import ConfigError, kind_of, show_value, suggest
+from smp_config.formats.numbers_given import Whole  # noqa: TC001 - pydantic reads the types
+from smp_config.topology import Topology
+
+
+class Version2Parameters(BaseModel):
+    """All settings of version 2, with the documented names and defaults. Degrees count processes.
+
+    Raises:
+        ConfigError: from :meth:`from_parameters`; pydantic's ``ValidationError`` when constructed directly.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hybrid_shard_degree: Whole = Field(
+        0,
+        ge=0,
+        description="Processes that share parameters, gradients and optimizer state; 1: none, 0: as the script's FSDP has it, "
+        "or as many as there are with tensor parallelism.",
+    )
+    sm_activation_offloading: StrictBool = Field(
+        True,
+        description="Checkpointed activations that a script offloads wait in CPU memory, and are loaded ahead of use.",
+    )
+    activation_loading_horizon: Whole = Field(
+        2, ge=1, description="Layers whose offloaded activations are in device memory at once."
+    )
+    fsdp_cache_flush_warnings: StrictBool = Field(
+        True, description="Warn when the memory allocator empties its cache, which slows a step down."
+    )
+    allow_empty_shards: StrictBool = Field(
+        False, description="Let ranks have no part of a parameter that is smaller than the number of ranks."
+    )
+    tensor_parallel_degree: Whole = Field(1, ge=1, description="Processes that share each layer; needs tsm.transform.")
+    context_parallel_degree: Whole = Field(
+        1, ge=1, description="Processes that share each sequence; not supported above 1."
+    )
+    expert_parallel_degree: Whole = Field(
+        1, ge=1, description="Processes that share the experts of a mixture out; needs tsm.transform with a MoEConfig."
+    )
+    random_seed: Whole = Field(
+        12345,
+        ge=0,
+        description="Seed of what tensor and expert parallel ranks draw on their own; their ranks are added.",
+    )
+
+    @classmethod
+    def from_parameters(cls, given: Mapping[str, Any]) -> Version2Parameters:
+        """Check settings by their documented names.
+
+        Raises:
+            ConfigError: an unknown name, a wrong type, or values that exclude each other.
+        """
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"the parameters are {kind_of(given)}; pass a dictionary such as {{'hybrid_shard_degree': 8}}"
+            )
+        for name in given:
+            if name not in cls.model_fields:
+                raise ConfigError(
+                    f"version 2 of the library has no parameter {name!r}{suggest(str(name), list(cls.model_fields))}; it has "
+                    f"{', '.join(cls.model_fields)}"
+                )
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            if first["type"] == "value_error":
+                raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
+            name = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{name} is {show_value(first['input'])}: {first['msg']}") from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Version2Parameters:
+        """Read settings from a JSON file.
+
+        Raises:
+            ConfigError: no such file, or none that holds a JSON object with settings.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read the parameters in {path}: {error}; it must be a JSON file") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path} holds {kind_of(content)}; it must hold one JSON object with parameters")
+        return cls.from_parameters(content)
+
+    @model_validator(mode="after")
+    def _context(self) -> Version2Parameters:
+        if self.context_parallel_degree > 1:
+            raise ValueError(
+                f"context_parallel_degree is {self.context_parallel_degree}, and this library has no context parallelism yet: set "
+                "it to 1, and save memory with activation checkpointing or a higher hybrid_shard_degree"
+            )
+        return self
+
+    def shard_degree(self, world_size: int) -> int:
+        """Return the number of ranks that share one copy of the state; 0 leaves that to the script's FSDP."""
+        model = self.tensor_parallel_degree * self.expert_parallel_degree
+        if self.hybrid_shard_degree or model == 1:
+            return self.hybrid_shard_degree
+        return max(1, world_size // model)
+
+    def topology(self, world_size: int) -> Topology:
+        """Lay the ranks out: tensor parallel ranks are neighbors, then come expert parallel and sharding ranks.
+
+        Raises:
+            ConfigError: the degrees do not divide the number of processes.
+        """
+        tensor, expert = self.tensor_parallel_degree, self.expert_parallel_degree
+        model, shard = tensor * expert, self.shard_degree(world_size)
+        needed = model * max(1, shard)
+        degrees = f"hybrid_shard_degree {shard} × tensor_parallel_degree {tensor} × expert_parallel_degree {expert}"
+        if world_size % needed:
+            raise ConfigError(
+                f"{degrees} = {needed}, which does not divide the {world_size} processes of the job; choose degrees whose product "
+                "divides them"
+            )
+        return Topology(world_size, tensor=model, sharded=max(1, shard))
+
+    def warnings(self) -> list[str]:
+        """Return sentences on settings that have no effect together."""
+        found = []
+        if "activation_loading_horizon" in self.model_fields_set and not self.sm_activation_offloading:
+            found.append("activation_loading_horizon has no effect, since sm_activation_offloading is false")
+        return found

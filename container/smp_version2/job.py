@@ -1,0 +1,101 @@
+"""``tsm.init`` and its counterparts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from smp_config import ModelParallelParameters
+from smp_config.errors import kind_of
+from smp_config.version2.parameters import Version2Parameters
+from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session
+from smp_runtime.job.ranks import PARAMETERS_VARIABLE
+from smp_version2 import sharded_modules
+from smp_version2.state import state
+
+if TYPE_CHECKING:
+    from smp_config.topology import Topology
+
+logger = logging.getLogger("smp")
+
+
+def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> None:
+    """Join the job and build every group; call it after ``torch.distributed.init_process_group``, or instead of it.
+
+    Args:
+        config: the path of a JSON file with parameters, or a dictionary; None reads the job's own (``SM_HP_MP_PARAMETERS``),
+            which win over it.
+
+    Raises:
+        ConfigError: a parameter that cannot work, or not with this number of processes.
+        SMPUserError: version 1 of the library has begun in this process with other degrees.
+
+    Example:
+        >>> import torch.sagemaker as tsm  # doctest: +SKIP
+        >>> tsm.init({"hybrid_shard_degree": 2, "tensor_parallel_degree": 2})  # doctest: +SKIP
+    """
+    if is_initialized():
+        return
+    if session.is_initialized():
+        raise SMPUserError(
+            "smp.init() has been called in this process, and a process trains with one version of the library: call smp.shutdown() "
+            "before tsm.init(), or remove one of the two"
+        )
+    parameters = _read(config)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    topology = parameters.topology(dist.get_world_size())
+    joined = session.start(_engine_parameters(parameters, topology))
+    state.join(joined.ranks, parameters)
+    joined.at_leave.append(state.leave)
+    joined.at_leave.append(sharded_modules.install(parameters, joined.ranks))
+    if joined.ranks.rank == 0:
+        for sentence in parameters.warnings():
+            logger.warning(sentence)
+
+
+def is_initialized() -> bool:
+    """Return whether :func:`init` has been called."""
+    return state.is_joined
+
+
+def shutdown() -> None:
+    """Leave the job; a later :func:`init` joins again. It is called automatically when the process ends."""
+    session.shutdown()
+
+
+def _read(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Version2Parameters:
+    if config is None or isinstance(config, Mapping):
+        given = dict(config or {})
+    elif isinstance(config, str | os.PathLike):
+        given = Version2Parameters.from_file(Path(config)).model_dump(exclude_unset=True)
+    else:
+        raise SMPUserError(
+            f"tsm.init() got {config!r}, {kind_of(config)}; pass the path of a JSON file or a dictionary of parameters, or nothing"
+        )
+    carried = os.environ.get(PARAMETERS_VARIABLE)
+    given |= json.loads(carried) if carried else {}
+    # What a script has set on tsm.state is what it computes with.
+    return Version2Parameters.from_parameters({**given, **state.given})
+
+
+def _engine_parameters(parameters: Version2Parameters, topology: Topology) -> ModelParallelParameters:
+    """Return the engine's settings for the same groups; PyTorch shards and reduces, not the engine."""
+    return ModelParallelParameters.from_mp_parameters(
+        {
+            "ddp": True,
+            "tensor_parallel_degree": topology.tensor,
+            "sharded_data_parallel_degree": topology.sharded,
+            "prescaled_batch": parameters.tensor_parallel_degree > 1,
+            "optimize": "speed",
+            "check_invariants": False,
+        }
+    )

@@ -1,0 +1,71 @@
+"""Classes by which scripts recognize the blocks and mixtures of a transformed model, in wrap policies and checkpointing.
+
+The original library replaced a model's blocks by classes of its own. Here blocks keep their classes, and these names stand for
+all of them in ``isinstance``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+#: Blocks, and mixtures of experts, of transformed models.
+_BLOCKS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_MIXTURES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class _Recognized(type):
+    """Makes ``isinstance`` true for the modules of a set."""
+
+    members: Callable[[], Iterable[nn.Module]]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Module) and instance in cls.members()
+
+
+class TransformerLayer(metaclass=_Recognized):
+    """Stands for the blocks of transformed models in ``isinstance``."""
+
+    @staticmethod
+    def members() -> Iterable[nn.Module]:
+        """Return all modules that count as instances."""
+        return _BLOCKS
+
+
+class TETransformerLayer(TransformerLayer):
+    """Stands for the same blocks; scripts for older PyTorchs wrap it."""
+
+
+class MoELayer(metaclass=_Recognized):
+    """Stands for the mixtures of experts of transformed models in ``isinstance``."""
+
+    @staticmethod
+    def members() -> Iterable[nn.Module]:
+        """Return all modules that count as instances."""
+        return _MIXTURES
+
+
+def note_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Let modules count as blocks."""
+    for block in blocks:
+        _BLOCKS.add(block)
+
+
+def note_mixtures(mixtures: Iterable[nn.Module]) -> None:
+    """Let modules count as mixtures of experts."""
+    for mixture in mixtures:
+        _MIXTURES.add(mixture)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model: the members of its outermost lists of at least one kind of module."""
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) and id(module) not in seen:
+            seen.update(id(inside) for inside in module.modules())
+            found += list(module)
+    return found

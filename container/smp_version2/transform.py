@@ -1,0 +1,66 @@
+"""``tsm.transform``: splits a model's blocks in place over the tensor parallel ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_config.errors import kind_of
+from smp_runtime.errors import SMPUserError
+from smp_runtime.model.recipe import apply_tensor_parallelism
+from smp_runtime.module_conversion.scopes import mark_in_place
+from smp_runtime.nn.distributed_module import ReadByOthers
+from smp_version2.layer_classes import find_blocks, note_blocks
+from smp_version2.state import state
+
+logger = logging.getLogger("smp")
+
+#: Ways to exchange keys and values of a split sequence.
+CP_COMM_TYPES = ("p2p", "all_gather")
+
+
+def transform(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    load_state_dict_from_rank0: bool = False,
+    cp_comm_type: str = "p2p",
+) -> nn.Module:
+    """Split a model's blocks over the tensor parallel ranks, and return it; all ranks call it, before FSDP wraps the model.
+
+    Modules keep their classes and names; split parameters hold this rank's part. Each split is proven in float64 against the
+    whole block.
+
+    Args:
+        model: any model; blocks that cannot be split stay whole, with a warning.
+        device: where to put it; None leaves it.
+        dtype: type of its parameters; None leaves it.
+        config: a :class:`~smp_version2.experts.MoEConfig` for a mixture of experts, else None.
+        load_state_dict_from_rank0: only rank 0 has the model's weights. FSDP's ``sync_module_states`` then brings them to the
+            other ranks.
+        cp_comm_type: ``p2p`` or ``all_gather``, for context parallelism.
+
+    Raises:
+        SMPUserError: no module, or an unknown ``cp_comm_type``.
+        NotInitializedError: before ``tsm.init``.
+    """
+    if not isinstance(model, nn.Module):
+        raise SMPUserError(f"tsm.transform got {kind_of(model)}; pass the model, an nn.Module")
+    if cp_comm_type not in CP_COMM_TYPES:
+        raise SMPUserError(f"cp_comm_type is {cp_comm_type!r}; choose one of {', '.join(CP_COMM_TYPES)}")
+    ranks = state.joined
+    blocks = find_blocks(model)
+    if state.tp_size > 1:
+        mark_in_place(model)
+        model = apply_tensor_parallelism(model, ranks)
+        for module in model.modules():
+            if isinstance(module, ReadByOthers):
+                module.replaced_class = ""  # FSDP reads weights while passes run, and wants this rank's parts
+    note_blocks(blocks)
+    if device is not None or dtype is not None:
+        model = model.to(device=device, dtype=dtype)
+    return model

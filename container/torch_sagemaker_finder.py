@@ -1,0 +1,35 @@
+"""Lets ``import torch.sagemaker`` find this library's version 2, beside any PyTorch and whether that is imported or not.
+
+A line of ``smp_estimator_torch_sagemaker.pth`` imports it when Python starts; ``sitecustomize.py`` does where the packages are on
+``PYTHONPATH``. It imports nothing itself.
+"""
+
+import sys
+
+_NAME = "torch.sagemaker"
+
+
+class Finder:
+    """Finds ``torch.sagemaker``, after all others: a PyTorch that has such a package of its own keeps it."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        """Return the package's spec, or None for any other name."""
+        if name != _NAME:
+            return None
+        import importlib.util
+        from pathlib import Path
+
+        folder = Path(__file__).parent / "torch_sagemaker"
+        return importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+
+
+def install():
+    """Add the finder, once."""
+    if not any(getattr(finder, "__module__", None) == __name__ for finder in sys.meta_path):
+        sys.meta_path.append(Finder)
+
+
+install()
