@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # shapes of some operations need it, and it does not load while there seem to be GPUs
 
 from smp_config.machine import emulation
-from smp_emulation.checked import collectives, communicators, cuda_names
+from smp_emulation.checked import collectives, communicators, composites, cuda_names
 from smp_emulation.checked.backward import BackwardThread
 from smp_emulation.checked.operations import Operations
 from smp_emulation.checked.patches import Patches
@@ -42,6 +42,7 @@ class Emulation:
         faults.found.clear()
         cuda_names.install(self.devices, self._patches)
         TensorNames(self.devices, self._patches).install()
+        composites.install(self.devices, self._patches)
         collectives.install(self.devices, self._patches)
         self._engine()
         self._patches.set(threading.Thread, "start", self._started(threading.Thread.start))

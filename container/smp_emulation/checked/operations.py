@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from smp_emulation.checked import random_numbers
+from smp_emulation.checked import composites, random_numbers
 from smp_emulation.checked.copies import Copies
 from smp_emulation.checked.streams.memory import StoragePlace, view_of
 from smp_emulation.errors import CudaCallError
@@ -51,6 +51,7 @@ class Operations(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         places = [self._devices.memory.place_of(tensor) for tensor in tensors]
+        kwargs = composites.place_factory(tensors, kwargs)
         asked = kwargs.get("device")
         to_device = asked is not None and torch.device(asked).type == "cuda"
         if not to_device and not any(place is not None and place.device is not None for place in places):
