@@ -144,6 +144,7 @@ def test_groups_between_hosts_have_the_jobs_deadline(monkeypatch):
     made = []
     monkeypatch.setenv("SMP_TIMEOUT_SECONDS", "77")
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((list(ranks), options["timeout"])))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "fake")
     names = ["a", "a", "b", "b"]
     session = types.SimpleNamespace(
         rank=0,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +92,36 @@ class _LoggedWork:
         self._notes = notes
         self._position = position
 
+    @property
+    def unrecorded(self) -> Work:
+        """Return the underlying work."""
+        return self._work
+
     def wait(self) -> object:
+        with self.recorded():
+            return self._work.wait()
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record that the rank waits for this collective during the block."""
         self._notes.begin_wait(self._position)
         try:
-            return self._work.wait()
+            yield
         finally:
             self._notes.end_wait(self._position)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the underlying work, other than ``wait``."""
         return getattr(self._work, name)
+
+
+def without_record(work: Work) -> Work:
+    """Return a collective for a thread of the library to wait for: the rank's record shows what the rank waits for."""
+    return work.unrecorded if isinstance(work, _LoggedWork) else work
+
+
+@contextlib.contextmanager
+def record_wait(work: Work) -> Iterator[None]:
+    """Record that the rank waits for a collective for which a thread of the library waits."""
+    with work.recorded() if isinstance(work, _LoggedWork) else contextlib.nullcontext():
+        yield

@@ -11,7 +11,8 @@ import ctypes
 import gc
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,21 @@ def use_device(number: int | None) -> torch.device:
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
+
+
+def device_thread(target: Callable[[], None], name: str, device: torch.device) -> threading.Thread:
+    """Return a thread, not started yet, in which ``device`` is the current CUDA device.
+
+    The current device of a new thread is the host's first one. A call of CUDA there would create a context on it, which
+    takes memory that the rank of that device misses. The thread is a daemon: the end of the process does not wait for it.
+    """
+
+    def run() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        target()
+
+    return threading.Thread(target=run, name=name, daemon=True)
 
 
 def choose_backend(

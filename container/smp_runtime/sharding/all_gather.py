@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +13,11 @@ import torch
 import torch.distributed as dist
 
 from smp_config import Group, smddp
+from smp_runtime.comm.collective_log import record_wait, without_record
 from smp_runtime.comm.control import host_name, timeout_seconds
+from smp_runtime.comm.devices import device_thread
+from smp_runtime.comm.groups import backends_by_device
+from smp_runtime.errors import SMPRuntimeError
 
 if TYPE_CHECKING:
     from smp_runtime.comm.collectives import Collectives, Work
@@ -53,10 +60,15 @@ class HierarchicalGathering:
     Ranks with the same number on their hosts exchange their shards; then each host's ranks hand each other what they
     got. Shards are numbered by local rank first and host second, so that neither phase has to sort.
 
+    The second phase begins when the first one is over, whether a rank waits or not. All ranks start gathers in the same
+    order, and the second phases follow in that order. Only these gathers use the two groups.
+
     Args:
         across: one rank of each host, those with this rank's local number.
         hosts: ranks in ``across``, and this rank's position among them.
         local: ranks in ``inside``, and this rank's position among them.
+        order: by position in the sharding group, the number of its host and its local number.
+        phases: starts the second phase after the first.
     """
 
     def __init__(
@@ -67,12 +79,14 @@ class HierarchicalGathering:
         hosts: tuple[int, int],
         local: tuple[int, int],
         order: list[tuple[int, int]],
+        phases: Phases,
     ) -> None:
         self._collectives = collectives
         self._across = across
         self._inside = inside
         self._hosts = hosts[0]
         self._local = local[1]
+        self._phases = phases
         self.position = local[1] * hosts[0] + hosts[1]
         self.shard_of = [number * hosts[0] + host for host, number in order]
 
@@ -81,24 +95,150 @@ class HierarchicalGathering:
         block = shard.numel() * self._hosts
         # In place: the second phase expects a rank's block at this position.
         mine = full[self._local * block : (self._local + 1) * block]
-        first = self._collectives.all_gather(mine, shard, self._across)
-        return _TwoPhases(self, first, full, mine)
+        return self._phases.start(
+            lambda: self._collectives.all_gather(mine, shard, self._across),
+            lambda: self._collectives.all_gather(full, mine, self._inside),
+        )
 
-    def second(self, full: torch.Tensor, mine: torch.Tensor) -> Work:
-        """Run the phase inside the host."""
-        return self._collectives.all_gather(full, mine, self._inside)
+
+class Phases(Protocol):
+    """Starts two collectives, of which the second needs the result of the first."""
+
+    def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
+        """Start the first, and the second after it; return the work of both."""
+        ...
+
+
+class StreamPhases:
+    """Both collectives are queued at once, for NCCL: on a stream that waits for the first before the second begins.
+
+    The caller's stream waits for neither until it waits for the returned work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
+        """See :class:`Phases`."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        # The caller's stream may still write the shard, or read what was in the memory before.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            first().wait()
+            return second()
+
+
+class ThreadPhases:
+    """A thread waits for each first collective and starts the second, for transports without streams.
+
+    The thread starts with the first gather, and ends with :meth:`close`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._under_way: queue.SimpleQueue[_TwoPhases | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
+        """See :class:`Phases`."""
+        if self._thread is None:
+            self._thread = device_thread(self._serve, "smp-gather", self._device)
+            self._thread.start()
+        begun = _TwoPhases(first(), second)
+        self._under_way.put(begun)
+        return begun
+
+    def close(self) -> None:
+        """End the thread once it has started the phases of the gathers so far."""
+        self._under_way.put(None)
+        self._thread = None
+
+    def _serve(self) -> None:
+        failure: BaseException | None = None
+        with torch.no_grad(), self._own_stream():
+            while (begun := self._under_way.get()) is not None:
+                # After a failure nothing more is sent: ranks would otherwise begin different collectives.
+                failure = begun.go_on(failure)
+                del begun  # it holds tensors
+
+    def _own_stream(self) -> contextlib.AbstractContextManager[object]:
+        if self._device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self._device))
 
 
 class _TwoPhases:
-    def __init__(self, gathering: HierarchicalGathering, first: Work, full: torch.Tensor, mine: torch.Tensor) -> None:
-        self._gathering = gathering
+    """A gather whose second phase another thread starts."""
+
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
         self._first = first
-        self._full = full
-        self._mine = mine
+        self._begin_second = second
+        self._second: Work | None = None
+        self._failure: BaseException | None = None
+        self._is_begun = threading.Event()
+
+    def go_on(self, failure: BaseException | None) -> BaseException | None:
+        """Start the second phase when the first is over; return the error, which may be that of an earlier gather."""
+        try:
+            if failure is None:
+                without_record(self._first).wait()
+                self._second = self._begin_second()
+        except BaseException as error:  # the thread that waits raises it
+            failure = error
+        self._failure = failure
+        self._is_begun.set()
+        return failure
+
+    def wait(self) -> None:
+        """Block until both phases are over.
+
+        Raises:
+            SMPRuntimeError: the first one has not ended in time. Usually the collective itself raises an error before.
+        """
+        patience = 2 * timeout_seconds()
+        with record_wait(self._first):
+            if not self._is_begun.wait(patience):
+                raise SMPRuntimeError(
+                    f"an all-gather between hosts has not ended within {patience:g} s, twice SMP_TIMEOUT_SECONDS; let every rank "
+                    "call the same modules, and look for the first error of a rank of another host"
+                )
+        if self._failure is not None:
+            raise self._failure
+        if self._second is None:
+            raise AssertionError("the second phase has begun without its work")
+        self._second.wait()
+
+
+class WaitingPhases:
+    """The second collective starts when a rank waits, for other ranks that are simulated."""
+
+    def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
+        """See :class:`Phases`."""
+        return _WaitingWork(first(), second)
+
+
+class _WaitingWork:
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
+        self._first = first
+        self._second = second
 
     def wait(self) -> None:
         self._first.wait()
-        self._gathering.second(self._full, self._mine).wait()
+        self._second().wait()
+
+
+def _phases_for(ranks: Ranks, group: dist.ProcessGroup) -> Phases:
+    """Return the way in which a group's transport starts a collective after another."""
+    backend = backends_by_device(dist.get_backend_config(group)).get(ranks.device.type)
+    if backend == "nccl":
+        return StreamPhases(ranks.device)
+    if backend != "gloo":
+        return WaitingPhases()
+    phases = ThreadPhases(ranks.device)
+    ranks.groups.at_end(phases.close)
+    return phases
 
 
 def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
@@ -127,7 +267,8 @@ def make_gathering(ranks: Ranks, *, hierarchical: bool) -> Gathering:
     across, inside = groups[tuple(row[local] for row in layout)], groups[tuple(layout[host])]
     order = [next((h, row.index(rank)) for h, row in enumerate(layout) if rank in row) for rank in members]
     return HierarchicalGathering(
-        ranks.collectives, across, inside, (len(layout), host), (len(layout[host]), local), order
+        *(ranks.collectives, across, inside, (len(layout), host), (len(layout[host]), local), order),
+        _phases_for(ranks, across),
     )
 
 

@@ -150,8 +150,16 @@ def saving(folder: str) -> dict[str, Any]:
 
 def gathering() -> dict[str, Any]:
     """SMDDP's all-gather in phases, on two hosts."""
-    import smdistributed.modelparallel.torch as smp
     from smp_config import Group
+    from smp_runtime.job import session
+
+    weights = gathering_between_hosts()["weights"]
+    return {"weights": weights, "phases": session.current_session().groups.group(Group.SHARD).in_phases}
+
+
+def gathering_between_hosts() -> dict[str, Any]:
+    """Sharded training whose all-gather goes between hosts first, then inside each."""
+    import smdistributed.modelparallel.torch as smp
     from smp_runtime.job import session
 
     torch.manual_seed(0)
@@ -163,8 +171,7 @@ def gathering() -> dict[str, Any]:
         optimizer.zero_grad()
         model(x.to(device)).square().mean().backward()
         optimizer.step()
-    group = session.current_session().groups.group(Group.SHARD)
-    return {"weights": model.state_dict(), "phases": group.in_phases}
+    return {"weights": model.state_dict()}
 
 
 class Wide(nn.Module):
@@ -291,6 +298,9 @@ PATHS = {
     "writing, bf16": Path("writing", 2, {"ddp": True, "bf16": True}, tolerance=2e-2),
     "writing, sharded state": Path("writing", 2, {"ddp": True, "shard_optimizer_state": True}),
     "writing, sharding": Path("writing", 2, SHARDED),
+    "sharding between hosts": Path(
+        "gathering_between_hosts", 4, sharded_training.settings(sharded_training.Blocks(), 4)
+    ),
     "smddp": Path(
         "gathering", 4, {**sharded_training.settings(sharded_training.Blocks(), 4), "ddp_dist_backend": "smddp"}
     ),
