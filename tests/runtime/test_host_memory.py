@@ -14,7 +14,7 @@ from smp_emulation.checked.streams.faults import StreamFault
 from smp_runtime.checkpoint.memory.host_folder import Data, slots_of
 from smp_runtime.tensors.host_memory import pinned_memory, pinned_pool, staging
 from smp_runtime.tensors.host_memory.pinned_pool import PinnedPool
-from smp_runtime.tensors.host_memory.snapshot import Arena, Snapshot
+from smp_runtime.tensors.host_memory.snapshot import StagingArena, TensorSnapshot
 
 WINDOW, SECONDS = 4096, 30
 DEVICE = torch.device("cuda", 0)
@@ -54,7 +54,7 @@ def test_the_first_copy_goes_through_chunks_and_later_ones_wait_for_nothing(emul
     size = staging.lay_out(tensors)[1]
     windows = -(-size // WINDOW)
     assert windows > staging.CHUNKS
-    arena = Arena(DEVICE)
+    arena = StagingArena(DEVICE)
     copies = arena.copy(tensors)  # nothing is under way, as nothing was pinned
     waits = _waits(emulation)
     assert waits.count("Event.synchronize") == windows
@@ -80,7 +80,7 @@ def test_the_first_copy_goes_through_chunks_and_later_ones_wait_for_nothing(emul
 
 def test_memory_that_is_partly_pinned_and_an_arena_that_grows(emulation):
     tensors = _forms()
-    arena = Arena(DEVICE)
+    arena = StagingArena(DEVICE)
     with planted("smp_runtime.tensors.host_memory.staging:StagingMemory._pin", "range(", "range(1, "):
         arena.copy(tensors)
         arena.pin_later()
@@ -95,7 +95,7 @@ def test_memory_that_is_partly_pinned_and_an_arena_that_grows(emulation):
 
 
 def test_a_copy_that_is_read_too_early_is_found(emulation):
-    tensors, arena = [torch.randn(3000, device=DEVICE)], Arena(DEVICE)
+    tensors, arena = [torch.randn(3000, device=DEVICE)], StagingArena(DEVICE)
     arena.copy(tensors)
     arena.pin_later()
     arena.wait_until_pinned(SECONDS)
@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(emulation, monkeypatch, c
             return 2
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    tensors, arena = _forms(), Arena(DEVICE)
+    tensors, arena = _forms(), StagingArena(DEVICE)
     with caplog.at_level(logging.WARNING, "smp"):
         assert _equal(arena.copy(tensors), tensors)
         arena.pin_later()
@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(emulation, monkeypatch, c
 
 def test_a_snapshot_has_tensors_with_storages_of_their_own(emulation):
     for place in (DEVICE, torch.device("cpu")):
-        tensors, snapshot, arena = _forms(place), Snapshot(), Arena(place)
+        tensors, snapshot, arena = _forms(place), TensorSnapshot(), StagingArena(place)
         kept = [snapshot.keep("", tensor) for tensor in tensors]
         assert [copied.shape for copied in kept] == [tensor.shape for tensor in tensors]
         snapshot.copy_to(arena)

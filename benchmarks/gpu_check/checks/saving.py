@@ -25,7 +25,7 @@ from gpu_check.training import compare_weights
 from smp_config.recovery import FOLDER_VARIABLE, INTERVAL_VARIABLE, MEMORY_VARIABLE
 from smp_runtime.checkpoint.save_partial import Saver
 from smp_runtime.job.session import current_session
-from smp_runtime.tensors.host_memory.snapshot import Arena
+from smp_runtime.tensors.host_memory.snapshot import StagingArena
 
 _MEMORY_FOLDER = Path("/dev/shm")
 _LEAST_FREE = 24 * 2**30
@@ -86,7 +86,7 @@ def _stage() -> None:
         pageable = torch.empty(size, dtype=torch.uint8)
         finding["new_pageable"] = measure(lambda: pageable.copy_(tensor))
         finding["pageable"] = measure(lambda: pageable.copy_(tensor))
-        arena = Arena(tensor.device)
+        arena = StagingArena(tensor.device)
         finding["new_by_chunks"] = measure(lambda: arena.copy([tensor]))
         finding["by_chunks"] = measure(lambda: arena.copy([tensor]))
         arena.pin_later()

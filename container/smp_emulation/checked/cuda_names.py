@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smp_emulation.checked.streams.registered_memory import CudaRuntime
+from smp_emulation.checked.cuda_runtime import CudaRuntime
 from smp_emulation.checked.streams.streams import EmulatedEvent, EmulatedStream
 from smp_emulation.gpu_model.memory_calls import memory_calls
 

@@ -38,7 +38,7 @@ from smp_runtime.checkpoint.rank_agreement import ControlExchange, Exchange, bac
 from smp_runtime.checkpoint.save_plan import Apart, SavePlan, WriteShare, contents_of, optimizer_record
 from smp_runtime.comm.control import host_name, timeout_seconds
 from smp_runtime.errors import DeadlineError
-from smp_runtime.tensors.host_memory.snapshot import Arena, Snapshot
+from smp_runtime.tensors.host_memory.snapshot import StagingArena, TensorSnapshot
 
 if TYPE_CHECKING:
     from smp_runtime.job.session import Session
@@ -105,7 +105,7 @@ class Saver:
         self._reference = weakref.ref(session)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self.arena = Arena(session.ranks.device)
+        self.arena = StagingArena(session.ranks.device)
         self._group: dist.ProcessGroup | None = None
         session.at_close.append(self.wait)
         session.at_close.append(self.arena.close)
@@ -187,7 +187,7 @@ class Saver:
             undescribed = words_of(error)
         report, jobs, first = Report(), dict[str, Callable[[], Any]](), None
         try:
-            snapshot = Snapshot() if exchange is not None else None
+            snapshot = TensorSnapshot() if exchange is not None else None
             apart = Apart(snapshot.keep, self._sharding_group(model)) if snapshot is not None else None
             made = contents_of(session, model, optimizer, WriteShare(session, transaction.hosts), apart)
             report = Report(None, {}, made.pieces, made.parameters, made.buffers)
@@ -234,7 +234,7 @@ class Saver:
         content: bytes,
         transaction: FolderTransaction,
         moment: ScriptPosition,
-        snapshot: Snapshot | None,
+        snapshot: TensorSnapshot | None,
     ) -> dict[str, Callable[[], Any]]:
         """Return functions that build the content of each file; with ``snapshot`` everything is copied now."""
         session = self._session

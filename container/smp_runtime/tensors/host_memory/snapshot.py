@@ -10,7 +10,7 @@ from smp_runtime.tensors.host_memory.pinned_memory import map_memory, view_memor
 from smp_runtime.tensors.host_memory.staging import StagingMemory, lay_out
 
 
-class Arena:
+class StagingArena:
     """Host memory that snapshot after snapshot uses again, as large as the largest of them.
 
     It stays until it is closed. Freed in between, it would have to be pinned again for each snapshot, and pinning takes about 30
@@ -67,7 +67,7 @@ class Arena:
         self._staging.close()
 
 
-class Snapshot:
+class TensorSnapshot:
     """Tensors that are copied together: their sizes must be known before an arena can take them."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Snapshot:
         return copied
 
     @torch.no_grad()
-    def copy_to(self, arena: Arena) -> None:
+    def copy_to(self, arena: StagingArena) -> None:
         """Copy the tensors; the copies are complete when the current stream is."""
         for copied, made in zip(self._copies, arena.copy(self._sources), strict=True):
             copied.set_(made)  # type: ignore[call-overload]
