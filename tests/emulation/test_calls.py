@@ -315,6 +315,17 @@ def test_older_idioms():
     assert torch.compiler is not None
 
 
+@pytest.mark.parametrize("activities", [None, ["CPU", "CUDA"], ["CUDA"]])
+def test_the_profiler_records_the_cpu_and_no_events_of_a_device(activities, capfd):
+    kinds = activities and [getattr(torch.profiler.ProfilerActivity, name) for name in activities]
+    with torch.profiler.profile(activities=kinds) as profile:
+        torch.ones(3, device="cuda") + 1
+    assert "aten::add" in {event.key for event in profile.key_averages()}
+    assert profile.key_averages().table(sort_by="cuda_time_total", row_limit=2)
+    # PyTorch would try one for each operation; each error comes with a stack, which takes long to find.
+    assert "Failed to record CUDA event" not in capfd.readouterr().err
+
+
 def test_process_groups(tmp_path, monkeypatch, caplog):
     import torch.distributed as dist
 

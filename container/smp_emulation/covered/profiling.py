@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,21 @@ def _range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _profile(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
+
+
+def _profile_of_cpu(original: Any) -> Any:
+    """Return the constructor of PyTorch's profiler without a CUDA device.
+
+    With one it would try to record CUDA events around each operation. Each fails, and prints where.
+    """
+
+    @functools.wraps(original)
+    def made(self: Any, enabled: bool = True, **kwargs: Any) -> None:
+        if kwargs.get("use_device") == "cuda" or kwargs.get("use_cuda"):
+            kwargs.update(use_device=None, use_cuda=False, use_cpu=True)
+        original(self, enabled, **kwargs)
+
+    return made
 
 
 _tuned: dict[str, Any] = {}
@@ -105,6 +121,7 @@ CALLS: tuple[CoveredCall, ...] = (
     answer_with("torch.cuda.profiler.start", "nothing", do_nothing),
     answer_with("torch.cuda.profiler.stop", "nothing", do_nothing),
     answer_with("torch.cuda.profiler.profile", "nothing", _profile),
+    CoveredCall("torch.autograd.profiler.profile.__init__", "profiles the CPU", _profile_of_cpu),
     *(
         answer_with(f"torch.cuda.tunable.{name}", "remembered, without effect", _switch(name))
         for name, _, _ in _SETTINGS
