@@ -19,7 +19,7 @@ from smp_config.machine import emulation
 from smp_emulation import checked, devices, installing
 from smp_emulation.gpu_model.allocator import CachingAllocator
 from smp_emulation.gpu_model.contexts import OWNER_VARIABLE, Contexts
-from smp_emulation.gpu_model.launches import Work, count_launches
+from smp_emulation.gpu_model.launches import StepWork, count_launches
 from smp_emulation.gpu_model.model import GpuModel, stream_of_pool
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -406,10 +406,10 @@ def test_a_step_that_waits_for_the_device_is_not():
 
 def test_work_of_operations():
     x, rows = torch.zeros(1000, 8), torch.zeros(2, 8)
-    work = Work()
+    work = StepWork()
     work.add(aten.add_.Tensor, (x, x), {}, [x, x], [])
     assert (work.moved, work.device_seconds) == (3 * x.nbytes, pytest.approx(3 * x.nbytes / 3e12 / 0.7))
-    work = Work()
+    work = StepWork()
     work.add(aten.embedding.default, (x, rows), {}, [x, rows], [rows])
     assert work.moved == 2 * rows.nbytes  # not all of the table
     work.add(aten.empty.memory_format, ([2],), {}, [], [rows])
@@ -418,7 +418,7 @@ def test_work_of_operations():
     image, weight = torch.zeros(1, 3, 8, 8), torch.zeros(4, 3, 3, 3)
     out = torch.nn.functional.conv2d(image, weight)
     arguments = (out, image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
-    work = Work()
+    work = StepWork()
     work.add(aten.convolution_backward.default, arguments, {}, [out, image, weight], [weight])
     assert work.flops == 2 * out.numel() * 27
 

@@ -33,7 +33,7 @@ class Chunk:
         previous, next: its neighbors in the segment.
     """
 
-    segment: Segment
+    segment: MemorySegment
     offset: int
     size: int
     requested: int = 0
@@ -48,7 +48,7 @@ class Chunk:
 
 
 @dataclass(eq=False)
-class Segment:
+class MemorySegment:
     """Memory that the allocator has got of the device, and keeps when tensors are freed.
 
     Attributes:
@@ -142,7 +142,7 @@ class CachingAllocator:
         self.limit = capacity if limit is None else limit
         self._statistics = Statistics()
         self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, MemorySegment] = {}
         self._numbers = 0
         # Reentrant: reading statistics from a thread that allocates is allowed.
         self._lock = threading.RLock()
@@ -253,7 +253,7 @@ class CachingAllocator:
         if self._statistics.reserved.now + wanted > self.limit:
             raise self._error(size)
         self._numbers += 1
-        segment = self._segments[self._numbers] = Segment(self._numbers, stream, wanted, is_small)
+        segment = self._segments[self._numbers] = MemorySegment(self._numbers, stream, wanted, is_small)
         self._statistics.reserved.add(wanted)
         return Chunk(segment, 0, wanted)
 

@@ -34,7 +34,7 @@ _WITHOUT_KERNEL = {
 
 
 @dataclass
-class Work:
+class StepWork:
     """Launches since the last step, and seconds of the device.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from smp_config.machine import emulation
 from smp_emulation.gpu_model.allocator import CachingAllocator, sum_by_stream
 from smp_emulation.gpu_model.contexts import Contexts
-from smp_emulation.gpu_model.launches import Work
+from smp_emulation.gpu_model.launches import StepWork
 from smp_emulation.gpu_model.steps import HEADING, StepFigures, find_host_bound, find_pool_growth
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class GpuModel:
         self.allocators = [CachingAllocator(device, capacity) for device in range(count)]
         self.contexts = Contexts(count)
         self.steps: list[StepFigures] = []
-        self._work = Work()
+        self._work = StepWork()
         self._number = 0
         self._lock = threading.Lock()
         self._hook = register_optimizer_step_post_hook(lambda *_: self.end_step())
@@ -86,7 +86,7 @@ class GpuModel:
     def end_step(self) -> None:
         """End the current step."""
         with self._lock:
-            work, self._work = self._work, Work()
+            work, self._work = self._work, StepWork()
             self._number += 1
         amounts = [allocator.statistics() for allocator in self.allocators]
         figures = StepFigures(

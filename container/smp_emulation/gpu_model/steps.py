@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smp_emulation.gpu_model.launches import EAGER_SECONDS, LAUNCH_SECONDS, Work
+from smp_emulation.gpu_model.launches import EAGER_SECONDS, LAUNCH_SECONDS, StepWork
 
 #: The first steps create optimizer state and fill the cache.
 _WARM_UP = 2
@@ -26,7 +26,7 @@ class StepFigures:
     """
 
     number: int
-    work: Work
+    work: StepWork
     allocated: int
     reserved: int
     by_stream: dict[tuple[int, int], int]
