@@ -166,6 +166,18 @@ def test_a_warning_where_nothing_is_checkpointed(at, caplog, monkeypatch):
         assert not any("no module is checkpointed" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize(("horizon", "count"), [(2 * LAYERS, 1), (2 * LAYERS - 2, 0), (1, 0)])
+def test_one_warning_where_the_horizon_keeps_every_input(at, caplog, monkeypatch, horizon, count):
+    monkeypatch.setattr(logging.getLogger("smp"), "propagate", True)
+    with caplog.at_level("WARNING", "smp"):
+        at(1, horizon, steps=5)
+    messages = [message for message in caplog.messages if "offload_activations moves nothing" in message]
+    assert len(messages) == count
+    for message in messages:
+        assert f"a step has {2 * LAYERS} forward and backward passes" in message
+        assert f"activation_loading_horizon is {horizon}" in message
+
+
 class _Copies:
     """A device whose copies run apart: nothing is complete before ``end`` says so."""
 

@@ -128,6 +128,7 @@ class Activations:
         """
         if self.offloader is not None:
             self._check_requests(self.offloader)
+            self._check_horizon(self.offloader)
             self.offloader.begin_step()
             placement = self.placement
             is_used = has_marks or self.regions or (placement is not None and placement.groups)
@@ -151,6 +152,23 @@ class Activations:
                 "microbatch ends; let them call one module of this stage that holds these layers and is no region itself "
                 "(smp.set_partition keeps it together), or set offload_activations to false",
                 *(self._ranks.rank_in(Group.PP), len(counts)),
+            )
+
+    def _check_horizon(self, offloader: Offloader) -> None:
+        """Warn once if nothing has left the device because the horizon covers the whole step."""
+        # The second step is the first that follows the order of another.
+        if self._steps != 2 or self._has_told or self._ranks is None:
+            return
+        if offloader.has_moved or not offloader.has_kept:
+            return
+        self._has_told = True
+        if self._ranks.rank_in(Group.DP) == 0:
+            logger.warning(
+                "offload_activations moves nothing on pipeline stage %d: a step has %d forward and backward passes of checkpointed "
+                "regions there, and activation_loading_horizon is %d, so that each input is used before it would have to leave; "
+                "set activation_loading_horizon to a smaller number, or offload_activations to false",
+                *(self._ranks.rank_in(Group.PP), len(offloader.tape.entries)),
+                self._ranks.cfg.activation_loading_horizon,
             )
 
 

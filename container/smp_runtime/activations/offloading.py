@@ -98,10 +98,13 @@ class Offloader:
 
     Attributes:
         figures: what was moved; reset by the caller at will.
+        has_kept: whether there has been a tensor that may leave.
+        has_moved: whether one has left.
     """
 
     def __init__(self, horizon: int, device: torch.device, where: Callable[[], tuple[Any, Any, Any]]) -> None:
         self.figures = Figures()
+        self.has_kept = self.has_moved = False
         self.tape = Tape(horizon)
         self.device = device
         self._where = where
@@ -194,12 +197,14 @@ class Offloader:
     def count(self, change: int) -> None:
         """Count bytes that come to the device or leave it."""
         with self._lock:
+            self.has_kept = True
             self.figures.resident += change
             self.figures.peak = max(self.figures.peak, self.figures.resident)
 
     def copied_out(self, stored: _Movable, tensor: torch.Tensor) -> tuple[torch.Tensor, HostBlock | None, Any]:
         """Copy a tensor to CPU memory; return the copy, its block of the pool, and the event after which it is complete."""
         self.figures.left += stored.bytes
+        self.has_moved = True
         if self.out_stream is None or self._pool is None:
             with in_host_memory[-1]():
                 host = torch.empty_like(tensor)
