@@ -25,7 +25,7 @@ from smp_config.job import (
     decoded_hyperparameter,
 )
 from smp_config.limits import MOST_SECONDS
-from smp_config.machine import emulation
+from smp_config.machine import device_files, emulation
 from smp_launch.sagemaker.platform_files import check_channels, check_hyperparameters, check_resources
 
 if TYPE_CHECKING:
@@ -298,12 +298,7 @@ def cpu_count() -> int:
 
 def gpu_count(environ: Mapping[str, str]) -> int:
     """Return how many GPUs the ranks of this host can see, without loading a driver."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name.removeprefix("nvidia").isdigit()]
-    if visible is None:
-        return len(devices)
-    chosen = [word for word in visible.split(",") if word.strip() and word.strip() != "-1"]
-    return min(len(chosen), len(devices))
+    return device_files.count_visible(len(device_files.nvidia_devices()), environ)
 
 
 def emulates_cuda(environ: Mapping[str, str]) -> bool:

@@ -12,7 +12,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 
 import smp_emulation
 from smp_config import smddp
-from smp_config.machine import shared_gpu
+from smp_config.machine import device_files, shared_gpu
 from smp_runtime.errors import SMPUserError
 from smp_runtime.tensors.nested import tensors_in
 
@@ -78,6 +78,35 @@ def visible_gpus() -> list[str]:
         own = listed[number] if number < len(listed) else str(number)
         found.append(str(uuid) if uuid is not None else f"{_machine()}/{own}")
     return found
+
+
+def refuse_unusable_gpus(environ: Mapping[str, str]) -> None:
+    """Check that PyTorch can use this host's GPUs, since the job would train on the CPU without a word otherwise.
+
+    Raises:
+        SMPUserError: it cannot, and neither an emulation nor ``CUDA_VISIBLE_DEVICES`` asks for the CPU.
+    """
+    if torch.cuda.is_available() or smp_emulation.is_active():
+        return
+    files = device_files.nvidia_devices()
+    if not device_files.count_visible(len(files), environ):
+        return
+    if torch.version.cuda is None:
+        why = "is a build without CUDA; install PyTorch's build for the CUDA version of this driver"
+    else:
+        why = f"is built for CUDA {torch.version.cuda} and {_why_no_cuda()}; see what nvidia-smi reports, and update the driver"
+    raise SMPUserError(
+        f"this host has {len(files)} GPU{'s' * (len(files) != 1)} ({files[0]}{' …' * (len(files) > 1)}), but PyTorch "
+        f"{torch.__version__} {why}; or set {device_files.VISIBLE_VARIABLE}= (empty) to train on the CPU"
+    )
+
+
+def _why_no_cuda() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"cannot start it ({str(error).partition(chr(10))[0]})"
+    return "finds no device"
 
 
 def _machine() -> str:

@@ -23,6 +23,7 @@ from smp_runtime.comm.devices import (
     choose_backend,
     choose_host_collectives,
     let_nccl_share,
+    refuse_unusable_gpus,
     sharing_ranks,
     sharing_warning,
     use_device,
@@ -143,6 +144,8 @@ class Ranks:
             ConfigError: the ranks were configured differently, or their number does not fit.
         """
         topology = parameters.topology(control.size)
+        if collectives is None:  # else the ranks and their devices are simulated
+            refuse_unusable_gpus(os.environ)
         agreed = _agree(control, parameters)
         neighbours, gpus = agreed.neighbours, agreed.gpus
         device = use_device(assign_gpus(gpus)[control.rank])
