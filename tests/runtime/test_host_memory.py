@@ -133,16 +133,20 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(emulation, monkeypatch, c
     assert "cannot be pinned (CUDA error 2)" in caplog.text
 
 
-def test_a_snapshot_has_tensors_with_storages_of_their_own(emulation):
-    for place in (DEVICE, torch.device("cpu")):
-        tensors, snapshot, arena = _forms(place), TensorSnapshot(), StagingArena(place)
+@pytest.mark.parametrize("place", [DEVICE, torch.device("cpu")], ids=str)
+def test_a_snapshot_has_tensors_with_storages_of_their_own(emulation, place):
+    arena = StagingArena(place)
+    for _ in range(2):
+        tensors, snapshot = _forms(place), TensorSnapshot()
         kept = [snapshot.keep("", tensor) for tensor in tensors]
         assert [copied.shape for copied in kept] == [tensor.shape for tensor in tensors]
         snapshot.copy_to(arena)
+        torch.cuda.synchronize()
         assert _equal(kept, tensors)
         assert all(copied.untyped_storage().nbytes() == copied.nbytes for copied in kept)
         arena.pin_later()
-        arena.close()
+        assert arena.wait_until_pinned(SECONDS) == (place == DEVICE)
+    arena.close()
 
 
 def test_a_memory_checkpoint_waits_once_and_is_unpinned_before_its_memory_goes(emulation, tmp_path):

@@ -33,12 +33,17 @@ class StagingArena:
         """Return the number of pinned bytes."""
         return self._staging.pinned_bytes
 
-    def make_room(self, size: int) -> None:
-        """Replace the memory by a larger one if it has fewer than ``size`` bytes."""
+    def make_room(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the memory of the copies of tensors, each a tensor with a storage of its own; enlarge the arena if needed."""
+        offsets, size = lay_out(tensors)
         if size > self.bytes:
             self.close()
             self._mapped, self._staging = self._map(size)
             self.bytes = size
+        return [
+            view_memory(self._mapped, offset, tensor.shape, tensor.dtype)
+            for tensor, offset in zip(tensors, offsets, strict=True)
+        ]
 
     def _map(self, size: int) -> tuple[mmap.mmap, StagingMemory]:
         mapped = map_memory(size, for_gpu=self._device.type == "cuda")
@@ -46,13 +51,9 @@ class StagingArena:
 
     def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of tensors, complete when the current stream is; they replace those of the call before."""
-        offsets, size = lay_out(tensors)
-        self.make_room(size)
-        self._staging.copy(tensors, offsets)
-        return [
-            view_memory(self._mapped, offset, tensor.shape, tensor.dtype)
-            for tensor, offset in zip(tensors, offsets, strict=True)
-        ]
+        copies = self.make_room(tensors)
+        self._staging.copy(tensors, lay_out(tensors)[0])
+        return copies
 
     def pin_later(self) -> None:
         """Start to pin the memory on a thread, if it is not pinned."""
@@ -86,6 +87,7 @@ class TensorSnapshot:
     @torch.no_grad()
     def copy_to(self, arena: StagingArena) -> None:
         """Copy the tensors; the copies are complete when the current stream is."""
-        for copied, made in zip(self._copies, arena.copy(self._sources), strict=True):
-            copied.set_(made)  # type: ignore[call-overload]
+        for copied, memory in zip(self._copies, arena.make_room(self._sources), strict=True):
+            copied.set_(memory)  # type: ignore[call-overload]
+        arena.copy(self._sources)
         self._sources.clear()
