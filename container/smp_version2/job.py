@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from smp_config import ModelParallelParameters
@@ -50,9 +49,8 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
             "before tsm.init(), or remove one of the two"
         )
     parameters = _read(config)
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    topology = parameters.topology(dist.get_world_size())
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    topology = parameters.topology(size)
     joined = session.start(_engine_parameters(parameters, topology))
     state.join(joined.ranks, parameters)
     joined.at_leave.append(state.leave)

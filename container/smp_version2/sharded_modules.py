@@ -29,6 +29,8 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
         finish = given.pop("post_param_init_fn", None)
         if given.get("process_group") is None and given.get("device_mesh") is None:
             given |= choose_groups(parameters, ranks, given.get("sharding_strategy"))
+        if ranks.device.type == "cpu":  # FSDP refuses to choose it, and emulated GPUs are CPUs
+            given["device_id"] = ranks.device
         original(self, **given)
         if finish is not None:
             finish(self)

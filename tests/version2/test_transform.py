@@ -1,0 +1,72 @@
+"""Models split by ``tsm.transform`` and wrapped by PyTorch's FSDP train as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+
+def make_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, intermediate_size=64, **_size()))
+
+
+def make_neox() -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=64, **_size()))
+
+
+def make_mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(num_key_value_heads=2, num_local_experts=4, intermediate_size=64, **_size())
+    )
+
+
+def _size() -> dict[str, int]:
+    return {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "world"),
+    [
+        (make_llama, {"hybrid_shard_degree": 2}, 2),
+        (make_llama, {"hybrid_shard_degree": 2}, 4),
+        (make_llama, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, 2),
+        (make_llama, {"tensor_parallel_degree": 2}, 4),
+        pytest.param(make_neox, {"tensor_parallel_degree": 2}, 4, marks=pytest.mark.full),
+        pytest.param(make_mixtral, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}, 4, marks=pytest.mark.full),
+    ],
+)
+def test_a_split_model_trains_as_one_process(ranks: Any, make: Any, config: dict[str, Any], world: int) -> None:
+    from support.training.version2_training import train_split
+
+    for found in ranks(lambda: train_split(config, make, torch.float64), world, init=False, timeout=120):
+        assert max(found["apart"].values()) < 1e-9, found["apart"]
+        shards = 1 if world == 2 and "tensor_parallel_degree" in config else 2
+        parts = shards * config.get("tensor_parallel_degree", 1)
+        assert found["held"] < 1.1 * found["whole"] / parts
+
+
+def test_blocks_are_recognized_by_the_originals_class_names(solo: Any) -> None:
+    import torch.sagemaker as tsm
+
+    import torch_sagemaker_finder  # noqa: F401
+    from smp_version2.layer_classes import MoELayer, TETransformerLayer, TransformerLayer
+
+    model = make_llama()
+    assert not any(isinstance(module, TransformerLayer) for module in model.modules())
+    tsm.init({})
+    try:
+        model = tsm.transform(model)
+        for kind in (TransformerLayer, TETransformerLayer):
+            found = [type(module).__name__ for module in model.modules() if isinstance(module, kind)]
+            assert found == ["LlamaDecoderLayer"] * 2
+        assert not any(isinstance(module, MoELayer) for module in model.modules())
+    finally:
+        tsm.shutdown()
