@@ -53,6 +53,7 @@ class PlainFacts:
         scalings: by update, the factor between the gradients after the last backward pass and those at the update; None if they are
             no multiples.
         loss_weights: by update, the gradient of the mean loss in each backward pass; None if the loss is no scaled mean.
+        clip_norms: by update, the norms by which gradients were clipped.
         broken_ties: groups of parameters that were one parameter before the script changed or wrapped the model.
         has_loss_scale: whether a ``GradScaler`` multiplies the loss.
         drew_other_weights: whether the script's first weights differ from those that it was given.
@@ -65,6 +66,7 @@ class PlainFacts:
     learning_rates: list[list[float]] = field(default_factory=list)
     scalings: list[float | None] = field(default_factory=list)
     loss_weights: list[list[float | None]] = field(default_factory=list)
+    clip_norms: list[list[float]] = field(default_factory=list)
     broken_ties: list[list[str]] = field(default_factory=list)
     loaders: list[LoaderFacts] = field(default_factory=list)
     parameters: dict[str, ParameterFacts] = field(default_factory=dict)

@@ -180,12 +180,26 @@ def _of_scalings(step: int, ranks: Sequence[PlainFacts]) -> Iterator[str]:
         )
 
 
+def _of_clip_norms(step: int, ranks: Sequence[PlainFacts]) -> Iterator[str]:
+    norms = [facts.clip_norms[step] for facts in ranks if step < len(facts.clip_norms)]
+    if any(not _are_near(found, norms[0]) for found in norms):
+        yield (
+            f"the ranks have clipped their gradients by different norms ({_listed(norms)}): clip after gradients were all-reduced, "
+            "by one norm"
+        )
+
+
+def _are_near(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=_SAME) for a, b in zip(one, other, strict=True))
+
+
 def _of_difference(found: Comparison, first: Compared, ranks: Sequence[PlainFacts], alone: PlainFacts) -> Iterator[str]:
     phase, step = first.key.phase, first.step
     if phase == LOSS:
         yield from _of_loss_factor(found, first)
     if phase in (LOSS, OUTPUT_GRADIENT, GRADIENT):
         yield from _of_scalings(step, ranks)
+        yield from _of_clip_norms(step, ranks)
     if phase == UPDATE:
         ours, theirs = (facts.learning_rates[step : step + 1] for facts in (alone, ranks[0]))
         yield from _of_unequal_rates(step, ranks)

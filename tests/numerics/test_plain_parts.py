@@ -73,11 +73,10 @@ def test_what_cannot_be_joined_is_refused(parts: list[Any], said: str) -> None:
 
 def test_one_process_takes_batches_and_lengths_of_the_ranks(tmp_path: Path) -> None:
     samples = TensorDataset(torch.arange(12))
-    over = [False]
     for rank in range(2):
         sampler = DistributedSampler(samples, num_replicas=2, rank=rank, shuffle=False)
         loader = DataLoader(samples, batch_size=2, sampler=sampler)
-        kept = RankBatches(tmp_path, rank, lambda: over[0], lambda: None)
+        kept = RankBatches(tmp_path, rank, lambda: 0, 1, lambda: None)
         assert kept.length(loader, len(loader)) == 3
         batches = [batch[0].tolist() for batch in kept.iterate(loader, iter(loader))]
         assert batches[0] == [rank, rank + 2]
@@ -93,13 +92,15 @@ def test_the_next_epoch_shows_its_order_and_ends_the_script(tmp_path: Path, seed
     samples = TensorDataset(torch.arange(12))
     sampler = DistributedSampler(samples, num_replicas=2, rank=0)
     loader = DataLoader(samples, batch_size=2, sampler=sampler)
-    over, ended = [False], []
-    kept = RankBatches(tmp_path, 0, lambda: over[0], lambda: ended.append(True))
+    updates, ended = [0], []
+    kept = RankBatches(tmp_path, 0, lambda: updates[0], 2, lambda: ended.append(True))
+    evaluation = DataLoader(samples, batch_size=2)
     for epoch in range(2):
         if seeded:
             sampler.set_epoch(epoch)
-        for number, _ in enumerate(kept.iterate(loader, iter(loader))):
-            over[0] = number == 1 or over[0]
+        for _ in kept.iterate(loader, iter(loader)):
+            updates[0] += 1
+        assert len(list(kept.iterate(evaluation, iter(evaluation)))) == 6
     first, second = kept.book.facts[0].epochs
     assert (len(first), len(second), ended) == (2, 2, [True])
     assert (first == second) is not seeded

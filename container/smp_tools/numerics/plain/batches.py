@@ -1,6 +1,6 @@
 """Batches of a script's ``DataLoader``: kept on each rank, and joined for the one process.
 
-A loader is known by the order in which the script first uses it, which is the same in both runs.
+A loader is known by the order in which the script has made it, which is the same in both runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _save = torch.save
 
 
 class LoaderBook:
-    """The loaders that the script has used so far, in order."""
+    """The loaders that the script has made so far, in order."""
 
     def __init__(self) -> None:
         self._loaders: list[DataLoader[Any]] = []
         self.facts: list[LoaderFacts] = []
 
     def number(self, loader: DataLoader[Any]) -> int:
-        """Return a loader's number, counted from its first use."""
+        """Return a loader's number, a new one for a new loader."""
         for number, known in enumerate(self._loaders):
             if known is loader:
                 return number
@@ -62,41 +62,59 @@ class RankBatches:
     """Writes every batch of a rank's loaders.
 
     Args:
-        is_over: whether all updates were recorded. Then the running epoch ends, so that the next one shows its order.
+        updates: returns the number of updates so far.
+        steps: updates that are recorded. Then the running epoch ends, so that the next one shows its order.
         seen_enough: is called when the next epoch has shown its order.
     """
 
-    def __init__(self, folder: Path, rank: int, is_over: Callable[[], bool], seen_enough: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, updates: Callable[[], int], steps: int, seen_enough: Callable[[], None]
+    ) -> None:
         self.book = LoaderBook()
         self._folder, self._rank = folder, rank
-        self._is_over, self._seen_enough = is_over, seen_enough
+        self._updates, self._steps, self._seen_enough = updates, steps, seen_enough
+        #: Loaders of batches that were followed by updates: those of an evaluation are not cut.
+        self._training: set[int] = set()
         folder.mkdir(parents=True, exist_ok=True)
 
     def length(self, loader: DataLoader[Any], own: int) -> int:
         """Return the length of a loader, and keep it for the one process."""
+        number = self.book.number(loader)  # on all ranks, so that they count alike
         if self._rank == 0:
-            _length_file(self._folder, self.book.number(loader)).write_text(str(own))
+            _length_file(self._folder, number).write_text(str(own))
         return own
+
+    @property
+    def _is_over(self) -> bool:
+        return self._updates() >= self._steps
 
     def iterate(self, loader: DataLoader[Any], own: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of an epoch."""
+        if self._is_over and self.book.number(loader) not in self._training:
+            yield from own
+            return
         number, epoch = self.book.begin_epoch(loader)
         epochs = self.book.facts[number].epochs
-        is_second = self._is_over() and epoch > 0
-        while True:
-            if self._is_over() and not is_second:
-                return
-            if is_second and len(epochs[epoch]) >= len(epochs[epoch - 1]):
-                self._seen_enough()
-                return
+        most = len(epochs[epoch - 1]) if self._is_over and epoch > 0 else 0
+        for batch in self._until_over(own, most, epochs[epoch]):
+            if not self._is_over:
+                _save(batch, self._folder / _batch_file(number, epoch, len(epochs[epoch]), f"{self._rank:05}"))
+            epochs[epoch].append(_digest(batch))
+            before = self._updates()
+            yield batch
+            if self._updates() > before:
+                self._training.add(number)
+
+    def _until_over(self, own: Iterator[Any], most: int, seen: list[str]) -> Iterator[Any]:
+        """Yield batches until all updates are recorded; in the epoch behind them, ``most`` batches."""
+        while not self._is_over or len(seen) < most:
             try:
                 batch = next(own)
             except StopIteration:
                 return
-            if not self._is_over():
-                _save(batch, self._folder / _batch_file(number, epoch, len(epochs[epoch]), f"{self._rank:05}"))
-            epochs[epoch].append(_digest(batch))
             yield batch
+        if most:
+            self._seen_enough()
 
 
 class JoinedBatches:

@@ -20,7 +20,7 @@ from smp_records.plain_job import ParameterFacts, PlainFacts
 from smp_runtime.tensors.torch_private import NORMS_WITH_STATISTICS, backward_pass
 from smp_tools.numerics.journal import Journal, ValueOwner, part_name
 from smp_tools.numerics.module_watch import ModuleWatch
-from smp_tools.numerics.plain.layout import local_part, unwrapped
+from smp_tools.numerics.plain.layout import is_sharded, local_part, unwrapped
 from smp_tools.numerics.plain.loss_weight import LossWeight
 from smp_tools.numerics.plain.norm_statistics import keep_statistics_out
 from smp_tools.numerics.plain.starting_point import load_start, save_start
@@ -89,6 +89,7 @@ class PlainRecorder:
         self._has_state = False
         self._depth = 0
         self._weights: list[float | None] = []
+        self._norms: list[float] = []
         self._after_backward: dict[str, torch.Tensor] = {}
         self._before: list[tuple[ValueOwner, Sketch]] = []
 
@@ -198,11 +199,17 @@ class PlainRecorder:
             self._before.append((place, sketch_of(local, region, precise=True)))
         self._journal.flush(self.updates, 0, _NO_STATE)
 
+    def clipped(self, norm: torch.Tensor) -> None:
+        """Note the norm by which the script has clipped gradients; that of sharded ones is the same on all ranks."""
+        if not self.is_over and not is_sharded(norm):
+            self._norms.append(float(norm))
+
     def _note_facts(self, optimizer: torch.optim.Optimizer, updated: set[int]) -> None:
         self.facts.learning_rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
         self.facts.scalings.append(self._scaling())
         self.facts.loss_weights.append(self._weights)
-        self._weights = []
+        self.facts.clip_norms.append(self._norms)
+        self._weights, self._norms = [], []
         for name, parameter in self._parameters():
             known = self.facts.parameters[name]
             known.is_trainable = parameter.requires_grad

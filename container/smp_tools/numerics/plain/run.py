@@ -6,6 +6,7 @@ script after the wanted updates.
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
@@ -49,7 +50,9 @@ class PlainRun:
         if self._trial.replay:
             return JoinedBatches(Path(self._trial.replay))
         recorder = self._recorder
-        return RankBatches(Path(self._trial.save), self._place.rank, lambda: recorder.is_over, self._end)
+        return RankBatches(
+            Path(self._trial.save), self._place.rank, lambda: recorder.updates, self._trial.steps, self._end
+        )
 
     def run(self, script: str, words: list[str]) -> None:
         """Run the script to its end, or to the last update that is wanted."""
@@ -96,6 +99,7 @@ class PlainRun:
         self._follow_backward()
         self._follow_loaders()
         self._follow_loss_scale()
+        self._follow_clipping()
         _use_gloo()
         _write_no_files()
 
@@ -108,8 +112,13 @@ class PlainRun:
         torch.autograd.backward = backward
 
     def _follow_loaders(self) -> None:
-        iterate, length = DataLoader.__iter__, DataLoader.__len__
+        made, iterate, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
         batches, replays = self._batches, bool(self._trial.replay)
+
+        @functools.wraps(made)
+        def __init__(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:  # noqa: N807 - takes the place of DataLoader's
+            made(loader, *args, **kwargs)
+            batches.book.number(loader)
 
         def __iter__(loader: DataLoader[Any]) -> Iterator[Any]:  # noqa: N807 - takes the place of DataLoader's
             return batches.iterate(loader, iter(()) if replays else iterate(loader))
@@ -117,8 +126,20 @@ class PlainRun:
         def __len__(loader: DataLoader[Any]) -> int:  # noqa: N807 - takes the place of DataLoader's
             return batches.length(loader, length(loader))
 
+        DataLoader.__init__ = __init__  # type: ignore[method-assign,assignment]
         DataLoader.__iter__ = __iter__  # type: ignore[method-assign,assignment]
         DataLoader.__len__ = __len__  # type: ignore[method-assign]
+
+    def _follow_clipping(self) -> None:
+        original, recorder = torch.nn.utils.clip_grad_norm_, self._recorder
+
+        @functools.wraps(original)
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> torch.Tensor:
+            norm = original(*args, **kwargs)
+            recorder.clipped(norm)
+            return norm
+
+        torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = clip_grad_norm_
 
     def _follow_loss_scale(self) -> None:
         original, facts = torch.amp.GradScaler.scale, self._recorder.facts
