@@ -62,7 +62,8 @@ _NAMES_ERROR = re.compile(r"\w*(?:Error|Exception|error)\b.*:")
 _HINTS = {
     signal.SIGKILL: "often the machine ran out of memory: use a smaller batch, more microbatches or fewer processes",
     signal.SIGSEGV: "a crash in native code: run with PYTHONFAULTHANDLER=1 to see where",
-    signal.SIGABRT: "native code gave up; its message is in the log above",
+    signal.SIGABRT: "native code gave up, as NCCL's watchdog does after SMP_TIMEOUT_SECONDS of waiting for a rank; its message "
+    "is in the log above",
     signal.SIGBUS: "often shared memory (/dev/shm) is full: enlarge it or use fewer data loader workers",
 }
 

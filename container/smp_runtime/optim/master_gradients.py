@@ -145,6 +145,9 @@ class MasterGradients:
             unscale([elements_of(gradient) for gradient in gradients], found, inverse)
         if ranks.size(Group.WORLD) > 1:
             ranks.collectives.all_reduce(found, ranks.groups.group(Group.WORLD)).wait()
+        # The only wait of the host in an update of fp16. By now all work that needs no answer is queued: backward, the
+        # reduction and this check. What follows depends on the answer: whether any optimizer steps, weights are stored and
+        # gathered, and the loss scale, a number that the next step reads.
         return bool(found.item() > 0)
 
     def _note_versions(self) -> None:

@@ -79,7 +79,7 @@ class HierarchicalGathering:
         hosts: tuple[int, int],
         local: tuple[int, int],
         order: list[tuple[int, int]],
-        phases: Phases,
+        phases: GatherPhases,
     ) -> None:
         self._collectives = collectives
         self._across = across
@@ -101,7 +101,7 @@ class HierarchicalGathering:
         )
 
 
-class Phases(Protocol):
+class GatherPhases(Protocol):
     """Starts two collectives, of which the second needs the result of the first."""
 
     def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
@@ -120,7 +120,7 @@ class StreamPhases:
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
-        """See :class:`Phases`."""
+        """See :class:`GatherPhases`."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         # The caller's stream may still write the shard, or read what was in the memory before.
@@ -142,7 +142,7 @@ class ThreadPhases:
         self._thread: threading.Thread | None = None
 
     def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
-        """See :class:`Phases`."""
+        """See :class:`GatherPhases`."""
         if self._thread is None:
             self._thread = device_thread(self._serve, "smp-gather", self._device)
             self._thread.start()
@@ -215,7 +215,7 @@ class WaitingPhases:
     """The second collective starts when a rank waits, for other ranks that are simulated."""
 
     def start(self, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
-        """See :class:`Phases`."""
+        """See :class:`GatherPhases`."""
         return _WaitingWork(first(), second)
 
 
@@ -229,7 +229,7 @@ class _WaitingWork:
         self._second().wait()
 
 
-def _phases_for(ranks: Ranks, group: dist.ProcessGroup) -> Phases:
+def _phases_for(ranks: Ranks, group: dist.ProcessGroup) -> GatherPhases:
     """Return the way in which a group's transport starts a collective after another."""
     backend = backends_by_device(dist.get_backend_config(group)).get(ranks.device.type)
     if backend == "nccl":
