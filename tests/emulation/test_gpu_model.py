@@ -226,6 +226,15 @@ def test_torch_cuda_reports_the_model(limited):
         torch.zeros(40 * MIB, dtype=torch.uint8, device="cuda")
 
 
+def test_memory_of_other_threads_counts(limited):
+    kept = []
+    make = lambda: kept.append(torch.zeros(5 * MIB, dtype=torch.uint8, device="cuda"))  # noqa: E731 - a thread's work
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert torch.cuda.memory_allocated(0) == 5 * MIB
+
+
 def test_torch_accelerator_reports_the_model(plain):
     block = torch.zeros(5 * MIB, dtype=torch.uint8, device="cuda")
     assert torch.accelerator.memory_allocated() == block.nbytes
