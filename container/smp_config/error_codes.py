@@ -82,6 +82,10 @@ def code_for(kind: type, module: str) -> str | None:
     return next(of_class, None) or _of_module(module)
 
 
+#: Attribute of errors that were given a code.
+_GIVEN = "smp_code"
+
+
 class Coded(Exception):
     """An error that has a code, which tracebacks show below its message (from Python 3.11 on).
 
@@ -110,11 +114,23 @@ class Coded(Exception):
 
 
 def code_of(error: BaseException) -> str | None:
-    """Return the code of an error, or None if it is not an error of this library."""
+    """Return the code of an error, or None if it is not an error of this library and was given none."""
     if isinstance(error, Coded) and error.code:
         return error.code
+    given = getattr(error, _GIVEN, None)
+    if isinstance(given, str):
+        return given
     # No code is stored if ``Coded.__init__`` did not run: another base class, such as AttributeError, may come first.
     return code_for(type(error), "") if isinstance(error, Coded) else None
+
+
+def give_code(error: BaseException, code: str) -> None:
+    """Give a code to an error of Python's or another library's whose cause is known; its traceback shows the code too."""
+    setattr(error, _GIVEN, code)
+    error.__notes__ = [  # type: ignore[attr-defined]  # Python 3.10 does not know it
+        *getattr(error, "__notes__", ()),
+        hint_of(code),
+    ]
 
 
 def hint_of(code: str) -> str:

@@ -31,6 +31,7 @@ from smp_estimator.cli.commands.top import top
 from smp_estimator.cli.commands.where import where
 from smp_estimator.cli.console import console, make_printable
 from smp_estimator.cli.help import completion, explain
+from smp_estimator.cli.manifest import manifest
 from smp_estimator.sdk.installed import SDKMissing
 
 LOCAL_TYPES = ("local", "local_gpu")
@@ -42,7 +43,7 @@ _CLOCK_TOLERANCE = 0.01
 #: The commands, as ``--help`` lists them.
 GROUPS = {
     "Begin": ("init", "doctor", "run", "migrate"),
-    "Before a job": ("validate", "plan", "rehearse", "suggest", "topology", "models", "images"),
+    "Before a job": ("validate", "plan", "rehearse", "suggest", "topology", "models", "images", "manifest"),
     "A job that runs or has run": ("where", "top", "reshape", "timeline", "profile", "checkpoint"),
     "Whether numbers agree": ("verify", "diff"),
     "Help": ("explain", "completion"),
@@ -79,6 +80,7 @@ main.add_command(completion)
 main.add_command(explain)
 main.add_command(images)
 main.add_command(init)
+main.add_command(manifest)
 main.add_command(migrate)
 main.add_command(models)
 main.add_command(plan)

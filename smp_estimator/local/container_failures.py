@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from smp_estimator.local.failure_lines import shorten_reason
 from smp_estimator.local.files.artifacts import failure_text
 from smp_launch.sagemaker.tree import Tree
 
@@ -47,8 +48,8 @@ class _Left:
         If another host fails for a reason of its own (requirements, memory), the first host fails with a different
         text.
         """
-        _, reason = next(iter(self.failures.items()))
-        said = {_headline(reason)}
+        first = next(iter(self.failures.values()))
+        reason, said = shorten_reason(first), {_headline(first)}
         for host, text in self.failures.items():
             if _headline(text) not in said:
                 said.add(_headline(text))

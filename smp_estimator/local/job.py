@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,7 @@ from smp_config.job import STOP_GRACE_SECONDS
 from smp_config.limits import HANG_VARIABLE, LEAST_HANG_SECONDS, hang_seconds
 from smp_config.machine.disk_space import full_disk
 from smp_estimator.local.bootstrap import Bootstrap, environment_of
+from smp_estimator.local.failure_lines import hide_failure, shorten_reason
 from smp_estimator.local.files.artifacts import artifact_address, deliver, failure_text, merged_files
 from smp_estimator.local.files.tree import written_on_the_machine
 from smp_estimator.local.log import JobLog
@@ -26,6 +27,7 @@ from smp_launch.watch.states import state_of
 
 if TYPE_CHECKING:
     from smp_estimator.local.files.tree import JobTree
+    from smp_records.records import ProgressRecord, UsageRecord
 
 logger = logging.getLogger(__name__)
 
@@ -413,11 +415,15 @@ class ProcessJob:
         shutil.rmtree(self.tree.root, ignore_errors=True)
 
 
+def shown_events(job: ProcessJob, *, wait: bool = True) -> Iterator[str | ProgressRecord | UsageRecord | None]:
+    """Yield the events of a job's log that a terminal shows; the message of a failed job repeats the others."""
+    return hide_failure(job.log.follow(wait=wait), lambda: job.status is Status.FAILED)
+
+
 def failure_message(job: ProcessJob) -> str:
-    """Return the error message for a failed job: its first cause, and the path of the log."""
-    return (
-        f"Error for Training job {job.name}: Failed. Reason: {job.failure_reason}\nThe whole log is in {job.tree.log}"
-    )
+    """Return the error message for a failed job: its first cause, the place in the script, and the path of the log."""
+    reason = shorten_reason(job.failure_reason or "")
+    return f"Error for Training job {job.name}: Failed. Reason: {reason}\nThe whole log is in {job.tree.log}"
 
 
 def interrupt(job: ProcessJob, grace_seconds: float) -> None:

@@ -15,7 +15,7 @@ from smp_config.errors import suggest
 from smp_estimator.local.bootstrap import DEFAULT_LAUNCHER
 from smp_estimator.local.client import ProcessClient
 from smp_estimator.local.files.s3 import FALLBACK_REGION, S3Access
-from smp_estimator.local.job import ProcessJob, Status, failure_message, interrupt
+from smp_estimator.local.job import ProcessJob, Status, failure_message, interrupt, shown_events
 from smp_estimator.progress import show
 from smp_estimator.sdk.version_2 import (
     LocalSagemakerRuntimeClient,
@@ -174,7 +174,7 @@ class ProcessSession(S3Access, LocalSession):
         """
         job = self.job(job_name)
         if shows_training(log_type):
-            show(job.log.follow(wait=wait), timeout_seconds=timeout)
+            show(shown_events(job, wait=wait), timeout_seconds=timeout)
         if not wait:
             return
         if job.done.wait(timeout):

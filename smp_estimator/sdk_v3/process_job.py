@@ -20,7 +20,7 @@ from smp_estimator.local.files.channels import require_existing
 from smp_estimator.local.files.code import CodeSource
 from smp_estimator.local.files.s3 import FALLBACK_REGION, S3Access
 from smp_estimator.local.files.uris import address_of, is_file_uri, is_s3_uri
-from smp_estimator.local.job import ProcessJob, Status, failure_message, interrupt
+from smp_estimator.local.job import ProcessJob, Status, failure_message, interrupt, shown_events
 from smp_estimator.local.starting import STARTED, start_job
 from smp_estimator.progress import show
 from smp_estimator.sdk_v3.sdk import FailedStatusError, InputData, TrainingJob, safe_serialize, transform
@@ -108,7 +108,7 @@ class TrainerProcessJob(TrainingJob):
             FailedStatusError: the job failed; the message has the reason.
         """
         if logs:
-            show(self._job.log.follow(), timeout_seconds=timeout)
+            show(shown_events(self._job), timeout_seconds=timeout)
         if self._job.done.wait(timeout):
             self.refresh()
             require_success(self._job)
@@ -153,7 +153,7 @@ class ProcessTrainer:
     def _wait(self, job: ProcessJob, logs: bool) -> None:
         try:
             if logs:
-                show(job.log.follow())
+                show(shown_events(job))
             job.done.wait()
         except KeyboardInterrupt:
             interrupt(job, self._trainer.stop_grace_seconds)

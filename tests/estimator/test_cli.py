@@ -339,13 +339,10 @@ def test_run_shows_the_failure_and_fails(fake: type[Fake], script: Path) -> None
     assert fake.made["entry_point"] == str(script / "train.py")
 
 
-def test_run_shows_the_traceback_of_the_log_only_once(fake: type[Fake], script: Path) -> None:
-    traceback = "Traceback (most recent call last):\n  File x\n\nZeroDivisionError\n"
-    fake.failure = ValueError(
-        f"Failed. Reason: rank 1: ZeroDivisionError\n\n{traceback}\nThe whole log is in /x/job.log"
-    )
+def test_run_introduces_a_failure_once(fake: type[Fake], script: Path) -> None:
+    fake.failure = ValueError("Error for Training job x: Failed. Reason: rank 1: boom\nThe whole log is in /x/job.log")
     said = call("run", str(script / "train.py"), code=1).output
-    assert said.endswith("Error: Failed. Reason: rank 1: ZeroDivisionError\nThe whole log is in /x/job.log\n")
+    assert said.endswith("Error: Training job x: Failed. Reason: rank 1: boom\nThe whole log is in /x/job.log\n")
 
 
 @pytest.mark.parametrize(

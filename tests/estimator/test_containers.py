@@ -119,7 +119,7 @@ def test_the_failing_rank_is_in_the_exception(job: Make, play: Callable[..., Non
     assert message.startswith(
         "Error for Training job broken-job: Failed. Reason: rank 1 (algo-1-ab1cd): ValueError: boom"
     )
-    assert "Traceback (most recent call last)" in message
+    assert "Traceback (most recent call last)" not in message, "it is in the log above"
     assert caught.value.actual_status == "Failed"
     assert message.endswith(f"; what they left is in file://{tmp_path / 'out' / 'output.tar.gz'}")
     with tarfile.open(tmp_path / "out" / "output.tar.gz") as archive:
@@ -144,7 +144,7 @@ def test_the_first_host_speaks_and_others_add_what_it_does_not_know(job: Make, p
         job(hosts=10).fit()
     message = str(caught.value)
     assert "Reason: rank 1 (algo-1-ab1cd): ValueError: boom" in message
-    assert message.count("boom") == 2  # headline and traceback: the second host has nothing to add
+    assert message.count("boom") == 1  # in the headline: the second host has nothing to add
     assert re.search(
         r"\nalgo-3-\w+ failed with: the job cannot start: no requirements\nalgo-10-\w+ failed with: tenth\n", message
     )

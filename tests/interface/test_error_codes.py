@@ -18,6 +18,7 @@ from support.platform.command_line import call, flat
 from smp_config import ConfigError, Topology
 from smp_config.error_codes import FAMILIES, Coded, append_code, catalogue, code_for, code_of
 from smp_estimator.cloud import entry
+from smp_launch.failures import known_mistakes
 from smp_launch.failures.failure import FailureCollector
 from smp_records.records import FailureRecord
 from smp_runtime.errors import DeadlineError, SMPUserError
@@ -135,6 +136,7 @@ def test_every_error_that_is_made_has_a_code() -> None:
 def test_every_code_is_that_of_an_error() -> None:
     met = {code_for(kind, module) for module, kind, _ in _made()} | {code_for(kind, "") for kind in _classes().values()}
     met.add("SMP206")  # of a class that cannot import what gives codes
+    met.add(known_mistakes.JOB_LACKS)  # of Python's own errors
     assert catalogue().keys() - met == set()
 
 

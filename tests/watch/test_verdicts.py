@@ -478,3 +478,28 @@ def test_a_rank_that_was_killed_is_told_with_its_last_line_and_one_that_crashed_
     said = collector.first_cause(-signal.SIGABRT, first_ended=1).headline
     assert said.startswith(f"rank 1 (algo-1): was killed by signal 6 (SIGABRT) {seen[1]}: native code gave up")
     assert last_seen(tmp_path / "absent") == {}
+
+
+def test_waits_in_different_calls_are_a_deadlock_from_the_first_step_on():
+    """Neither rank can come to the other's call, so that the time for first steps is not waited for."""
+    save = position(
+        0,
+        line=29,
+        wait=waiting(0, 29, (1,), "smp.save_checkpoint"),
+        calls=[public(1, "step", 26), public(2, "save", 29)],
+    )
+    step = position(
+        1, line=26, wait=waiting(0, 26, (0,), "the pipeline"), calls=[public(1, "step", 26), public(2, "step", 26)]
+    )
+    found = of(save, step)
+    assert (found.rank, found.is_deadlock) == (1, True)
+    same = [
+        position(rank, wait=waiting(0, 26, (1 - rank,), "the pipeline"), calls=save.where.calls[: 2 - rank])
+        for rank in (0, 1)
+    ]
+    assert not of(*same).is_deadlock
+    watch = HangWatch([], HangTimeout(None, 1800.0))
+    positions = {0: save, 1: step}
+    assert watch._is_due(watches.Hang(found, 61.0, positions), time.monotonic())
+    assert not watch._is_due(watches.Hang(of(*same), 61.0, dict(enumerate(same))), time.monotonic())
+    assert cause_of_hang(watches.Hang(found, 61.0, positions), str).headline.endswith("[SMP501]")

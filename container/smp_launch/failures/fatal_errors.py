@@ -9,7 +9,6 @@ import fcntl
 import gc
 import hashlib
 import io
-import json
 import os
 import re
 import signal
@@ -23,8 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from smp_config.machine import emulation
-from smp_launch.failures import early_ends
+from smp_config.error_codes import code_of, give_code
+from smp_launch.failures import known_mistakes
 from smp_launch.failures.failure import REPORT_SUFFIX
 from smp_launch.machine.rank_pipes import REPORT_VARIABLE
 from smp_records.rank_record import current_record
@@ -42,41 +41,6 @@ _PASS_ON_SECONDS = 0.1
 
 #: Before each line of a traceback that PyTorch's hook prints.
 _MARK = re.compile(r"^\[rank\d+\]: ?")
-
-#: Attributes of step outputs. A script may look for them on tensors that a step-decorated function gets or makes.
-_OF_STEP_OUTPUT = ("reduce_mean", "reduce_sum")
-
-#: Packages that are, or bring, kernels for GPUs.
-_OF_KERNELS = frozenset(
-    """amp_C apex apex_C bitsandbytes causal_conv1d cupy deep_ep flash_attn flash_attn_2_cuda flash_attn_interface flashinfer
-    fused_dense_cuda fused_layer_norm_cuda grouped_gemm mamba_ssm numba pycuda pynvml rmm tensorrt transformer_engine
-    transformer_engine_torch triton vllm xformers""".split()
-)
-
-#: Messages of PyTorch, Triton and the system's loader if there is no GPU.
-_FROM_CUDA_CODE = re.compile(
-    r"not compiled with CUDA|not linked with support for cuda|from the 'CUDA' backend|no NVIDIA driver|CUDA driver|CUDA_HOME|"
-    r"0 active drivers|needs a non-CPU accelerator|"
-    r"lib(cuda|cudart|cublas|cublasLt|cudnn|cufft|curand|cusolver|cusparse|nccl|nvrtc|nvToolsExt)[\w-]*\.so",
-    re.IGNORECASE,
-)
-
-#: Names the folder of a channel, by its name in capital letters.
-_CHANNEL = "SM_CHANNEL_"
-
-#: Characters of a message: PyTorch lists all its backends behind it.
-_LOOKED_AT = 400
-
-_NO_GPU = (
-    "this needs a GPU, or CUDA code; there is no GPU here, and torch.cuda is emulated on the CPU (SMP_EMULATE_CUDA=1), which runs "
-    'no CUDA code; use what plain PyTorch has instead where os.environ.get("SMP_EMULATE_CUDA") is "1", or run this part of the '
-    "script on a machine with a GPU"
-)
-
-_BARE_NUMBER = (
-    "a bare number as in torch.device(0) asks PyTorch's own code for the accelerator; there is no GPU here, and torch.cuda is "
-    'emulated on the CPU (SMP_EMULATE_CUDA=1), which that code does not know; write torch.device("cuda", 0), which means the same'
-)
 
 #: Of a failing script's message, in the failure line; the log has it whole.
 _MESSAGE_BYTES = 1600
@@ -114,62 +78,32 @@ def explain(error: BaseException, folders: Iterable[str] = ()) -> None:
 
 def _explain(error: BaseException, folders: Iterable[str]) -> None:
     known = current_record().explain
-    if known is not None and (told := known(error)) is not None:
-        error.args = (str(told),)
-        error.accused = getattr(told, "accused", ())  # type: ignore[attr-defined]
+    if known is not None and (reworded := known(error)) is not None:
+        error.args = (str(reworded),)
+        error.accused = getattr(reworded, "accused", ())  # type: ignore[attr-defined]
+        if code := code_of(reworded):
+            give_code(error, code)
         return
-    wanted = getattr(error, "name", None)
-    if isinstance(error, AttributeError) and wanted in _OF_STEP_OUTPUT and type(error.obj).__name__ == "Tensor":
-        words = "this is a tensor already; only what a function with @smp.step returns to its caller, a StepOutput, has"
-        _add(error, f"{words} {wanted}()")
-    elif (why := _why_known(error, folders)) is not None:
-        _add(error, why)
-    elif os.environ.get(emulation.VARIABLE, "0") != "0":
-        if "Cannot access accelerator device" in str(error):
-            _add(error, _BARE_NUMBER)
-        elif _wants_gpu(error):
-            _add(error, _NO_GPU)
+    if (told := known_mistakes.find(error, folders)) is not None:
+        text = ": ".join(filter(None, [str(error), told.words]))
+        error.args = (text,)
+        if isinstance(error, ImportError):
+            error.msg = text
+        elif (
+            isinstance(error, OSError) and error.filename is not None
+        ):  # its text is made of these, not of the arguments
+            error.strerror, error.filename, error.filename2 = text.removeprefix(f"[Errno {error.errno}] "), None, None
+        give_code(error, told.code)
 
 
-def _why_known(error: BaseException, folders: Iterable[str]) -> str | None:
-    """Return what a beginner must know of an error, or None if nothing is known."""
-    return _why_no_channel(error) or early_ends.why_no_input(error) or early_ends.why_hidden(error, folders)
-
-
-def _why_no_channel(error: BaseException) -> str | None:
-    """Return what to do about a channel that the script asks for and the job lacks; None for another error."""
-    wanted = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else None
-    if not isinstance(wanted, str) or not wanted.startswith(_CHANNEL):
-        return None
-    given, name = json.loads(os.environ.get("SM_CHANNELS", "[]")), wanted.removeprefix(_CHANNEL).lower()
-    has = f"its channels are {', '.join(given)}" if given else "it has none"
-    return (
-        f"the job has no channel {name!r} ({has}); give it one: fit({{{name!r}: 'file:///folder'}}), or --channel {name}=FOLDER "
-        "of smp-estimator run"
-    )
-
-
-def _add(error: BaseException, words: str) -> None:
-    text = ": ".join(filter(None, [str(error), words]))
-    error.args = (text,)
-    if isinstance(error, ImportError):
-        error.msg = text
-
-
-def _wants_gpu(error: BaseException) -> bool:
-    """Return whether an error comes from CUDA code, which no emulation runs.
-
-    The code may belong to a package, a library, or PyTorch.
-    """
-    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _OF_KERNELS:
-        return True
-    return bool(_FROM_CUDA_CODE.search(str(error)[:_LOOKED_AT]))
-
-
-def show(error: BaseException, rank: int = 0) -> None:
+def show(error: BaseException, rank: int = 0, *, marked: bool = False) -> None:
     """Print the traceback as the interpreter would: through the script's hook, and itself where the hook fails.
 
     Of several ranks of a machine that fail with the same error, or because of it, only the first prints it, the others a line.
+
+    Args:
+        marked: put the rank before each line, as PyTorch's hook does, if the script has no hook of its own. A line of the log
+            then shows whose it is, and a terminal can leave it out.
     """
     told = getattr(error, "failure", None)
     if isinstance(told, FailureRecord):  # which is in the message, and would be printed again as the cause
@@ -177,9 +111,11 @@ def show(error: BaseException, rank: int = 0) -> None:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     record = FailureRecord.of(rank, "", error, text)
     first = _first_to_tell(record)
+    # A hook of the script's may end the process, so its words are not held back.
+    marked = marked and sys.excepthook is sys.__excepthook__
     said = io.StringIO()
     try:
-        with contextlib.nullcontext() if first else contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said) if marked or not first else contextlib.nullcontext():
             sys.excepthook(type(error), error, error.__traceback__)
     except BaseException as second:
         print("Error in sys.excepthook:", file=sys.stderr)
@@ -187,6 +123,9 @@ def show(error: BaseException, rank: int = 0) -> None:
         print("\nOriginal exception was:", file=sys.stderr)
         traceback.print_exception(type(error), error, error.__traceback__)
         return
+    if first and marked:
+        lines = said.getvalue().splitlines()
+        print("\n".join(f"[rank{rank}]: {line}" for line in lines), file=sys.stderr)
     if not first:
         of = f" of rank {record.rank}" if record.rank != rank else ""
         line = f"rank {rank}: the same {record.error_type}{of}"

@@ -121,7 +121,7 @@ def _end_failed(place: RankPlace, error: BaseException, folders: Iterable[str]) 
         fatal_errors.explain(error, folders)
         # Before the script's hook sees it, which may abort the job.
         _tell(place, error)
-        fatal_errors.show(error, place.rank)
+        fatal_errors.show(error, place.rank, marked=place.is_supervised and not place.is_alone)
     return code if isinstance(code, int) and 0 < code < 256 else 1
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 TEXT_NAME = "hang-report.txt"
 JSON_NAME = "hang-report.json"
 
+#: Of an error of a rank that gives up waiting: a hang is the same, seen from outside.
+_ERROR_CODE = "SMP501"
+
 #: Calls of each rank that the report has.
 _CALLS = 8
 
@@ -36,7 +39,7 @@ def cause_of_hang(hang: Hang, host_of: Callable[[int], str]) -> Cause:
         f"Nothing went on for {hang.seconds:.0f} s. The calls and stacks of all ranks are in {TEXT_NAME} in the job's output; "
         f"{HANG_VARIABLE} sets another number of seconds, or 0 for no watch.\n\n" + summarize(hang.positions)
     )
-    return Cause(f"{who}: {hang.verdict.text}", detail, rank=rank)
+    return Cause(f"{who}: {hang.verdict.text} [{_ERROR_CODE}]", detail, rank=rank)
 
 
 def summarize(positions: Mapping[int, RankPosition]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smp_config.formats.rank_lists import ranks_text
 from smp_launch.watch.position import RankPosition, Standing, describe_moment
@@ -22,11 +22,13 @@ class HangVerdict:
         rank: the rank that is most probably at fault; None if no rank is.
         text: one line: what this rank does, where, and which ranks wait for it.
         is_certain: whether the rank is stuck for certain; otherwise it may only be slow, and computes or moves data.
+        is_deadlock: whether ranks wait for each other in different calls, which no time resolves.
     """
 
     rank: int | None
     text: str
     is_certain: bool = True
+    is_deadlock: bool = False
 
 
 def find(positions: Mapping[int, RankPosition], seconds: float) -> HangVerdict:
@@ -48,8 +50,14 @@ def find(positions: Mapping[int, RankPosition], seconds: float) -> HangVerdict:
         return _of_script(in_script, everyone)
     for judge in (_mismatch, _missing_collective, _other_call):
         if (found := judge(positions)) is not None:
-            return found
+            return replace(found, is_deadlock=_is_deadlock(everyone))
     return _circle(everyone, seconds)
+
+
+def _is_deadlock(everyone: Collection[RankPosition]) -> bool:
+    """Return whether all ranks wait for each other in different calls, so that none can come to the other's."""
+    all_wait = all(p.standing is Standing.WAITING and p.whom for p in everyone)
+    return all_wait and len({p.call for p in everyone}) > 1
 
 
 def _stopped(position: RankPosition) -> str:

@@ -181,5 +181,6 @@ class HangWatch:
         awaited = any(blamed.rank in position.whom for position in hang.positions.values())
         if not (hang.verdict.is_certain or awaited or self._patience.is_given):
             return False  # it may compute as long as it likes
-        is_slow = not hang.verdict.is_certain or not self._patience.has_stepped
+        is_early = not self._patience.has_stepped and not hang.verdict.is_deadlock
+        is_slow = not hang.verdict.is_certain or is_early
         return hang.seconds >= (self._patience.longer if is_slow else self._patience.seconds)

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import socket
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,13 +189,38 @@ class ControlPlane:
         if len(ranks) > self._MOST_THROUGH_LEADER:
             return self._allgather_by_tree(payload, ranks, channel)
         if self.rank != leader:
-            self.send(payload, leader, channel)
-            return self.receive(leader, channel)
-        gathered = [payload if rank == leader else self.receive(rank, channel) for rank in ranks]
+            self._send_part(payload, leader, channel)
+            return self._receive_part(leader, channel)
+        gathered = [payload if rank == leader else self._receive_part(rank, channel) for rank in ranks]
         for rank in ranks:
             if rank != leader:
-                self.send(gathered, rank, channel)
+                self._send_part(gathered, rank, channel)
         return gathered
+
+    def _send_part(self, payload: Any, dest: int, channel: int) -> None:
+        """Send this rank's part of a collective, with the public call that it belongs to."""
+        self.send((self._call_of_thread(), payload), dest, channel)
+
+    def _receive_part(self, source: int, channel: int) -> Any:
+        """Receive another rank's part of a collective.
+
+        Raises:
+            SMPUserError: the part belongs to another public call than this rank's, so the ranks do not agree any more.
+        """
+        theirs, payload = self.receive(source, channel)
+        mine = self._call_of_thread()
+        if mine and theirs and mine != theirs:
+            file, line = script_line()
+            at = f" ({os.path.basename(file)}:{line})" if file else ""
+            raise SMPUserError(
+                f"rank {self.rank} has called {mine}{at}, but rank {source} {theirs}; make the same calls on every rank, in the "
+                "same order: look for an `if` on the rank around one of the two"
+            )
+        return payload
+
+    def _call_of_thread(self) -> str:
+        """Return the public call in which this rank is, empty in a thread that works beside the script."""
+        return self._carrier.call if threading.current_thread() is threading.main_thread() else ""
 
     def _allgather_by_tree(self, payload: Any, ranks: Sequence[int], channel: int) -> list[Any]:
         """Run :meth:`allgather` in a number of rounds that is logarithmic in the number of ranks.
@@ -205,23 +231,23 @@ class ControlPlane:
         found, step = {me: payload}, 1
         while step < size and not me & step:
             if me + step < size:
-                found.update(self.receive(ranks[me + step], channel))
+                found.update(self._receive_part(ranks[me + step], channel))
             step *= 2
         if me:  # it has all that those above it have, up to ``me + step``
-            self.send(found, ranks[me - step], channel)
-            found = self.receive(ranks[me - step], channel)
+            self._send_part(found, ranks[me - step], channel)
+            found = self._receive_part(ranks[me - step], channel)
         while (step := step // 2) > 0:
             if me + step < size:
-                self.send(found, ranks[me + step], channel)
+                self._send_part(found, ranks[me + step], channel)
         return [found[position] for position in range(size)]
 
     def gather(self, payload: Any, ranks: Sequence[int]) -> list[Any] | None:
         """Return every member's object on the first member, and None on the others; all members must call it."""
         leader = ranks[0]
         if self.rank != leader:
-            self.send(payload, leader, RUNTIME_CHANNEL)
+            self._send_part(payload, leader, RUNTIME_CHANNEL)
             return None
-        return [payload if rank == leader else self.receive(rank, RUNTIME_CHANNEL) for rank in ranks]
+        return [payload if rank == leader else self._receive_part(rank, RUNTIME_CHANNEL) for rank in ranks]
 
     def broadcast(self, payload: Any, ranks: Sequence[int]) -> Any:
         """Return the first member's object on every member; all members must call it."""

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_config import Group
+from smp_config import ConfigError, Group
 from smp_config.errors import kind_of
 from smp_config.machine.launchers import SECRET_VARIABLE
 from smp_records import rank_record
@@ -31,6 +31,7 @@ from smp_runtime.job.faults import Injector
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
+from smp_runtime.job.started_alone import require_ranks
 from smp_runtime.parameters.pending_gather import PendingGathers
 from smp_runtime.tensors.determinism import Determinism, TracedFirstStep
 
@@ -196,6 +197,7 @@ _session: Session | None = None
 
 
 def _joined(parameters: ModelParallelParameters) -> tuple[ControlPlane, Collectives | None]:
+    require_ranks(parameters)
     return connect(), None
 
 
@@ -244,7 +246,11 @@ def start(parameters: ModelParallelParameters) -> Session:
     if _session is not None:
         return _session
     _show_log()
-    _session = session = _join(parameters)
+    try:
+        _session = session = _join(parameters)
+    except ConfigError as error:
+        # It is a setting that has to change, so the frames below do not help.
+        raise error.with_traceback(None) from None
     atexit.register(shutdown)
     try:
         _begin(session, parameters)

@@ -55,7 +55,8 @@ class ModelState:
         if self._part.stage_of is not None:
             mine, members = {k: _on_cpu(v) for k, v in state.items()}, ranks.members(Group.PP)
             exchange = ranks.control.gather if to_first else ranks.control.allgather
-            parts = exchange(mine, members)
+            with ranks.control.doing("DistributedModel.state_dict"):
+                parts = exchange(mine, members)
             if parts is None:
                 return {}
             order = list(self._part.module.state_dict(keep_vars=True))

@@ -35,6 +35,9 @@ _OPTIONS = {
 
 _CHECKPOINTS_VARIABLE = "SMP_CHECKPOINT_DIR"
 
+#: Exit code of a command that Ctrl-C has ended, as a shell has it.
+_CTRL_C = 130
+
 
 def pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
     """Yield the name and value of each ``name=value`` of a repeatable option; raises ConfigError for anything else."""
@@ -131,6 +134,8 @@ def run(
         _train(settings, channels)
     except ConfigError as error:
         raise click.ClickException(make_printable(append_code(_in_words_of_options(str(error)), error))) from None
+    except KeyboardInterrupt:  # the session has stopped the job, and said so
+        raise click.exceptions.Exit(_CTRL_C) from None
 
 
 def _in_words_of_options(sentence: str) -> str:
@@ -151,14 +156,12 @@ def _train(settings: dict[str, Any], channels: dict[str, str]) -> None:
     try:
         estimator.fit(channels or None)
     except ValueError as error:  # the job failed; the message holds the rank and its exception
-        raise click.ClickException(_without_traceback(str(error))) from None
+        raise _job_failed(error) from None
 
 
-def _without_traceback(message: str) -> str:
-    """Remove the traceback from the message of a failed job: the log has just shown it."""
-    return re.sub(
-        r"\n+Traceback \(most recent call last\):\n.*(?=\nThe whole log is in )", "", message, flags=re.DOTALL
-    )
+def _job_failed(error: Exception) -> click.ClickException:
+    """Return the end of the command for a job's failure, which the terminal's "Error:" introduces."""
+    return click.ClickException(make_printable(str(error)).removeprefix("Error for "))
 
 
 def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> None:
@@ -190,7 +193,7 @@ def _train_with_sdk_3(settings: dict[str, Any], channels: dict[str, str]) -> Non
         try:
             trainer.train(channels or None)
         except FailedStatusError as error:
-            raise click.ClickException(_without_traceback(str(error))) from None
+            raise _job_failed(error) from None
 
 
 def _channels(values: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ A message says what is wrong with which numbers, how they came about, and what t
 | what you see | where to look |
 |---|---|
 | a message with a code | its section below |
-| the job failed, and many lines | the last line, `smp-launch: failed: rank …`: who failed first; `fit()` raises the same |
+| `Training job …: Failed. Reason: …` | who failed first, why, and where in your script; the log has the traceback |
 | nothing goes on | `smp-estimator where` asks a running job; after a minute [the watch](hangs.md) ends it and names the line |
 | the machine lacks something | `smp-estimator doctor` |
 | killed by signal 9 | memory: a smaller batch, more microbatches; [`plan`](planning.md) counts what a rank needs |
