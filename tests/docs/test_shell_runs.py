@@ -36,6 +36,10 @@ ELSEWHERE: dict[Key, tuple[str, str]] = {
     ("launchers.md", "-x SM_HP_MP_PARAMETERS"): (LAUNCHERS, "SM_HP_MP_PARAMETERS"),
     ("launchers.md", 'smp-launch run --processes 2 --parameters "$MP"'): (LAUNCHERS, "srun"),
     ("launchers.md", "srun --kill-on-bad-exit"): (LAUNCHERS, "srun"),
+    ("checked-streams.md", "SMP_EMULATE_CUDA_DEVICES=1"): (
+        "tests/emulation/test_shared_devices.py",
+        "SMP_EMULATE_CUDA_DEVICES",
+    ),
     ("lora.md", "examples/lora.py"): ("tests/clients/test_trl.py", "lora.py"),
     ("start.md", "smp-estimator run train.py"): (START_RUNS, "START"),
     ("start.md", "smp-estimator checkpoint inspect"): (START_RUNS, "START"),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 from support.matrix import sampled
 from support.training import shared_device_training
 from support.training.closeness import close
 from support.training.shared_device_training import STRATEGIES, TOLERANCE
+
+import smp_launch
 
 #: Those that always run, with one order of work.
 SAMPLE = {("dp 2", "gloo"), ("sdp 2", "nccl"), ("pp 2", "gloo"), ("pp 2 x tp 2", "gloo"), ("sharded state 4", "nccl")}
@@ -82,6 +88,39 @@ def test_a_missing_wait_is_found_in_most_orders(ranks, name, backend):
         except RankFailed as error:
             found += "nothing orders two accesses" in str(error) or "given back" in str(error)
     assert found >= FOUND_IN, f"{found} of {len(SEEDS)}"
+
+
+SCRIPT = """
+import torch
+import smdistributed.modelparallel.torch as smp
+
+smp.init({"ddp": True})
+model = smp.DistributedModel(torch.nn.Linear(4, 2))
+
+@smp.step
+def step(x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+step(torch.ones(4, 4, device="cuda"))
+print("rank", smp.rank(), smp.state.device, smp.state.backend, torch.cuda.device_count(), flush=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.job
+@pytest.mark.parametrize(("backend", "chosen"), [("gloo", "gloo"), ("nccl", "cpu:gloo,cuda:nccl")])
+def test_ranks_of_a_launcher_share_one_device(tmp_path, backend, chosen):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    asked = {"SMP_EMULATE_CUDA": "checked", "SMP_EMULATE_CUDA_DEVICES": "1", "SMP_SHARED_GPU": backend}
+    environ = {**os.environ, "PYTHONPATH": str(Path(smp_launch.__file__).parents[1]), **asked}
+    command = [sys.executable, "-m", "smp_launch", "run", "--processes", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"rank {rank} cuda:0 {chosen} 1" in done.stdout
+    assert (done.stdout + done.stderr).count("share a GPU") == 1
 
 
 def test_there_is_one_warning_on_one_rank(ranks):
