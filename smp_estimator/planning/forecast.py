@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from smp_config import Group, Topology
     from smp_estimator.planning.request import Request
 
-#: Above this part of a GPU's memory a plan is tight: the driver's own use, NCCL's buffers, kernel workspaces and the
-#: allocator's fragmentation are not counted in a plan.
+#: Above this part of a GPU's memory a plan is tight: the driver's own use, NCCL's buffers for collectives, kernel workspaces
+#: and the allocator's fragmentation are not counted in a plan.
 TIGHT_ABOVE = 0.85
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from smp_estimator.planning.memory.communicators import talking_stages
+
 Pair = tuple[int, int]
 #: Longer than anything here takes, even on a busy machine.
 PATIENCE = 50.0
 
 
 def _train(stages: int) -> tuple[int, list[Pair]]:
-    """Train a chain of layers with gloo in NCCL's place, each on a stage of its own; the step function is on stage 0.
+    """Train a chain of layers with gloo in NCCL's place, each on a stage of its own; the step function is on the last one.
 
     Returns:
         How often this rank has called ``new_group`` since the job began, and the pairs of stages that it has connected, source
@@ -46,25 +48,20 @@ def _train(stages: int) -> tuple[int, list[Pair]]:
     return made.call_count, connected
 
 
-def _talking(stages: int) -> list[Pair]:
-    """Return the pairs of a chain that send each other tensors: 9 of 12 with four stages, 21 of 56 with eight."""
-    forward = {(stage, stage + 1) for stage in range(stages - 1)}
-    backward = {(later, stage) for stage, later in forward}
-    outputs = {(0, stage) for stage in range(1, stages)}  # of the step function, for the scripts of all ranks
-    loss = {(stages - 1, 0)}
-    return sorted(forward | backward | outputs | loss)
-
-
 def _check(results: list[tuple[int, list[Pair]]], stages: int, pipelines: int) -> None:
-    assert [calls for calls, _ in results] == [0] * len(
-        results
-    )  # all ranks made stages * (stages - 1) * pipelines groups
+    assert [calls for calls, _ in results] == [0] * len(results)  # else each rank makes all groups of all pipelines
     connected = sorted(pair for _, pairs in results for pair in pairs)
-    assert connected == sorted(_talking(stages) * pipelines)
+    assert connected == sorted([*talking_stages(stages)] * pipelines)
 
 
 def _config(stages: int) -> dict[str, object]:
-    return {"partitions": stages, "auto_partition": False, "default_partition": 0, "microbatches": 2, "ddp": True}
+    return {
+        "partitions": stages,
+        "auto_partition": False,
+        "default_partition": stages - 1,
+        "microbatches": 2,
+        "ddp": True,
+    }
 
 
 @pytest.mark.parametrize(("stages", "pipelines"), [(2, 2), (4, 1)])

@@ -264,3 +264,14 @@ def test_frozen_parameters_have_no_gradient() -> None:
     assert found[Kind.PARAMETERS] == 4 * 11_000
     assert found[Kind.GRADIENTS] == 4 * 1_000
     assert found[Kind.OPTIMIZER] == 8 * 1_000
+
+
+def test_communicators_between_stages_count_on_both_gpus() -> None:
+    assert kinds({"ddp": True})[Kind.COMMUNICATORS] == 0
+    assert kinds({"pipeline_parallel_degree": 2})[Kind.COMMUNICATORS] == 2 * 166 * 2**20
+    eight = planned({"pipeline_parallel_degree": 8})
+    counts = [stage.kinds[Kind.COMMUNICATORS] // (166 * 2**20) for stage in eight.stages]
+    assert counts == [3, 5, 5, 5, 5, 5, 4, 8]
+    assert kinds({"pipeline_parallel_degree": 2, "ddp": True, "ddp_dist_backend": "gloo"})[Kind.COMMUNICATORS] == 0
+    on_cpus = plan(SHAPE, "ml.c5.4xlarge", 1, {"pipeline_parallel_degree": 2}, 1, processes_per_host=2)
+    assert on_cpus.worst.kinds[Kind.COMMUNICATORS] == 0

@@ -24,6 +24,7 @@ from smp_config.limits import effective_bucket_bytes
 from smp_config.schedules import TRAITS
 from smp_estimator.planning.batches import Batches, in_flight, layers_of_stages
 from smp_estimator.planning.memory.activations import LayerCost, StageActivations, stage_activations
+from smp_estimator.planning.memory.communicators import communicator_bytes
 from smp_estimator.planning.request import OPTIMIZER_BYTES, Request, Workload
 from smp_estimator.planning.smddp import buffer_bytes
 
@@ -45,6 +46,7 @@ class Kind(enum.Enum):
     GATHERED = "gathered parameters"
     BUCKETS = "reduce buckets"
     SMDDP = "SMDDP buffers"
+    COMMUNICATORS = "communicators"
 
 
 #: Held from the first step to the last; the rest comes and goes within a step.
@@ -233,6 +235,7 @@ def _stage(
         Kind.GATHERED: gathered * element,
         Kind.BUCKETS: buckets,
         Kind.SMDDP: buffer_bytes(request, topology),
+        Kind.COMMUNICATORS: communicator_bytes(request, stage),
     }
     comes_and_goes = kinds[Kind.ACTIVATIONS] + kinds[Kind.BUCKETS]
     stays = sum(kinds.values()) - comes_and_goes

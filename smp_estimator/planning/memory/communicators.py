@@ -1,0 +1,39 @@
+"""Memory of NCCL's communicators between pipeline stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smp_config.machine.instances import has_gpus
+
+if TYPE_CHECKING:
+    from smp_estimator.planning.request import Request
+
+#: At one end of a communicator of two ranks. Two stages that shared an H100 (benchmarks/gpu/2026-11-26-h100.json) used 664 MiB more
+#: than two data parallel ranks, without PyTorch's own memory. Each had two communicators.
+COMMUNICATOR_BYTES = 166 * 2**20
+
+
+def talking_stages(stages: int, pieces: int = 1) -> set[tuple[int, int]]:
+    """Return the pairs of stages that send each other tensors, source first, if the model is a chain.
+
+    The script's step function runs on the last stage. It sends inputs to the first stage, and results to all stages.
+
+    Args:
+        pieces: of the model on each stage, in turn.
+    """
+    last = stages - 1
+    forward = {(stage, stage + 1) for stage in range(last)}
+    if pieces > 1 and stages > 1:
+        forward.add((last, 0))
+    backward = {(target, source) for source, target in forward}
+    return forward | backward | {(last, stage) for stage in range(last)}
+
+
+def communicator_bytes(request: Request, stage: int) -> int:
+    """Return the bytes of the communicators of a stage; 0 if its tensors do not travel over NCCL."""
+    parameters = request.parameters
+    if parameters.ddp_dist_backend == "gloo" or not has_gpus(request.instance_type):
+        return 0
+    pairs = talking_stages(parameters.pipeline_parallel_degree, parameters.virtual_stages)
+    return COMMUNICATOR_BYTES * sum(stage in pair for pair in pairs)
