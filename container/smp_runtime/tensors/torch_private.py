@@ -412,8 +412,7 @@ def count_collectives(backend: Any) -> None:
 
 def timeout_of(backend: Any) -> timedelta:
     """Return the collective timeout of a backend with options."""
-    timeout: timedelta = backend.options._timeout
-    return timeout
+    return backend.options._timeout
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
@@ -435,8 +434,7 @@ def running_node() -> torch.autograd.graph.Node | None:
 
 def loss_reduction(node: torch.autograd.graph.Node) -> str | None:
     """Return how the node of a loss function joins its elements, ``"mean"`` or ``"sum"``; None for any other node."""
-    found = getattr(node, "_saved_reduction", None)  # at::Reduction: 0 for none, 1 for mean, 2 for sum
-    return {1: "mean", 2: "sum"}.get(found) if isinstance(found, int) else None
+    return {1: "mean", 2: "sum"}.get(getattr(node, "_saved_reduction", 0))  # at::Reduction, which has 0 for none
 
 
 def key_of_storage(storage: torch.UntypedStorage) -> int:
@@ -487,14 +485,11 @@ def of_all_threads() -> Any:
 
 # -- what holds a GPU's memory -------------------------------------------------------------------------------------
 
-#: Allocations that are remembered, the newest ones.
-_REMEMBERED_ALLOCATIONS = 100_000
-
 
 def record_memory_history() -> None:
     """Let the allocator record which lines of code hold the GPU's memory, if this release can."""
     if (record := getattr(torch.cuda.memory, "_record_memory_history", None)) is not None:
-        record(max_entries=_REMEMBERED_ALLOCATIONS)
+        record(max_entries=100_000)  # the newest ones are kept
 
 
 def write_memory_history(path: str | os.PathLike[str]) -> None:
