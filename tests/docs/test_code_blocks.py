@@ -158,7 +158,7 @@ CHECKS = {
     "python3": _python,
 }
 #: Programs of others, whose words are not checked.
-OF_SYSTEM = {".", "mkdir", "tar", "printf", "mpirun", "torchrun", "srun", "cd", "git"}
+OF_SYSTEM = {".", "mkdir", "tar", "printf", "mpirun", "torchrun", "srun", "cd", "git", "kubectl"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
