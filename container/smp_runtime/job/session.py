@@ -31,7 +31,6 @@ from smp_runtime.job.faults import Injector
 from smp_runtime.job.module_manager import ModuleManager
 from smp_runtime.job.progress import ProgressReporter
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE, Ranks
-from smp_runtime.job.started_alone import require_ranks
 from smp_runtime.parameters.pending_gather import PendingGathers
 from smp_runtime.tensors.determinism import Determinism, TracedFirstStep
 
@@ -197,6 +196,8 @@ _session: Session | None = None
 
 
 def _joined(parameters: ModelParallelParameters) -> tuple[ControlPlane, Collectives | None]:
+    from smp_runtime.job.started_alone import require_ranks
+
     require_ranks(parameters)
     return connect(), None
 
