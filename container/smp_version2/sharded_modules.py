@@ -1,4 +1,4 @@
-"""What the job's parameters add to PyTorch's ``FullyShardedDataParallel``: groups, strategy, and arguments of version 2."""
+"""What the job's parameters add to PyTorch's FSDP: groups, strategy, and arguments of version 2."""
 
 from __future__ import annotations
 
@@ -7,19 +7,33 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_version2 import whole_state
+from smp_version2.split_parameters import find_slices
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from smp_config.version2.parameters import Version2Parameters
     from smp_runtime.job.ranks import Ranks
 
 
 def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
     """Give FSDP the groups and the strategy of the parameters, where a script gives none; return the function that ends it."""
+    ends = [_install_wrapper(parameters, ranks), _install_mesh(parameters, ranks), whole_state.install(ranks.device)]
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
+
+
+def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
+    """Let ``FullyShardedDataParallel`` take the parameters' groups, and arguments of the original's PyTorch."""
     original = FullyShardedDataParallel.__init__
     names = list(inspect.signature(original).parameters)
 
@@ -29,9 +43,15 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
         finish = given.pop("post_param_init_fn", None)
         if given.get("process_group") is None and given.get("device_mesh") is None:
             given |= choose_groups(parameters, ranks, given.get("sharding_strategy"))
+        if not given.get("use_orig_params") and find_slices(given["module"]):
+            raise SMPUserError(
+                "FullyShardedDataParallel got use_orig_params=False, and tensor parallelism has split parameters of this model; "
+                "FSDP would join these with whole ones, which count differently in norms and checkpoints: pass use_orig_params=True"
+            )
         if ranks.device.type == "cpu":  # FSDP refuses to choose it, and emulated GPUs are CPUs
             given["device_id"] = ranks.device
         original(self, **given)
+        whole_state.register(self)
         if finish is not None:
             finish(self)
 
@@ -44,7 +64,7 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
 
 
 def choose_groups(parameters: Version2Parameters, ranks: Ranks, strategy: ShardingStrategy | None) -> dict[str, Any]:
-    """Return the arguments of FSDP that follow from the degrees."""
+    """Return the arguments of ``FullyShardedDataParallel`` that follow from the degrees."""
     degree = parameters.shard_degree(ranks.topology.world_size)
     if degree == 0:
         return {}
@@ -55,10 +75,7 @@ def choose_groups(parameters: Version2Parameters, ranks: Ranks, strategy: Shardi
         if _is_hybrid(strategy):
             made["sharding_strategy"] = ShardingStrategy.FULL_SHARD
         return made
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] = (
-        ranks.process_group(Group.SHARD),
-        ranks.process_group(Group.REPLICA),
-    )
+    groups = (ranks.process_group(Group.SHARD), ranks.process_group(Group.REPLICA))
     chosen = strategy if _is_hybrid(strategy) else ShardingStrategy.HYBRID_SHARD
     return {"process_group": groups, "sharding_strategy": chosen}
 
@@ -66,3 +83,29 @@ def choose_groups(parameters: Version2Parameters, ranks: Ranks, strategy: Shardi
 def _is_hybrid(strategy: ShardingStrategy | None) -> bool:
     """Return whether a strategy has a group that shards and a group that replicates; one such has a private name."""
     return strategy is not None and "HYBRID" in strategy.name
+
+
+def _install_mesh(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
+    """Let ``fully_shard`` shard over the parameters' groups, unless a script passes a mesh."""
+    function = inspect.unwrap(fully_shard)
+    defaults = dict(function.__kwdefaults__ or {})
+    if parameters.shard_degree(ranks.topology.world_size) == 0:
+        return lambda: None
+    function.__kwdefaults__ = {**defaults, "mesh": make_mesh(ranks)}
+
+    def end() -> None:
+        function.__kwdefaults__ = defaults
+
+    return end
+
+
+def make_mesh(ranks: Ranks) -> DeviceMesh:
+    """Return the mesh of the ranks with this rank's tensor coordinate: replicas × shards, or shards alone."""
+    kind = ranks.device.type
+    shard = ranks.process_group(Group.SHARD)
+    if ranks.size(Group.REPLICA) == 1:
+        return DeviceMesh.from_group(shard, kind)
+    width = ranks.size(Group.SHARD)
+    rows = torch.tensor(ranks.members(Group.RDP)).view(-1, width)
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([ranks.process_group(Group.REPLICA), shard], kind, mesh=rows, mesh_dim_names=names)

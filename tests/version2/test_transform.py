@@ -46,11 +46,32 @@ def _size() -> dict[str, int]:
 def test_a_split_model_trains_as_one_process(ranks: Any, make: Any, config: dict[str, Any], world: int) -> None:
     from support.training.version2_training import train_split
 
-    for found in ranks(lambda: train_split(config, make, torch.float64), world, init=False, timeout=120):
+    found_on_ranks = ranks(lambda: train_split(config, make, torch.float64), world, init=False, timeout=120)
+    assert len(found_on_ranks[0]["saved"]) > 10  # rank 0 has the whole state
+    for found in found_on_ranks:
         assert max(found["apart"].values()) < 1e-9, found["apart"]
         shards = 1 if world == 2 and "tensor_parallel_degree" in config else 2
         parts = shards * config.get("tensor_parallel_degree", 1)
         assert found["held"] < 1.1 * found["whole"] / parts
+        assert max(found["saved"].values(), default=0.0) < 1e-9
+        assert all(norm > 0.3 for norm in found["norms"])
+
+
+@pytest.mark.parametrize(
+    ("config", "world"),
+    [
+        ({"tensor_parallel_degree": 2}, 4),
+        pytest.param({"hybrid_shard_degree": 2}, 4, marks=pytest.mark.full),
+    ],
+)
+def test_fully_shard_takes_the_jobs_groups(ranks: Any, config: dict[str, Any], world: int) -> None:
+    from support.training.version2_training import train_split
+
+    for found in ranks(
+        lambda: train_split(config, make_llama, torch.float64, "function"), world, init=False, timeout=120
+    ):
+        assert max(found["apart"].values()) < 1e-9, found["apart"]
+        assert found["held"] < 0.6 * found["whole"] / config.get("tensor_parallel_degree", 1)
 
 
 def test_blocks_are_recognized_by_the_originals_class_names(solo: Any) -> None:

@@ -37,47 +37,102 @@ def train_whole(model: nn.Module, replicas: int, clip: Any = None) -> dict[str, 
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train_split(config: dict[str, Any], make: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Train on this rank beside a copy in one process.
+def train_split(config: dict[str, Any], make: Any, dtype: torch.dtype, shards_by: str = "wrapper") -> dict[str, Any]:
+    """Train on this rank beside a copy in one process, with clipping.
+
+    Args:
+        shards_by: ``wrapper`` for FullyShardedDataParallel, ``function`` for fully_shard.
 
     Returns:
-        By parameter, the greatest difference of this rank's part from that of the copy, relative to the copy's greatest value; and
-        the number of elements on this rank and of the whole.
+        By parameter, the greatest difference of this rank's part from that of the copy, relative to the copy's greatest value; the
+        number of elements on this rank and of the whole; and the full state dict (rank 0), by parameter the same difference.
     """
     import torch.sagemaker as tsm
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     import torch_sagemaker_finder  # noqa: F401
-    from smp_version2.layer_classes import TransformerLayer
+    from smp_version2.clipping import clip_grad_norm_
+    from smp_version2.split_parameters import find_slices
 
     torch.manual_seed(0)
     tsm.init(config)
     model = make().to(dtype)
     whole = copy.deepcopy(model)
     split = tsm.transform(model)
-    slices = {
-        f"{path}.{name}": where
-        for path, module in split.named_modules()
-        for name, where in getattr(module, "tensor_slices", {}).items()
-    }
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerLayer})
-    wrapped = FullyShardedDataParallel(split, auto_wrap_policy=policy, use_orig_params=True)
+    found = find_slices(split)
+    slices = {name: found.get(parameter) for name, parameter in split.named_parameters()}
+    wrapped = _wrap(split) if shards_by == "wrapper" else _shard(split)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     tensor = tsm.state.tp_size
     replicas, mine = tsm.state.world_size // tensor, tsm.state.rank // tensor
+    norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
         ids = draw_ids(step, BATCH * replicas)[BATCH * mine : BATCH * (mine + 1)]
         compute_loss(wrapped, ids).backward()
+        norms.append(float(clip_grad_norm_(wrapped, 0.3)))
         optimizer.step()
-    wanted = train_whole(whole, replicas)
+    wanted = train_whole(whole, replicas, 0.3)
     apart = {}
-    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
-        for path, parameter in wrapped.named_parameters():
-            name = path.replace("_fsdp_wrapped_module.", "")
-            whole_value = wanted[name]
-            part = slices[name].cut(whole_value) if name in slices else whole_value
-            apart[name] = float((parameter.detach() - part).abs().max() / whole_value.abs().max())
-    held = sum(parameter.numel() for parameter in wrapped.parameters())
-    return {"apart": apart, "held": held, "whole": sum(value.numel() for value in wanted.values())}
+    for name, value in _full_parameters(wrapped):
+        part = wanted[name] if slices[name] is None else slices[name].cut(wanted[name])
+        apart[name] = _distance(value, part)
+    held = sum(_local(parameter).numel() for parameter in wrapped.parameters())
+    return {
+        "apart": apart,
+        "held": held,
+        "whole": sum(value.numel() for value in wanted.values()),
+        "norms": norms,
+        "saved": _compare_saved(wrapped, whole) if shards_by == "wrapper" else {},
+    }
+
+
+def _wrap(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    from smp_version2.layer_classes import TransformerLayer
+
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerLayer})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    from smp_version2.layer_classes import TransformerLayer
+
+    for module in model.modules():
+        if isinstance(module, TransformerLayer):
+            fully_shard(module)
+    fully_shard(model)
+    return model
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _full_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if not isinstance(model, FullyShardedDataParallel):
+        return [(name, parameter.full_tensor().detach()) for name, parameter in model.named_parameters()]
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return [
+            (name.replace("_fsdp_wrapped_module.", ""), parameter.detach().clone())
+            for name, parameter in model.named_parameters()
+        ]
+
+
+def _compare_saved(model: nn.Module, whole: nn.Module) -> dict[str, float]:
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+    config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        saved = model.state_dict()
+    wanted = whole.state_dict()
+    return {name: _distance(value, wanted[name]) for name, value in saved.items()}
+
+
+def _distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((mine - wanted).abs().max() / wanted.abs().max())

@@ -1,0 +1,100 @@
+"""Full state dicts of FSDP hold whole parameters, also of those that tensor parallelism has split."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
+from smp_version2.split_parameters import find_slices
+from smp_version2.state import state
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.parameters.registry import TensorSlice
+
+#: Attribute of a configuration that leaves split parameters as this rank has them.
+_LEFT_SPLIT = "_smp_left_split"
+#: What wrappers of modules add to names.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def install(device: torch.device) -> Callable[[], None]:
+    """Let ``FullStateDictConfig`` take ``translate_on_save``; return the function that ends it.
+
+    Args:
+        device: of the parameters. On a CPU nothing is offloaded: FSDP would free the memory that it goes on using.
+    """
+    original = FullStateDictConfig.__init__
+    names = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def initialize(self: FullStateDictConfig, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(names[1:], args, strict=False)) | kwargs
+        translates = given.pop("translate_on_save", True)
+        if device.type == "cpu":
+            given["offload_to_cpu"] = False
+        original(self, **given)
+        if not translates:
+            object.__setattr__(self, _LEFT_SPLIT, True)
+
+    FullStateDictConfig.__init__ = initialize  # type: ignore[method-assign]
+
+    def end() -> None:
+        FullStateDictConfig.__init__ = original  # type: ignore[method-assign]
+
+    return end
+
+
+def register(unit: FullyShardedDataParallel) -> None:
+    """Let a unit put whole parameters into full state dicts."""
+    slices = _find_slices(unit)
+    if slices:
+        unit.register_state_dict_post_hook(functools.partial(_put_whole, slices=slices))
+
+
+def _find_slices(unit: nn.Module) -> dict[str, TensorSlice]:
+    """Return the places of the unit's split parameters by their names in it, without those of nested units."""
+    nested = {
+        id(inside)
+        for child in unit.modules()
+        if child is not unit and isinstance(child, FullyShardedDataParallel)
+        for inside in child.modules()
+    }
+    split = find_slices(unit)
+    return {
+        _clean(f"{path}.{name}"): split[parameter]
+        for path, module in unit.named_modules()
+        if id(module) not in nested
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter in split
+    }
+
+
+def _clean(name: str) -> str:
+    for word in _WRAPPERS:
+        name = name.replace(word, "")
+    return name
+
+
+def _put_whole(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any, slices: dict[str, TensorSlice]
+) -> None:
+    """Gather split parameters over the tensor parallel ranks; those of one group have values or not together."""
+    settings = FullyShardedDataParallel.get_state_dict_type(module)
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        return
+    if getattr(settings.state_dict_config, _LEFT_SPLIT, False):
+        return
+    group = TensorGroup.of(state.joined)
+    for name, where in slices.items():
+        key = prefix + name  # the wrappers outside of this unit take their part of the prefix away later
+        value = state_dict.get(key)
+        if isinstance(value, torch.Tensor):
+            state_dict[key] = gather_whole(value, where, group)
