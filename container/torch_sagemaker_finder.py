@@ -32,4 +32,20 @@ def install():
         sys.meta_path.append(Finder)
 
 
+def run_hidden(file):
+    """Run the ``sitecustomize`` that the one in ``file`` hides, such as that of a distribution.
+
+    Python imports one ``sitecustomize``, the first on its path.
+    """
+    import os
+    from importlib.machinery import PathFinder
+
+    own = os.path.dirname(os.path.abspath(file))
+    spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.abspath(entry or ".") != own])
+    if spec is not None and spec.loader is not None and spec.origin != file:
+        import importlib.util
+
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 install()

@@ -7,6 +7,7 @@ from typing import Any
 
 #: Fields of ``ModelParallel``, with the defaults of those that may be left out.
 FIELDS: Mapping[str, Any] = {
+    "version": 1,
     "parameters": {},
     "processes_per_host": None,
     "custom_mpi_options": "",
@@ -21,10 +22,15 @@ def as_distribution(config: Mapping[str, Any]) -> dict[str, Any]:
         config: the fields of ``ModelParallel``; a missing field has its default.
     """
     given = {**FIELDS, **config}
+    model_parallel = {"enabled": True, "parameters": given["parameters"]}
+    if given["version"] == 2:
+        torchrun: dict[str, Any] = {"enabled": True}
+        if given["processes_per_host"] is not None:
+            torchrun["processes_per_host"] = given["processes_per_host"]
+        return {"smdistributed": {"modelparallel": model_parallel}, "torch_distributed": torchrun}
     mpi: dict[str, Any] = {"enabled": True}
     if given["processes_per_host"] is not None:
         mpi["processes_per_host"] = given["processes_per_host"]
     if given["custom_mpi_options"]:
         mpi["custom_mpi_options"] = given["custom_mpi_options"]
-    model_parallel = {"enabled": True, "parameters": given["parameters"]}
     return {"smdistributed": {"modelparallel": model_parallel}, "mpi": mpi}

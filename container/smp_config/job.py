@@ -13,6 +13,7 @@ from smp_config.errors import ConfigError, kind_of, show_value, suggest
 from smp_config.formats import strict_json
 from smp_config.formats.numbers_given import Whole  # noqa: TC001 - pydantic reads the types
 from smp_config.parameters import ModelParallelParameters
+from smp_config.version2.parameters import Version2Parameters
 
 #: Silences a warning of Open MPI inside containers; harmless when given twice.
 DEFAULT_MPI_OPTIONS = "--mca btl_vader_single_copy_mechanism none"
@@ -42,6 +43,9 @@ MPI_PROCESSES = "sagemaker_mpi_num_of_processes_per_host"
 MPI_OPTIONS = "sagemaker_mpi_custom_mpi_options"
 DATA_PARALLEL_ENABLED = "sagemaker_distributed_dataparallel_enabled"
 DATA_PARALLEL_OPTIONS = "sagemaker_distributed_dataparallel_custom_mpi_options"
+#: With ``mp_parameters`` beside it, a job of version 2 of the library; the platform starts torchrun for it.
+TORCHRUN_ENABLED = "sagemaker_torch_distributed_enabled"
+TORCHRUN_PROCESSES = "sagemaker_torch_distributed_processes_per_host"
 INSTANCE_TYPE = "sagemaker_instance_type"
 INSTANCE_GROUPS = "sagemaker_distribution_instance_groups"
 
@@ -53,6 +57,8 @@ CARRIED = (
     MPI_OPTIONS,
     DATA_PARALLEL_ENABLED,
     DATA_PARALLEL_OPTIONS,
+    TORCHRUN_ENABLED,
+    TORCHRUN_PROCESSES,
     INSTANCE_TYPE,
     INSTANCE_GROUPS,
 )
@@ -81,12 +87,28 @@ class DataParallelSettings(BaseModel):
     custom_mpi_options: Options = ""
 
 
+class TorchrunSettings(BaseModel):
+    """``distribution["torch_distributed"]`` beside version 2 of the library; None starts one process on each GPU."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: StrictBool = False
+    processes_per_host: Whole | None = None
+
+
 class JobSettings(BaseModel):
-    """The distribution of a job, typed; the same object on the client and in the container."""
+    """The distribution of a job, typed; the same object on the client and in the container.
+
+    Attributes:
+        model_parallel: parameters of version 1 of the library.
+        version_2: those of version 2; a job has at most one of the two.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model_parallel: ModelParallelParameters | None = None
+    version_2: Version2Parameters | None = None
+    torchrun: TorchrunSettings | None = None
     mpi: MpiSettings | None = None
     data_parallel: DataParallelSettings | None = None
     instance_type: str | None = None
@@ -94,15 +116,21 @@ class JobSettings(BaseModel):
 
     @property
     def uses_mpi(self) -> bool:
-        """Return whether mpirun starts the ranks; otherwise each host runs the script once."""
-        return bool((self.mpi and self.mpi.enabled) or (self.data_parallel and self.data_parallel.enabled))
+        """Return whether mpirun starts the ranks; otherwise each host runs the script once.
+
+        The launcher of this project starts the ranks of version 2 in this way too, with torchrun's variables.
+        """
+        return bool(
+            (self.mpi and self.mpi.enabled) or (self.data_parallel and self.data_parallel.enabled) or self.version_2
+        )
 
     @classmethod
     def from_distribution(cls, distribution: Mapping[str, Any] | None, instance_type: str | None = None) -> JobSettings:
         """Read the notebook's ``distribution`` dictionary.
 
-        Only ``smdistributed`` and ``mpi`` are read; other strategies of the SDK belong to other libraries. A part is
-        dropped if its ``enabled`` is false.
+        Only ``smdistributed`` and ``mpi`` are read, and ``torch_distributed`` beside ``smdistributed.modelparallel``: together
+        they are version 2 of the library. Other strategies of the SDK belong to other libraries. A part is dropped if its
+        ``enabled`` is false.
 
         Raises:
             ConfigError: unknown keys, ``enabled`` missing or not a boolean, two strategies at once, bad parameters.
@@ -119,6 +147,9 @@ class JobSettings(BaseModel):
                 'remove one (modelparallel does data parallelism too, with "ddp": True)'
             )
         groups = _group_names(distribution.get("instance_groups"), 'distribution["instance_groups"]')
+        torchrun = _torchrun(distribution) if model else {}
+        if torchrun:
+            return cls._of_version_2(model.get("parameters"), torchrun, mpi, instance_type, groups)
         return cls(
             model_parallel=ModelParallelParameters.from_mp_parameters(_parameters(model.get("parameters")))
             if model
@@ -129,11 +160,41 @@ class JobSettings(BaseModel):
             instance_groups=groups,
         )
 
+    @classmethod
+    def _of_version_2(
+        cls,
+        parameters: Any,
+        torchrun: Mapping[str, Any],
+        mpi: Mapping[str, Any],
+        instance_type: str | None,
+        groups: tuple[str, ...],
+    ) -> JobSettings:
+        """Return the settings of a job with ``modelparallel`` and ``torch_distributed``."""
+        given = Version2Parameters.from_given(_parameters(parameters))
+        if mpi:
+            raise ConfigError(
+                "distribution enables torch_distributed and mpi beside smdistributed.modelparallel; torch_distributed starts "
+                "scripts of version 2 of the library (import torch.sagemaker), mpi those of version 1 "
+                "(import smdistributed.modelparallel.torch): remove the one that the script does not use"
+            )
+        settings = _settings(TorchrunSettings, torchrun, "torch_distributed")
+        if settings.processes_per_host is not None and settings.processes_per_host < 1:
+            raise ConfigError(
+                f"torch_distributed.processes_per_host is {settings.processes_per_host}; it is the number of processes that each "
+                "host starts: set it to 1 or more, or leave it out for one on each GPU"
+            )
+        return cls(version_2=given, torchrun=settings, instance_type=instance_type, instance_groups=groups)
+
     def to_hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters as Python values; the SDK encodes each as JSON."""
         sent: dict[str, Any] = {}
         if self.model_parallel is not None:
             sent[MP_PARAMETERS] = self.model_parallel.to_mp_parameters()
+        if self.version_2 is not None:
+            sent[MP_PARAMETERS] = self.version_2.to_mp_parameters()
+            sent[TORCHRUN_ENABLED] = True
+            if self.torchrun is not None and self.torchrun.processes_per_host is not None:
+                sent[TORCHRUN_PROCESSES] = self.torchrun.processes_per_host
         if self.mpi is not None:
             sent[MPI_ENABLED] = self.mpi.enabled
             if self.mpi.processes_per_host is not None:
@@ -184,6 +245,10 @@ class JobSettings(BaseModel):
                 'of the hosts: write text such as "ml.p4d.24xlarge", or leave it out'
             )
         model = carried.get(MP_PARAMETERS)
+        if model is not None and _flag(carried.get(TORCHRUN_ENABLED)) is True:
+            groups = _group_names(carried.get(INSTANCE_GROUPS), f"the hyperparameter {INSTANCE_GROUPS}")
+            torchrun = {"enabled": True, "processes_per_host": carried.get(TORCHRUN_PROCESSES)}
+            return cls._of_version_2(model, torchrun, {}, instance_type, groups)
         return cls(
             model_parallel=None if model is None else ModelParallelParameters.from_mp_parameters(model),
             mpi=mpi,
@@ -249,6 +314,11 @@ def _part(parent: Mapping[str, Any], name: str, known: tuple[str, ...], path: st
             "only a boolean turns the strategy on: write True or False without quotes"
         )
     return part if part["enabled"] else {}
+
+
+def _torchrun(distribution: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``torch_distributed`` of a job of the model parallel library, or an empty dictionary if it is off."""
+    return _part(distribution, "torch_distributed", ("enabled", "processes_per_host"), "torch_distributed")
 
 
 def _parameters(value: Any) -> Any:

@@ -32,9 +32,11 @@ _MODEL_ARGUMENTS = {
     "find_unused_parameters": "True",
 }
 
-#: Settings of version 2 of the library, and what to write instead.
+#: Settings that only version 2 of the library has (``smp_config.version2``), and what does the same in version 1.
 VERSION_2 = {
     "hybrid_shard_degree": '"ddp": True and "sharded_data_parallel_degree"',
+    "fsdp_cache_flush_warnings": "torch.cuda.memory_stats() in the script",
+    "allow_empty_shards": '"sdp_param_persistence_threshold", below which parameters stay whole,',
     "sm_activation_offloading": '"offload_activations"',
     "random_seed": "torch.manual_seed(…) in the script",
     "context_parallel_degree": '"tensor_parallel_degree" with "optimize": "memory", which divides activations along the sequence',
@@ -205,8 +207,9 @@ class ModelParallelParameters(BaseModel):
                     )
                 if key in VERSION_2:
                     raise ValueError(
-                        f"unknown parameter {key!r}: it belongs to version 2 of the model parallel library, and this speaks "
-                        f"version 1; use {VERSION_2[key]} instead"
+                        f"unknown parameter {key!r}: it belongs to version 2 of the model parallel library (scripts that import "
+                        f"torch.sagemaker), and these settings are of version 1; for version 2 start the job with "
+                        f'"torch_distributed": {{"enabled": True}} in place of "mpi"; in version 1 use {VERSION_2[key]} instead'
                     )
                 raise ValueError(
                     f"unknown parameter {show_value(key)}{suggest(str(key), _KNOWN_KEYS) or '; see the documented names'}"

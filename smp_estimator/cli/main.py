@@ -15,7 +15,7 @@ from smp_config.error_codes import append_code
 from smp_config.errors import kind_of
 from smp_config.formats.values import parse_literal as _literal
 from smp_config.machine.instances import instance
-from smp_config.parameters import KEYS
+from smp_config.parameters import KEYS, VERSION_2
 from smp_estimator.cli.commands.checkpoint import checkpoint
 from smp_estimator.cli.commands.images import images
 from smp_estimator.cli.commands.init import init
@@ -105,7 +105,8 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     """Check a distribution. FILE holds JSON or a Python literal.
 
     It is the estimator's distribution, or {"distribution": …, "instance_type": …, "instance_count": …}, or
-    mp_parameters alone, which run with one process per GPU. Nothing is sent anywhere. Exit code 1 when refused.
+    mp_parameters alone, which run with one process per GPU. Parameters that only version 2 of the library has, or
+    torch_distributed, make it a job of version 2. Nothing is sent anywhere. Exit code 1 when refused.
     """
     found = _literal(file.read(), str(getattr(file, "name", "FILE")))
     if not isinstance(found, dict):
@@ -114,17 +115,24 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     kind = instance_type or said_type or "ml.p4d.24xlarge"
     hosts = instance_count or said_count or 1
     known = instance(kind)
-    if set(distribution) & KEYS:
+    launchers: dict[str, Any] = {}
+    if set(distribution) & VERSION_2.keys():
+        launchers = {"torch_distributed": {"enabled": True}}
+    elif set(distribution) & KEYS:
+        launchers = {"mpi": {"enabled": True, "processes_per_host": known.gpus if known else 1}}
+    if launchers:
         distribution = {
             "smdistributed": {"modelparallel": {"enabled": True, "parameters": distribution}},
-            "mpi": {"enabled": True, "processes_per_host": known.gpus if known else 1},
+            **launchers,
         }
     settings, said = _checked(distribution, kind, hosts)
     if known is None and kind not in LOCAL_TYPES:
         said.append(f"no instance type {kind} is known here, so nothing that depends on its GPUs was checked")
     out = console()
     per_host = settings.mpi.processes_per_host if settings.mpi else None
-    if settings.model_parallel is not None and per_host is not None:
+    if settings.version_2 is not None:
+        out.print(f"[green]valid[/green] on {hosts} × {kind}, for version 2 of the library (import torch.sagemaker)")
+    elif settings.model_parallel is not None and per_host is not None:
         topology = settings.model_parallel.topology(per_host * hosts)
         out.print(f"[green]valid[/green] on {hosts} × {kind}: {escape(_degrees(topology))}")
     else:

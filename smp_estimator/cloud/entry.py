@@ -42,6 +42,12 @@ PACKAGES = (
     "torch_sagemaker",
 )
 
+#: The module that lets ``import torch.sagemaker`` find version 2 of the library.
+FINDER = "torch_sagemaker_finder"
+
+#: Written beside the packages: each Python that the script starts runs it, and so finds version 2.
+_SITE_CUSTOMIZE = f"import {FINDER}\n\n{FINDER}.run_hidden(__file__)\n"
+
 _PYTHON_FLOOR = (3, 10)
 TORCH_FLOOR = (2, 4)
 
@@ -142,6 +148,8 @@ def unpack_wheel(wheel: str) -> str:
     partial = tempfile.mkdtemp(prefix="smp-site-")
     try:
         _unpack(content, partial)
+        with open(os.path.join(partial, "sitecustomize.py"), "w", encoding="utf-8") as file:
+            file.write(_SITE_CUSTOMIZE)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ImageError(
@@ -189,10 +197,12 @@ def prefer(site: str) -> None:
     sys.path.insert(0, site)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = site + (os.pathsep + before if before else "")
-    for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+    for name in [name for name in sys.modules if name.split(".")[0] in (*PACKAGES, FINDER)]:
         del sys.modules[name]
+    # A finder of the image's own copy would answer first.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__module__", None) != FINDER]
     importlib.invalidate_caches()
-    for name in PACKAGES:
+    for name in (*PACKAGES, FINDER):
         spec = importlib.util.find_spec(name)
         found = spec.origin if spec is not None else None
         if found is None or not os.path.abspath(found).startswith(site + os.sep):
@@ -200,6 +210,7 @@ def prefer(site: str) -> None:
                 f"the image's own {name} ({found}) hides the one that came with the job ({site}); an import hook of the "
                 "image must be the cause: remove that package from the image, or use a stock image"
             )
+    importlib.import_module(FINDER)
     if others and os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
         print(f"[smp] the smdistributed in {others[0]} is not used: the job brought its own", flush=True)
 

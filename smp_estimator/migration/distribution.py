@@ -117,11 +117,11 @@ def _of_this_library(
 
 
 def _version_2(source: ScriptSource, node: ast.expr, indent: int, values: Values) -> str:
-    """Return version 2 of the library as SDK v3 has it, and note that this project does not run it."""
+    """Return version 2 of the library as SDK v3 has it, and note which library trains."""
     source.note(
         node,
-        "this is version 2 of the model parallel library (torch.sagemaker), another program: the SDK's Torchrun(smp=SMP(…)) starts "
-        "it in its own image, and ModelParallel of smp_estimator does not take its scripts",
+        "this is version 2 of the model parallel library (torch.sagemaker): with ModelTrainer of smp_estimator.model_trainer, "
+        "Torchrun(smp=SMP(…)) trains with this library; with the SDK's own it trains in AWS's image",
     )
     model, text = _entry(source, *_entry(source, node, "", "smdistributed"), "modelparallel")
     known = _items(values.resolve(model))

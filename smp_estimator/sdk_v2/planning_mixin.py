@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
+    from smp_config import JobSettings
     from smp_estimator.planning import Plan, Suggestion
     from smp_estimator.rehearsal import Rehearsed
     from smp_estimator.settings.distribution import Distribution
@@ -35,6 +36,22 @@ class PlanningMixin:
 
     def _check_settings(self) -> Distribution | None:
         raise NotImplementedError
+
+    def _settings_of_version_1(self) -> JobSettings | None:
+        """Return the settings; None for a job without any.
+
+        Raises:
+            ConfigError: settings that cannot work, or those of version 2 of the library.
+        """
+        distribution = self._check_settings()
+        if distribution is None:
+            return None
+        if distribution.settings.version_2 is not None:
+            raise ConfigError(
+                "distribution is of version 2 of the library (torch_distributed beside smdistributed.modelparallel), and plan() "
+                "and rehearse() are for version 1: run a few steps of the script with instance_type='local' instead"
+            )
+        return distribution.settings
 
     def plan(self, model: Any, batch: int | None = None, **workload: Any) -> Plan:
         """Predict whether ``model`` trains with this estimator's distribution on its instances, and its memory use.
@@ -61,8 +78,7 @@ class PlanningMixin:
         """
         from smp_estimator.planning import plan
 
-        distribution = self._check_settings()
-        settings = distribution.settings if distribution is not None else None
+        settings = self._settings_of_version_1()
         if settings is not None and settings.mpi is not None and settings.mpi.processes_per_host is not None:
             workload.setdefault("processes_per_host", settings.mpi.processes_per_host)
         if batch is None and (found := self._batch_of_script()) is not None:
@@ -146,8 +162,7 @@ class PlanningMixin:
         from smp_estimator.rehearsal import rehearse
         from smp_launch.sagemaker.environment import words_of
 
-        distribution = self._check_settings()
-        settings = distribution.settings if distribution is not None else None
+        settings = self._settings_of_version_1()
         if settings is not None and settings.mpi is not None and settings.mpi.processes_per_host is not None:
             options.setdefault("processes_per_host", settings.mpi.processes_per_host)
         parallel = settings.model_parallel if settings is not None else None

@@ -6,16 +6,26 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, StrictBool, StrictStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from smp_config import ConfigError, JobSettings, ModelParallelParameters
 from smp_config.distributed_config import FIELDS, as_distribution
 from smp_config.errors import kind_of, suggest
 from smp_config.parameters import KEYS, Whole
+from smp_config.version2.parameters import Version2Parameters
 from smp_estimator.sdk_v3 import driver_folder
-from smp_estimator.sdk_v3.sdk import DistributedConfig
+from smp_estimator.sdk_v3.sdk import DistributedConfig, Torchrun
 from smp_estimator.sdk_v3.words import in_words_of_v3, said_in_v3
 from smp_estimator.settings.distribution import SettingsReader, read
 from smp_estimator.settings.variables import is_variable
@@ -34,6 +44,7 @@ _OTHER_NAMES = {
 _TUNER = "sagemaker.train.tuner"
 
 _SHAPES = {
+    "version": "1 (import smdistributed.modelparallel.torch) or 2 (import torch.sagemaker)",
     "parameters": 'a dictionary such as {"pipeline_parallel_degree": 2}, or the path of a JSON file',
     "processes_per_host": "a whole number of 1 or more, such as 8",
     "custom_mpi_options": 'text such as "-x NCCL_DEBUG=INFO"',
@@ -50,6 +61,8 @@ class ModelParallel(DistributedConfig):
     the driver before it starts the ranks.
 
     Args:
+        version: of the library whose names the script uses: 1 (``smdistributed.modelparallel.torch``) or 2
+            (``torch.sagemaker``). The SDK's ``Torchrun(smp=SMP(…))`` is the same as 2.
         parameters: of the library, as ``mp_parameters`` has them; a dictionary, or the path of a JSON file with one.
         processes_per_host: ranks of each host. None: one per GPU; on this machine one.
         custom_mpi_options: options for ``mpirun`` as one line, such as ``"-x NCCL_DEBUG=INFO"``.
@@ -63,6 +76,7 @@ class ModelParallel(DistributedConfig):
             other, options that contradict each other; a ``ValueError``.
     """
 
+    version: Literal[1, 2] = 1  # before the parameters, which it decides on
     parameters: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     processes_per_host: Whole | None = None
     custom_mpi_options: StrictStr = ""
@@ -101,7 +115,7 @@ class ModelParallel(DistributedConfig):
             ConfigError: the dictionary does not enable ``smdistributed.modelparallel``, or is invalid.
         """
         settings = JobSettings.from_distribution(distribution)
-        if settings.model_parallel is None:
+        if settings.model_parallel is None and settings.version_2 is None:
             raise ConfigError(
                 f"distribution enables {sorted(distribution) or 'nothing'}, but not smdistributed.modelparallel, which "
                 'ModelParallel stands for: use Torchrun() or MPI() of sagemaker.train.distributed, or give {"smdistributed": '
@@ -112,8 +126,9 @@ class ModelParallel(DistributedConfig):
                 f"distribution names the instance groups {list(settings.instance_groups)}, but ModelParallel starts ranks on all "
                 "hosts of a job, which must be alike: use one instance_type and instance_count"
             )
-        mpi = distribution.get("mpi") or {}
+        mpi = distribution.get("torch_distributed" if settings.version_2 is not None else "mpi") or {}
         return cls(
+            version=1 if settings.version_2 is None else 2,
             parameters=distribution["smdistributed"]["modelparallel"].get("parameters") or {},
             processes_per_host=mpi.get("processes_per_host"),
             custom_mpi_options=mpi.get("custom_mpi_options") or "",
@@ -122,14 +137,22 @@ class ModelParallel(DistributedConfig):
 
     @field_validator("parameters", mode="before")
     @classmethod
-    def _read_parameters(cls, value: Any) -> dict[str, Any]:
-        distribution = as_distribution({"parameters": value if value is not None else {}})
-        parameters = JobSettings.from_distribution(distribution).model_parallel
+    def _read_parameters(cls, value: Any, info: ValidationInfo) -> dict[str, Any]:
+        given = value if value is not None else {}
+        settings = JobSettings.from_distribution(
+            as_distribution({"version": info.data.get("version", 1), "parameters": given})
+        )
+        parameters = settings.model_parallel or settings.version_2
         return parameters.to_mp_parameters() if parameters is not None else {}
 
     @model_validator(mode="after")
     def _check(self) -> ModelParallel:
         """Check all settings that do not depend on the cluster."""
+        if self.version == 2 and self.custom_mpi_options:
+            raise ConfigError(
+                f"custom_mpi_options is {self.custom_mpi_options!r} and version is 2, whose scripts are started as by torchrun: "
+                "remove custom_mpi_options, and set variables in environment"
+            )
         reader = self._reader if self.__pydantic_private__ is not None else DistributionReader()
         # A number is filled in where there is none: which one, the cluster decides.
         config = {**self.model_dump(), "processes_per_host": self._checked_processes() or 1}
@@ -147,8 +170,10 @@ class ModelParallel(DistributedConfig):
         return count
 
     @property
-    def typed_parameters(self) -> ModelParallelParameters:
+    def typed_parameters(self) -> ModelParallelParameters | Version2Parameters:
         """Return the parameters as a typed object."""
+        if self.version == 2:
+            return Version2Parameters.from_parameters(self.parameters)
         return ModelParallelParameters.from_mp_parameters(self.parameters)
 
     @property
@@ -167,6 +192,19 @@ class ModelParallel(DistributedConfig):
     def driver_script(self) -> str:
         """Return the command that ``sm_train.sh`` runs in that folder: the driver, and lines that forward signals to it."""
         return driver_folder.COMMAND
+
+
+def as_model_parallel(config: Any) -> Any:
+    """Return the SDK's ``Torchrun(smp=SMP(…))`` as settings of version 2 of the library, and anything else unchanged.
+
+    Raises:
+        ConfigError: parameters that cannot work.
+    """
+    smp = config.smp if isinstance(config, Torchrun) else None
+    if smp is None:
+        return config
+    parameters = smp.model_dump(exclude_none=True)
+    return ModelParallel(version=2, parameters=parameters, processes_per_host=config.process_count_per_node)
 
 
 class DistributionReader(SettingsReader):

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from sagemaker.core.utils.utils import Unassigned
     from sagemaker.core.workflow.pipeline_context import PipelineSession
     from sagemaker.train.constants import DEFAULT_CONTAINER_ARGUMENTS
-    from sagemaker.train.distributed import DistributedConfig
+    from sagemaker.train.distributed import DistributedConfig, Torchrun
     from sagemaker.train.local.local_container import _LocalContainer as LocalContainers
     from sagemaker.train.model_trainer import Mode
     from sagemaker.train.model_trainer import ModelTrainer as StockModelTrainer
@@ -54,6 +54,7 @@ __all__ = [
     "SourceCode",
     "StockModelTrainer",
     "Tag",
+    "Torchrun",
     "TrainingJob",
     "Unassigned",
     "instance_supports_kms",

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from smp_config import ConfigError
+from smp_config import ConfigError, ModelParallelParameters
 from smp_config.distributed_config import as_distribution
 from smp_config.job import MP_PARAMETERS
 from smp_config.machine.instances import instance
@@ -346,7 +346,7 @@ def _check_code(trainer: Trainer, where: JobLocation) -> None:
         if not where.process_mode:
             checks.check_upload(code.source_dir)
     config = trainer.distributed
-    if isinstance(config, ModelParallel):
+    if isinstance(config, ModelParallel) and isinstance(config.typed_parameters, ModelParallelParameters):
         places = trainer.checkpoint_config.s3_uri if trainer.checkpoint_config is not None else None
         checks.check_partition_file(config.typed_parameters, code.entry_script, code.source_dir, places)
 

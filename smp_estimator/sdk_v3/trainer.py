@@ -21,7 +21,7 @@ from smp_estimator.local.bootstrap import with_emulation
 from smp_estimator.local.files.uris import is_file_uri, path_of
 from smp_estimator.progress import show
 from smp_estimator.sdk_v3 import defaults
-from smp_estimator.sdk_v3.model_parallel import ModelParallel
+from smp_estimator.sdk_v3.model_parallel import ModelParallel, as_model_parallel
 from smp_estimator.sdk_v3.process_job import PROCESS_IMAGE, ProcessTrainer
 from smp_estimator.sdk_v3.sdk import (
     DEFAULT_CONTAINER_ARGUMENTS,
@@ -82,6 +82,7 @@ class ModelTrainer(StockModelTrainer):
     model_config = ConfigDict(protected_namespaces=())
 
     if TYPE_CHECKING:  # of the SDK's class
+        distributed: Any
         environment: Any
         _metric_definitions: Any
 
@@ -106,6 +107,8 @@ class ModelTrainer(StockModelTrainer):
                     f"ModelTrainer has no {name!r} (given {arguments[name]!r}){suggest(name, known) or ';'} help(ModelTrainer) "
                     "lists all arguments"
                 )
+        with said_in_v3():
+            arguments["distributed"] = as_model_parallel(arguments.get("distributed"))
         here = _wants_processes(arguments)
         if here:
             arguments |= {"training_image": PROCESS_IMAGE, "training_mode": Mode.LOCAL_CONTAINER}
@@ -142,6 +145,9 @@ class ModelTrainer(StockModelTrainer):
 
     def _read(self) -> Distribution | None:
         """Check the settings as they are now, which may have been changed since the constructor."""
+        with said_in_v3():
+            if (settled := as_model_parallel(self.distributed)) is not self.distributed:
+                self.distributed = settled
         ours = isinstance(self.distributed, ModelParallel)
         return read_settings(self, self._where()) if ours or self._process_mode else None
 

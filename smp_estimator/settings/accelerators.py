@@ -74,7 +74,7 @@ def check_accelerators(
     backend = parameters.ddp_dist_backend
     if backend not in _ONE_RANK_PER_GPU and not parameters.host_collectives:
         return
-    gpus, where = _gpus(settings.instance_type, known, process_mode=process_mode, environment=environment)
+    gpus, where = count_gpus(settings.instance_type, known, process_mode=process_mode, environment=environment)
     if parameters.host_collectives and gpus:
         raise ConfigError(
             f"host_collectives is true, which has ranks share host memory in jobs on CPUs, but {where} has {gpus} "
@@ -95,7 +95,7 @@ def check_accelerators(
         )
 
 
-def _gpus(
+def count_gpus(
     instance_type: str | None, known: Instance | None, *, process_mode: bool, environment: Mapping[str, Any]
 ) -> tuple[int | None, str]:
     """Return the number of GPUs that the ranks of one machine see, or None if it is not known, and the machine's name."""

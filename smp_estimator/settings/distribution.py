@@ -17,10 +17,10 @@ from smp_config import ConfigError, Group, JobSettings, ModelParallelParameters,
 from smp_config.errors import kind_of, show_value, suggest
 from smp_config.job import HYPERPARAMETER_CHARACTERS, MP_PARAMETERS, MPI_PROCESSES
 from smp_config.machine import emulation, shared_gpu
+from smp_config.machine.instances import require_usable
 from smp_config.mpi_options import MpiOption, check_mpi_options, exported_variables, merge
-from smp_config.parameters import VERSION_2
 from smp_config.smddp import BufferSizes
-from smp_estimator.settings.accelerators import check_accelerators, find_instance
+from smp_estimator.settings.accelerators import check_accelerators, count_gpus, find_instance
 from smp_estimator.settings.plain_values import require_plain
 from smp_estimator.settings.translation import (
     for_stock_launcher,
@@ -118,7 +118,8 @@ def refuse_unknown_strategies(distribution: Any, *, process_mode: bool = False) 
         for key in _OTHER_LAUNCHERS:
             part = distribution.get(key)
             if isinstance(part, Mapping) and part.get("enabled"):
-                _refuse_version_2(distribution)
+                if key == "torch_distributed" and is_model_parallel(distribution):
+                    continue
                 raise ConfigError(
                     f"distribution enables {key!r}, but this job runs as processes of this machine, which are started "
                     'with mpirun: use {"mpi": {"enabled": True, "processes_per_host": 2}}, or give image_uri to run '
@@ -153,11 +154,13 @@ def read(
     """
     refuse_unknown_strategies(distribution, process_mode=process_mode)
     require_plain(distribution, "distribution")
-    _refuse_torchrun(distribution)
     distribution, later = separate(distribution)
     known = find_instance(instance_type, say)
     settings = JobSettings.from_distribution(distribution, instance_type=instance_type)
     settings = _with_mpi(settings, distribution, say, known, process_mode=process_mode, later=later)
+    settings = _check_version_2(
+        settings, known, hosts, say, process_mode=process_mode, environment=environment or {}, later=later
+    )
     _check_ranks(settings, hosts, process_mode=process_mode)
     spares = _check_variables(exported_variables(_check_mpi_options(settings)), environment or {}, hosts)
     hosts = None if hosts is None else hosts - spares
@@ -208,6 +211,7 @@ class SettingsReader:
         if self._kept is None or source != self._source:
             found = read(distribution, say=self.say, **where)
             if stock_image:
+                _refuse_other_count(found.settings)
                 found = replace(found, settings=for_stock_launcher(found.settings, where.get("environment")))
                 for sentence in stock_image_conflicts(found.settings):
                     self.say(sentence)
@@ -247,25 +251,50 @@ def group_names(distribution: Mapping[str, Any], instance_groups: Sequence[Any] 
     return settled
 
 
-def _refuse_version_2(distribution: Mapping[str, Any]) -> None:
-    """Raise ConfigError for parameters of version 2 of the library, which torchrun starts.
+def _check_version_2(
+    settings: JobSettings,
+    known: Instance | None,
+    hosts: int | None,
+    say: Callable[[str], None],
+    *,
+    process_mode: bool,
+    environment: Mapping[str, Any],
+    later: Mapping[str, Any],
+) -> JobSettings:
+    """Check a job of version 2 of the library; on this machine, fill in its number of processes.
 
-    This is checked first, since it is the greater mistake.
+    Raises:
+        ConfigError: accelerators that the library does not run on, or degrees that do not fit the processes.
     """
-    part = distribution.get("smdistributed")
-    library = part.get("modelparallel") if isinstance(part, Mapping) else None
-    parameters = library.get("parameters") if isinstance(library, Mapping) else None
-    if isinstance(parameters, Mapping) and any(key in VERSION_2 for key in parameters):
-        ModelParallelParameters.from_mp_parameters(parameters)
+    parameters, torchrun = settings.version_2, settings.torchrun
+    if parameters is None or torchrun is None:
+        return settings
+    processes = torchrun.processes_per_host
+    if processes is None:
+        gpus, _ = count_gpus(settings.instance_type, known, process_mode=process_mode, environment=environment)
+        processes = gpus if gpus is None else max(gpus, 1)
+    require_usable(settings.instance_type, processes, "torch_distributed.processes_per_host")
+    if process_mode and torchrun.processes_per_host is None:
+        processes = processes or 1
+        say(f"torch_distributed.processes_per_host was not given: {processes} per host")
+        settings = settings.model_copy(
+            update={"torchrun": torchrun.model_copy(update={"processes_per_host": processes})}
+        )
+    if processes is not None and hosts is not None and MP_PARAMETERS not in later:
+        parameters.topology(processes * hosts)
+    for warning in parameters.warnings():
+        say(f"distribution: {warning}")
+    return settings
 
 
-def _refuse_torchrun(distribution: Mapping[str, Any]) -> None:
-    torchrun = distribution.get("torch_distributed")
-    if is_model_parallel(distribution) and isinstance(torchrun, Mapping) and torchrun.get("enabled"):
-        _refuse_version_2(distribution)
+def _refuse_other_count(settings: JobSettings) -> None:
+    """Refuse a number of processes that the launcher of a stock image would ignore: it starts torchrun on all GPUs."""
+    processes = settings.torchrun.processes_per_host if settings.torchrun is not None else None
+    known = find_instance(settings.instance_type, lambda _: None)
+    if processes is not None and known is not None and processes != known.gpus:
         raise ConfigError(
-            "distribution enables smdistributed and torch_distributed together; torch_distributed starts the ranks with "
-            'torchrun, this library with mpirun: replace it by "mpi": {"enabled": True, "processes_per_host": 8}'
+            f"torch_distributed.processes_per_host is {processes}, and a stock image starts one process on each of the "
+            f"{known.gpus} GPUs of {known.name}: leave processes_per_host out, or set it to {known.gpus}"
         )
 
 
@@ -353,13 +382,15 @@ def _with_mpi(
 
 def _check_ranks(settings: JobSettings, hosts: int | None, *, process_mode: bool) -> None:
     """Raise ConfigError for too many ranks, before any work that is done for each of them."""
-    processes = settings.mpi.processes_per_host if settings.mpi is not None else None
+    started_by = settings.torchrun or settings.mpi
+    processes = started_by.processes_per_host if started_by is not None else None
+    strategy = "torch_distributed" if settings.torchrun is not None else "mpi"
     ranks, most = (processes or 1) * (hosts or 1), limits.MOST_LOCAL_RANKS if process_mode else limits.MOST_RANKS
     if ranks > most:
         where = "one machine, which all hosts of this job are" if process_mode else "one job"
         raise ConfigError(
-            f"the job has {ranks} processes = mpi.processes_per_host {processes or 1} × instance_count {hosts or 1}, and {where}, "
-            f"has at most {most:,}: lower one of the two"
+            f"the job has {ranks} processes = {strategy}.processes_per_host {processes or 1} × instance_count {hosts or 1}, and "
+            f"{where}, has at most {most:,}: lower one of the two"
         )
 
 

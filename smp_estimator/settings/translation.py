@@ -43,6 +43,8 @@ def hyperparameters(
         later: pipeline variables by the hyperparameter that carries them.
     """
     sent = settings.to_hyperparameters()
+    if settings.version_2 is not None:
+        sent.setdefault(DATA_PARALLEL_ENABLED, False)
     if settings.model_parallel is not None:
         sent.setdefault(DATA_PARALLEL_ENABLED, False)
         custom = settings.mpi.custom_mpi_options if settings.mpi is not None else ""
@@ -80,6 +82,10 @@ def from_hyperparameters(carried: Mapping[str, Any]) -> dict[str, Any] | None:
         if settings.data_parallel.custom_mpi_options:
             data["custom_mpi_options"] = settings.data_parallel.custom_mpi_options
         distribution["smdistributed"] = {"dataparallel": data}
+    elif settings.version_2 is not None and settings.torchrun is not None:
+        parameters = settings.version_2.to_mp_parameters()
+        distribution["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": parameters}}
+        distribution["torch_distributed"] = settings.torchrun.model_dump(exclude_none=True)
     mpi = _mpi_as_given(settings)
     if mpi and (settings.data_parallel is None or len(mpi) > 1):  # else only what for_stock_launcher has added
         distribution["mpi"] = mpi

@@ -40,6 +40,8 @@ def test_more_active_microbatches_than_there_are_is_told():
         ("hybrid_shard_degree", '"sharded_data_parallel_degree"'),
         ("sm_activation_offloading", '"offload_activations"'),
         ("random_seed", "torch.manual_seed"),
+        ("allow_empty_shards", '"sdp_param_persistence_threshold"'),
+        ("fsdp_cache_flush_warnings", "torch.cuda.memory_stats"),
         ("context_parallel_degree", '"optimize": "memory"'),
     ],
 )

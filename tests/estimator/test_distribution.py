@@ -193,13 +193,16 @@ def test_version_2_of_the_library_is_recognized_before_its_launcher(process_mode
         "torch_distributed": {"enabled": True},
         "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
     }
-    with pytest.raises(
-        ConfigError, match="'hybrid_shard_degree': it belongs to version 2 of the model parallel library"
-    ):
-        read(distribution, instance_type=None, hosts=1, process_mode=process_mode)
+    read(distribution, instance_type=None, hosts=8, process_mode=process_mode)
     distribution["smdistributed"]["modelparallel"]["parameters"] = {"ddp": True}
-    with pytest.raises(ConfigError, match="torch_distributed"):
+    with pytest.raises(ConfigError, match=r"'ddp': it belongs to version 1 .*in place of \"torch_distributed\""):
         read(distribution, instance_type=None, hosts=1, process_mode=process_mode)
+    by_mpi = {
+        "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+        "mpi": {"enabled": True, "processes_per_host": 8},
+    }
+    with pytest.raises(ConfigError, match=r"'hybrid_shard_degree': it belongs to version 2 .*\"torch_distributed\""):
+        read(by_mpi, instance_type=None, hosts=1, process_mode=process_mode)
 
 
 def test_degrees_that_do_not_fit_have_the_code_of_these() -> None:

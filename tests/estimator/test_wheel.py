@@ -36,6 +36,8 @@ def test_the_wheel_s_record_is_true(built: Path) -> None:
         "smp_config/data/instances.json",
         "smp_config/data/prices.json",
         "smp_runtime/model/__init__.py",
+        "torch_sagemaker/__init__.py",
+        "torch_sagemaker_finder.py",
         "smdistributed/modelparallel/torch/__init__.py",
     } <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]

@@ -112,11 +112,14 @@ def instance(name: str) -> Instance | None:
     return _catalogue().get(name if name.startswith("ml.") else f"ml.{name}")
 
 
-def require_usable(name: str | None, processes_per_host: int | None = None) -> Instance | None:
+def require_usable(
+    name: str | None, processes_per_host: int | None = None, setting: str = "mpi.processes_per_host"
+) -> Instance | None:
     """Check the instance type of a model parallel job, and return it if the catalogue has it.
 
     Args:
         processes_per_host: each needs its own GPU; None is not checked, nor are instances without GPUs.
+        setting: what gives that number, for the message.
 
     Raises:
         ConfigError: accelerators that the library does not run on, or fewer GPUs than processes.
@@ -136,7 +139,7 @@ def require_usable(name: str | None, processes_per_host: int | None = None) -> I
         )
     if processes_per_host is not None and processes_per_host > known.gpus:
         raise ConfigError(
-            f"mpi.processes_per_host is {processes_per_host}, but {known.name} has {known.gpus} GPUs and each process needs "
+            f"{setting} is {processes_per_host}, but {known.name} has {known.gpus} GPUs and each process needs "
             f"its own; set processes_per_host to at most {known.gpus}"
         )
     return known

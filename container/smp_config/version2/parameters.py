@@ -9,13 +9,34 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from smp_config.errors import ConfigError, kind_of, show_value, suggest
+from smp_config.formats import strict_json
 from smp_config.formats.numbers_given import Whole  # noqa: TC001 - pydantic reads the types
-from smp_config.topology import Topology
+from smp_config.parameters import KEYS
+from smp_config.version2.topology import lay_out
+
+if TYPE_CHECKING:
+    from smp_config.topology import Topology
+
+_FLAG = "true or false, without quotes (in Python True or False)"
+_DEGREE = "a whole number from 1 to the number of processes"
+
+#: What each setting may be, for messages.
+_ALLOWED = {
+    "hybrid_shard_degree": "a whole number from 0 to the number of processes; 0 leaves it to the script's FSDP, 1 shards nothing",
+    "sm_activation_offloading": _FLAG,
+    "activation_loading_horizon": "a whole number of layers of 1 or more, such as 2",
+    "fsdp_cache_flush_warnings": _FLAG,
+    "allow_empty_shards": _FLAG,
+    "tensor_parallel_degree": _DEGREE,
+    "context_parallel_degree": _DEGREE,
+    "expert_parallel_degree": _DEGREE,
+    "random_seed": "a whole number of 0 or more, such as 12345",
+}
 
 
 class Version2Parameters(BaseModel):
@@ -51,7 +72,7 @@ class Version2Parameters(BaseModel):
         1, ge=1, description="Processes that share each sequence; not supported above 1."
     )
     expert_parallel_degree: Whole = Field(
-        1, ge=1, description="Processes that share the experts of a mixture out; needs tsm.transform with a MoEConfig."
+        1, ge=1, description="Processes that share the experts of a mixture out; not supported above 1."
     )
     random_seed: Whole = Field(
         12345,
@@ -72,18 +93,33 @@ class Version2Parameters(BaseModel):
             )
         for name in given:
             if name not in cls.model_fields:
-                raise ConfigError(
-                    f"version 2 of the library has no parameter {name!r}{suggest(str(name), list(cls.model_fields))}; it has "
-                    f"{', '.join(cls.model_fields)}"
-                )
+                raise ConfigError(_unknown(name, list(cls.model_fields)))
         try:
             return cls(**given)
         except ValidationError as error:
             first = error.errors()[0]
-            if first["type"] == "value_error":
+            if not first["loc"]:
                 raise ConfigError(first["msg"].removeprefix("Value error, ")) from None
-            name = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{name} is {show_value(first['input'])}: {first['msg']}") from None
+            name = str(first["loc"][0])
+            value = f"{show_value(first['input'])}, {kind_of(first['input'])}"
+            raise ConfigError(f"{name} is {value}; write {_ALLOWED[name]}, or leave it out") from None
+
+    @classmethod
+    def from_given(cls, given: Any) -> Version2Parameters:
+        """Check settings that are a dictionary, its JSON text, or None for none.
+
+        Raises:
+            ConfigError: no such thing, or as for :meth:`from_parameters`.
+        """
+        if isinstance(given, str):
+            try:
+                given = strict_json.parse(given)
+            except ValueError as error:
+                raise ConfigError(
+                    f"the parameters of version 2 are {show_value(given)}, which is no JSON ({error}); write one JSON object such "
+                    'as {"hybrid_shard_degree": 8}'
+                ) from None
+        return cls.from_parameters({} if given is None else given)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Version2Parameters:
@@ -104,10 +140,23 @@ class Version2Parameters(BaseModel):
     def _context(self) -> Version2Parameters:
         if self.context_parallel_degree > 1:
             raise ValueError(
-                f"context_parallel_degree is {self.context_parallel_degree}, and this library has no context parallelism yet: set "
-                "it to 1, and save memory with activation checkpointing or a higher hybrid_shard_degree"
+                f"context_parallel_degree is {self.context_parallel_degree}, and this library has no context parallelism: set it "
+                "to 1, and save memory with activation checkpointing or a higher hybrid_shard_degree"
             )
         return self
+
+    @model_validator(mode="after")
+    def _experts(self) -> Version2Parameters:
+        if self.expert_parallel_degree > 1:
+            raise ValueError(
+                f"expert_parallel_degree is {self.expert_parallel_degree}, and this library's version 2 shares no experts out: set "
+                "it to 1, and use tensor_parallel_degree, which splits each expert, or hybrid_shard_degree"
+            )
+        return self
+
+    def to_mp_parameters(self) -> dict[str, Any]:
+        """Return the settings that were given, as ``mp_parameters`` carries them."""
+        return self.model_dump(exclude_unset=True)
 
     def shard_degree(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the state; 0 leaves that to the script's FSDP."""
@@ -122,16 +171,8 @@ class Version2Parameters(BaseModel):
         Raises:
             ConfigError: the degrees do not divide the number of processes.
         """
-        tensor, expert = self.tensor_parallel_degree, self.expert_parallel_degree
-        model, shard = tensor * expert, self.shard_degree(world_size)
-        needed = model * max(1, shard)
-        degrees = f"hybrid_shard_degree {shard} × tensor_parallel_degree {tensor} × expert_parallel_degree {expert}"
-        if world_size % needed:
-            raise ConfigError(
-                f"{degrees} = {needed}, which does not divide the {world_size} processes of the job; choose degrees whose product "
-                "divides them"
-            )
-        return Topology(world_size, tensor=model, sharded=max(1, shard))
+        model = self.tensor_parallel_degree * self.expert_parallel_degree
+        return lay_out(world_size, tensor=model, shard=self.shard_degree(world_size))
 
     def warnings(self) -> list[str]:
         """Return sentences on settings that have no effect together."""
@@ -139,3 +180,17 @@ class Version2Parameters(BaseModel):
         if "activation_loading_horizon" in self.model_fields_set and not self.sm_activation_offloading:
             found.append("activation_loading_horizon has no effect, since sm_activation_offloading is false")
         return found
+
+
+def _unknown(name: object, known: list[str]) -> str:
+    """Return the message for a key that version 2 does not have."""
+    if name in KEYS:
+        return (
+            f"unknown parameter {name!r}: it belongs to version 1 of the model parallel library (scripts that import "
+            'smdistributed.modelparallel.torch), which starts with "mpi": {"enabled": True, "processes_per_host": 8} in place of '
+            f'"torch_distributed"; remove it, since version 2 has {", ".join(known)}'
+        )
+    return (
+        f"version 2 of the library has no parameter {show_value(name)}{suggest(str(name), known)}; it has {', '.join(known)}: "
+        "remove it, or correct its name"
+    )

@@ -30,6 +30,8 @@ class ScriptKind(str, enum.Enum):
     MPI = "mpi"
     MODEL_PARALLEL = "model parallel"
     DATA_PARALLEL = "data parallel"
+    #: Of the model parallel library, with the variables that torchrun sets.
+    VERSION_2 = "model parallel, version 2"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Layout:
         Raises:
             ConfigError: no number of processes, or degrees that do not fit the processes.
         """
+        if settings.version_2 is not None:
+            return cls._of_version_2(settings, hosts, gpus, simulated)
         mpi = settings.mpi if settings.mpi and settings.mpi.enabled else None
         if settings.model_parallel is not None and mpi is None:
             world = len(hosts)
@@ -83,11 +87,7 @@ class Layout:
             )
         if settings.model_parallel is not None:
             require_usable(settings.instance_type, processes)
-        if len(hosts) * processes > MOST_RANKS:
-            raise ConfigError(
-                f"the job has {len(hosts) * processes} ranks = processes_per_host {processes} × {len(hosts)} host(s), and no "
-                f"job has more than {MOST_RANKS:,}: lower one of the two"
-            )
+        _refuse_too_many(processes, len(hosts))
         kind = (
             ScriptKind.DATA_PARALLEL
             if data
@@ -98,6 +98,18 @@ class Layout:
         layout = cls(tuple(hosts), processes, kind, simulated)
         if settings.model_parallel is not None:
             settings.model_parallel.topology(layout.world_size)
+        return layout
+
+    @classmethod
+    def _of_version_2(cls, settings: JobSettings, hosts: list[str], gpus: int, simulated: bool) -> Layout:
+        """Return the layout of a job of version 2: one process on each GPU unless it says how many."""
+        given = settings.torchrun.processes_per_host if settings.torchrun is not None else None
+        processes = max(gpus, 1) if given is None else given
+        require_usable(settings.instance_type, processes)
+        _refuse_too_many(processes, len(hosts))
+        layout = cls(tuple(hosts), processes, ScriptKind.VERSION_2, simulated)
+        if settings.version_2 is not None:
+            settings.version_2.topology(layout.world_size)
         return layout
 
     @property
@@ -153,3 +165,11 @@ class Layout:
         """Return the layout that the leader handed to this rank."""
         given = json.loads(environ[LAYOUT_VARIABLE])
         return cls(**{**given, "hosts": tuple(given["hosts"]), "kind": ScriptKind(given["kind"])})
+
+
+def _refuse_too_many(processes: int, hosts: int) -> None:
+    if hosts * processes > MOST_RANKS:
+        raise ConfigError(
+            f"the job has {hosts * processes} ranks = processes_per_host {processes} × {hosts} host(s), and no job has more than "
+            f"{MOST_RANKS:,}: lower one of the two"
+        )

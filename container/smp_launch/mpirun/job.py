@@ -113,7 +113,7 @@ class Job:
         if self.readers is not None and self.parameters is not None:
             values[PARAMETERS_VARIABLE] = json.dumps(self.parameters.to_mp_parameters())
             values[READERS_VARIABLE] = str(self.readers)
-        if self.layout.kind is not ScriptKind.DATA_PARALLEL or PORT_VARIABLE in environ:
+        if self.layout.kind not in (ScriptKind.DATA_PARALLEL, ScriptKind.VERSION_2) or PORT_VARIABLE in environ:
             yield values
         else:
             # The first rank, which the others connect to, is on this host.
@@ -145,6 +145,8 @@ class Job:
         if not hosts or hosts[0] != self.layout.leader:
             return None
         layout, parameters, readers_ = self.layout.over(hosts), self.parameters, self.readers
+        if layout.kind is ScriptKind.VERSION_2 and layout.world_size < self.layout.world_size:
+            return None  # PyTorch shards, and its degrees are not changed while a job runs
         if parameters is not None and layout.world_size < self.layout.world_size:
             if (fitting := shrink_to(parameters, layout.world_size)) is None:
                 return None

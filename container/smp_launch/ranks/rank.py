@@ -61,8 +61,8 @@ def enter(place: RankPlace, arguments: Sequence[str]) -> Program:
 def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dict[str, str]:
     """Return the variables that place this rank, for the runtime, for libraries and for scripts.
 
-    ``LOCAL_RANK`` is only for the data parallel library. With model parallelism it would make the Transformers
-    ``Trainer`` start a second, contradicting way of distributing.
+    ``LOCAL_RANK`` is only for the data parallel library, and for version 2 of the model parallel one. With version 1 it would
+    make the Transformers ``Trainer`` start a second, contradicting way of distributing.
     """
     local = str(layout.local_rank_of(rank))
     values = {
@@ -79,13 +79,19 @@ def rank_variables(layout: Layout, rank: int, interface: str, cores: int) -> dic
     if layout.kind is not ScriptKind.SCRIPT:
         # Open MPI counts per machine; simulated hosts share one.
         values |= {"OMPI_COMM_WORLD_LOCAL_RANK": local, "OMPI_COMM_WORLD_LOCAL_SIZE": str(layout.processes_per_host)}
-    if layout.kind is ScriptKind.DATA_PARALLEL:
+    if layout.kind in (ScriptKind.DATA_PARALLEL, ScriptKind.VERSION_2):
         values |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(layout.world_size),
             "LOCAL_RANK": local,
             "LOCAL_WORLD_SIZE": str(layout.processes_per_host),
-            "SMDATAPARALLEL_LOCAL_RANK": local,
+        }
+    if layout.kind is ScriptKind.DATA_PARALLEL:
+        values["SMDATAPARALLEL_LOCAL_RANK"] = local
+    if layout.kind is ScriptKind.VERSION_2:
+        values |= {
+            "GROUP_RANK": str(layout.hosts.index(layout.host_of(rank))),
+            "GROUP_WORLD_SIZE": str(len(layout.hosts)),
         }
     return values
 

@@ -1,7 +1,11 @@
-"""Entry points of this project that PyTorch finds when a rank imports it: folders on its search path."""
+"""Entry points of this project that PyTorch finds when a rank imports it: folders on its search path.
+
+A rank also finds ``torch.sagemaker``, even if a ``sitecustomize`` of the user hides the one that would see to that.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import MutableMapping
@@ -31,6 +35,7 @@ def make_findable(environ: MutableMapping[str, str], folder: Path | None, *, smd
         smddp: whether the backend of that name is registered.
         libraries: whether other libraries are adapted, in this process only: one that the script starts is no rank.
     """
+    importlib.import_module("torch_sagemaker_finder")
     discovered = [_DISCOVERY] if smddp else []
     if emulates_cuda(environ):
         discovered.append(_EMULATION)

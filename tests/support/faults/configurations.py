@@ -231,7 +231,7 @@ WRONG = [
     Probe(
         "torchrun",
         {"distribution": {**smp(ddp=True)["distribution"], "torch_distributed": {"enabled": True}}},
-        (r"smdistributed and torch_distributed together", r"replace it"),
+        (r"'ddp': it belongs to version 1", r"remove it"),
     ),
     # mpirun
     Probe(
