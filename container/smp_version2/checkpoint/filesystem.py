@@ -1,0 +1,168 @@
+"""Writer and reader of one checkpoint, in a folder or in S3.
+
+A checkpoint is whole or absent: its ``.metadata`` is written last, to a temporary name, and names the files that belong to it. Each
+save writes files of new names, so a save that ends early leaves an older checkpoint of the same folder as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
+
+from smp_runtime.errors import SMPUserError
+from smp_version2.checkpoint.locations import is_s3_uri
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
+    from torch.futures import Future
+
+#: The file without which a folder is no checkpoint, and the ending of files with tensors.
+METADATA = ".metadata"
+DATA_ENDING = ".distcp"
+
+
+class LocalFileSystem(FileSystem):
+    """Folders of this machine, or of a file system that all hosts share."""
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        """Return the paths of what lies in a folder."""
+        return [str(found) for found in Path(path).iterdir()]
+
+
+def path_to_file_system(
+    path: str | os.PathLike[str], s3_region: str | None = None, s3client_config: Any = None
+) -> FileSystemBase:
+    """Return the file system of a path or of an address in S3.
+
+    Raises:
+        SMPUserError: the address is of another kind.
+        PackageMissing: it is in S3, and boto3 is not installed.
+    """
+    if is_s3_uri(path):
+        from smp_version2.checkpoint.s3_filesystem import S3FileSystem
+
+        return S3FileSystem(s3_region, s3client_config)
+    if "://" in os.fspath(path):
+        raise SMPUserError(
+            f"{os.fspath(path)!r} is neither a path nor an address in S3; write a path or s3://bucket/key"
+        )
+    return LocalFileSystem()
+
+
+class DistributedFileSystemWriter(FileSystemWriter):
+    """Writes a checkpoint of several ranks into a folder or to S3.
+
+    Args:
+        path: folder, or ``s3://bucket/key``.
+        pre_write_hooks: functions that are called with the writer, on each rank, before it writes.
+        post_write_hooks: the same, after it has written; on the rank that writes the metadata, when the checkpoint is whole.
+        s3_region: region of the bucket; None for that of the environment.
+        s3client_config: an object whose ``part_size`` is the number of bytes of one part of an upload.
+    """
+
+    fs: Any  # one of this module's, instead of the base class's
+    path: Any
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        pre_write_hooks: Sequence[Callable[[Any], Any]] = (),
+        post_write_hooks: Sequence[Callable[[Any], Any]] = (),
+        *,
+        s3_region: str | None = None,
+        s3client_config: Any = None,
+    ) -> None:
+        self._client = (s3_region, s3client_config)
+        # Objects in S3 are durable when they are written.
+        super().__init__(path, sync_files=not is_s3_uri(path))
+        self.reset(path)
+        self.is_coordinator = False
+        self._before, self._after = list(pre_write_hooks), list(post_write_hooks)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another checkpoint."""
+        if checkpoint_id:
+            self.fs = path_to_file_system(checkpoint_id, *self._client)
+        super().reset(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take this rank's role: one of the ranks writes the metadata."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Create the folder."""
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give this save's files names that no other save has."""
+        mark = self.save_id[:8]
+        made = []
+        for plan in super().prepare_global_plan(plans):
+            named = dataclasses.replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{mark}_")
+            made.append(dataclasses.replace(plan, storage_data=named))
+        return made
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Write this rank's tensors."""
+        for hook in self._before:
+            hook(self)
+        written = super().write_data(plan, planner)
+        if not self.is_coordinator:
+            for hook in self._after:
+                hook(self)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Write the metadata, by which the checkpoint comes to be, and remove files of earlier saves to this folder."""
+        super().finish(metadata, results)
+        names = {result.storage_data.relative_path for each in results for result in each}
+        for found in self.fs.ls(self.path):
+            name = str(found).rpartition("/")[2]
+            if name.endswith(DATA_ENDING) and name not in names:
+                self.fs.rm_file(found)
+        for hook in self._after:
+            hook(self)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a path can be written to."""
+        return is_s3_uri(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+class DistributedFileSystemReader(FileSystemReader):
+    """Reads a checkpoint from a folder or from S3, for any number of ranks.
+
+    Args:
+        path: folder, or ``s3://bucket/key``.
+        s3_region: region of the bucket; None for that of the environment.
+        s3client_config: settings of the client.
+    """
+
+    fs: Any
+    path: Any
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, s3_region: str | None = None, s3client_config: Any = None
+    ) -> None:
+        self._client = (s3_region, s3client_config)
+        super().__init__(path)
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Turn to another checkpoint."""
+        if checkpoint_id:
+            self.fs = path_to_file_system(checkpoint_id, *self._client)
+        super().reset(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a path can be read."""
+        return is_s3_uri(checkpoint_id) or FileSystem.validate_checkpoint_id(checkpoint_id)

@@ -1,0 +1,101 @@
+"""``load_sharded_optimizer_state_dict`` of PyTorch, with the argument ``process_group`` that scripts for version 2 pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import optimizer as of_pytorch
+
+from smp_config.errors import kind_of
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_version2.checkpoint.state_dict_loader import load
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import Metadata, StorageReader
+
+#: Places of a moment's path: ``optimizer``, ``state``, name of the parameter, name of the moment.
+_NAME = 2
+
+
+def load_sharded_optimizer_state(
+    model_state_dict: dict[str, Any], optimizer_key: str, storage_reader: StorageReader, group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Return the state of FSDP's optimizer for this rank's shards; all ranks of the group call it.
+
+    PyTorch's own function shards over all ranks of the job, which is wrong if several groups have a copy each.
+
+    Args:
+        model_state_dict: the sharded state of the model, whose tensors show how moments are sharded.
+        optimizer_key: key of the optimizer's state in the checkpoint.
+        storage_reader: reads the checkpoint.
+        group: the ranks that share one copy.
+
+    Raises:
+        SMPUserError: the state of the model is no dictionary.
+        CheckpointError: the checkpoint has no state under this key.
+    """
+    if not isinstance(model_state_dict, dict):
+        raise SMPUserError(f"the state of the model is {kind_of(model_state_dict)}; pass model.state_dict()")
+    metadata = storage_reader.read_metadata()
+    paths = {key: path for key, path in metadata.planner_data.items() if path[0] == optimizer_key}
+    if not paths:
+        raise CheckpointError(
+            f"the checkpoint has nothing under {optimizer_key!r}; pass the key under which the state was saved"
+        )
+    flat = {key: _make_target(key, path, metadata, model_state_dict) for key, path in paths.items()}
+    load(flat, storage_reader=storage_reader, process_group=group)
+    nested: dict[Any, Any] = {}
+    for key, path in paths.items():
+        inner = nested
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = flat[key]
+    made: dict[str, Any] = _with_lists(nested)
+    return made
+
+
+def _make_target(key: str, path: tuple[Any, ...], metadata: Metadata, model_state_dict: dict[str, Any]) -> Any:
+    """Return what a value is loaded into."""
+    saved: Any = metadata.state_dict_metadata[key]
+    if not hasattr(saved, "size"):
+        return None  # no tensor: the value is replaced
+    parameter = model_state_dict.get(path[_NAME]) if len(path) > _NAME else None
+    if isinstance(parameter, torch.Tensor) and parameter.size() == saved.size:
+        return torch.zeros_like(parameter, dtype=saved.properties.dtype)
+    return torch.zeros(saved.size, dtype=saved.properties.dtype)
+
+
+def _with_lists(value: Any) -> Any:
+    """Return nested dictionaries with lists in place of those whose keys are positions."""
+    if not isinstance(value, dict):
+        return value
+    made = {key: _with_lists(each) for key, each in value.items()}
+    return [made[at] for at in sorted(made)] if made and all(isinstance(key, int) for key in made) else made
+
+
+def install() -> None:
+    """Let PyTorch's function take ``process_group``; without it, it is what it was."""
+    original = of_pytorch.load_sharded_optimizer_state_dict
+    if getattr(original, "takes_group", False):
+        return
+
+    @functools.wraps(original)
+    def load_sharded_optimizer_state_dict(
+        model_state_dict: dict[str, Any],
+        optimizer_key: str,
+        storage_reader: StorageReader,
+        planner: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        if process_group is None:
+            return original(model_state_dict, optimizer_key, storage_reader, planner)
+        return load_sharded_optimizer_state(model_state_dict, optimizer_key, storage_reader, process_group)
+
+    load_sharded_optimizer_state_dict.takes_group = True  # type: ignore[attr-defined]
+    of_pytorch.load_sharded_optimizer_state_dict = load_sharded_optimizer_state_dict
+    import torch.distributed.checkpoint as package
+
+    package.load_sharded_optimizer_state_dict = load_sharded_optimizer_state_dict

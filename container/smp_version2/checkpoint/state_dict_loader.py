@@ -1,0 +1,151 @@
+"""Loading of sharded state, for any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+
+from smp_config.errors import kind_of
+from smp_runtime.errors import CheckpointError, SMPUserError
+from smp_version2.checkpoint.agreement import MissingKeysError, agree, describe_failures
+from smp_version2.checkpoint.filesystem import DistributedFileSystemReader
+from smp_version2.checkpoint.local_shards import LocalShard
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import LoadPlanner, Metadata, StorageReader
+
+#: Keys that a message names.
+_SHOWN = 5
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    check_keys_matched: bool = True,
+    coordinator_rank: int = 0,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> None:
+    """Load a checkpoint into a state dict; all ranks of the group call it. The number of ranks may differ from that of the save.
+
+    Tensors are loaded in place, other values are replaced in ``state_dict``.
+
+    Args:
+        state_dict: what to load, with the keys of the save; it may have fewer.
+        checkpoint_id: folder, or ``s3://bucket/key``; it may be left out if ``storage_reader`` has one.
+        storage_reader: None for a :class:`DistributedFileSystemReader`.
+        planner: None for PyTorch's.
+        process_group: the ranks that share the state; None for all ranks.
+        check_keys_matched: raise an error for keys that the checkpoint does not have. Otherwise they are left as they are.
+        coordinator_rank: kept for scripts; the first rank of the group plans.
+        s3_region: region of the bucket; None for that of the environment.
+        s3client_config: settings of the client.
+
+    Raises:
+        SMPUserError: neither ``checkpoint_id`` nor ``storage_reader``, or a state that is no dictionary.
+        MissingKeysError: the checkpoint lacks keys. Nothing has been loaded.
+        CheckpointError: there is no complete checkpoint, or one of local shards of another degree or another rank.
+    """
+    if not isinstance(state_dict, dict):
+        raise SMPUserError(f"the state to load is {kind_of(state_dict)}; pass a dictionary")
+    reader = _choose_reader(checkpoint_id, storage_reader, s3_region, s3client_config)
+    problem: Exception | None = None
+    try:
+        _check(state_dict, _read_metadata(reader), check_keys_matched)
+    except CheckpointError as error:
+        problem = error
+    if dist.is_initialized():
+        agree(problem, process_group)
+    elif problem is not None:
+        raise problem
+    try:
+        checkpoint.load(
+            state_dict,
+            storage_reader=reader,
+            planner=_choose_planner(planner, check_keys_matched),
+            process_group=process_group,
+        )
+    except CheckpointException as error:
+        where = getattr(reader, "checkpoint_id", checkpoint_id)
+        raise describe_failures(f"the checkpoint {where} was not loaded", error.failures, process_group) from error
+
+
+def _choose_reader(
+    checkpoint_id: str | os.PathLike[str] | None, reader: StorageReader | None, region: str | None, config: Any
+) -> StorageReader:
+    if reader is None:
+        if not checkpoint_id:
+            raise SMPUserError(
+                "there is nothing to load; pass checkpoint_id, a folder or s3://bucket/key, or a storage_reader"
+            )
+        return DistributedFileSystemReader(checkpoint_id, s3_region=region, s3client_config=config)
+    if checkpoint_id:
+        reader.reset(checkpoint_id)
+    return reader
+
+
+def _choose_planner(planner: LoadPlanner | None, check_keys_matched: bool) -> LoadPlanner:
+    """Return PyTorch's planner in the form that also loads ranks without a part of some tensor, or one of the script's."""
+    if planner is None:
+        planner = DefaultLoadPlanner(allow_partial_load=not check_keys_matched)
+    if type(planner) is DefaultLoadPlanner:
+        # It would drop the keys of such tensors, find them in the checkpoint, and take that for one of before PyTorch 2.4.
+        planner.flatten_sharded_tensors = False
+    return planner
+
+
+def _read_metadata(reader: StorageReader) -> Metadata:
+    where = getattr(reader, "checkpoint_id", "")
+    try:
+        return reader.read_metadata()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"there is no complete checkpoint in {where}: it has no .metadata, which is written last; name a checkpoint "
+            "whose save has ended"
+        ) from None
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"the checkpoint {where} cannot be read: {error}") from error
+
+
+def _check(state_dict: Mapping[str, Any], metadata: Metadata, check_keys_matched: bool) -> None:
+    """Raise an error for a checkpoint that does not fit, before anything is loaded."""
+    wanted = _list_keys(state_dict)
+    found = set(metadata.state_dict_metadata)
+    shards = {shard for key in wanted if (shard := LocalShard.of_key(key)) is not None}
+    saved = {shard for key in found if (shard := LocalShard.of_key(key)) is not None}
+    if shards != saved:
+        raise CheckpointError(
+            f"the checkpoint has {_describe(saved)}, and this rank loads {_describe(shards)}; local shards are loaded with the "
+            "degrees of the save: set them, or save with SHARDED_STATE_DICT, which loads at any degree"
+        )
+    missing = sorted(wanted - found)
+    if missing and check_keys_matched:
+        raise MissingKeysError(
+            f"the checkpoint lacks {len(missing)} of {len(wanted)} keys: {', '.join(missing[:_SHOWN])}"
+            f"{', …' if len(missing) > _SHOWN else ''}; load only keys that it has, or pass check_keys_matched=False"
+        )
+
+
+def _describe(shards: set[LocalShard]) -> str:
+    return " and ".join(sorted(map(str, shards))) or "no local shards"
+
+
+def _list_keys(state_dict: Mapping[str, Any]) -> set[str]:
+    """Return the keys as PyTorch flattens them."""
+    plain = {
+        key: value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
+        for key, value in state_dict.items()
+    }
+    planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+    planner.set_up_planner(plain, None, False)
+    return set(planner.state_dict)

@@ -1,0 +1,87 @@
+"""State dicts of this rank's own parts."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_config.errors import kind_of
+from smp_runtime.errors import SMPUserError
+from smp_version2.checkpoint.local_shards import load_local_state, read_local_state
+
+
+class SMStateDictType(enum.Enum):
+    """State dicts that FSDP does not have."""
+
+    SM_LOCAL_STATE_DICT = "local"
+
+
+@contextlib.contextmanager
+def sm_state_dict_type(model: nn.Module, state_dict_type: SMStateDictType) -> Iterator[None]:
+    """Let ``model.state_dict()`` return this rank's parts inside the block, and ``model.load_state_dict`` take them.
+
+    No rank waits for another one. The parts share memory with the model: what is loaded into them is in the model. They can be
+    loaded with the degrees of the save only.
+
+    Args:
+        model: as FSDP has wrapped it.
+        state_dict_type: ``SMStateDictType.SM_LOCAL_STATE_DICT``.
+
+    Raises:
+        SMPUserError: no module, or another type.
+    """
+    if not isinstance(model, nn.Module):
+        raise SMPUserError(f"sm_state_dict_type got {kind_of(model)}; pass the model that FSDP has wrapped")
+    if state_dict_type is not SMStateDictType.SM_LOCAL_STATE_DICT:
+        raise SMPUserError(f"sm_state_dict_type got {state_dict_type!r}; pass SMStateDictType.SM_LOCAL_STATE_DICT")
+    replaced = {
+        "state_dict": functools.partial(read_local_state, model),
+        "load_state_dict": functools.partial(load_local_state, model),
+    }
+    former = {name: vars(model)[name] for name in replaced if name in vars(model)}
+    vars(model).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del vars(model)[name]
+        vars(model).update(former)
+
+
+def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = False) -> None:
+    """Let an optimizer create its state, so that a checkpoint can be loaded into it; parameters keep their values.
+
+    Args:
+        optimizer: one that has not updated yet; others are left as they are.
+        skip_empty_param: leave out parameters without elements on this rank. FSDP gives them no gradient, so a training has no
+            state of them.
+    """
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    try:
+        for parameter in parameters:
+            skips = skip_empty_param and not parameter.numel()
+            parameter.grad = None if skips or not parameter.requires_grad else torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        optimizer.step(closure=None)
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    for found in optimizer.state.values():
+        step: Any = found.get("step")
+        if isinstance(step, torch.Tensor):  # that update does not count
+            step.zero_()
+        elif step is not None:
+            found["step"] = 0

@@ -1,0 +1,1 @@
+"""``torch.sagemaker.checkpoint``: what scripts use beside the saving and loading itself."""

@@ -1,0 +1,283 @@
+"""Trainings with FSDP1 that save and resume, as scripts for version 2 of the library write them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH, BATCH, STEPS, SAVED = 6, 4, 5, 3
+
+
+class Block(nn.Module):
+    """A layer with a buffer, so that everything a state dict has is there; its sizes do not divide by 2 or 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH + 1)
+        self.outer = nn.Linear(WIDTH + 1, WIDTH)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("unsaved", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.passes += 1
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Training:
+    """A model with its optimizer and scheduler on this rank."""
+
+    def __init__(self, seed: int, steps: int = 0) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block()).to(torch.float64)
+        self.model: Any = FullyShardedDataParallel(
+            module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.steps = steps
+
+    def train(self, until: int) -> None:
+        import torch.sagemaker as tsm
+
+        while self.steps < until:
+            generator = torch.Generator().manual_seed(100 * self.steps + tsm.state.rank)
+            batch = torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=generator)
+            self.optimizer.zero_grad()
+            self.model(batch).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.steps += 1
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return whole parameters and buffers, and the optimizer's moments, by name."""
+        from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+        with FullyShardedDataParallel.state_dict_type(
+            self.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)
+        ):
+            found = {name: value.clone() for name, value in self.model.state_dict().items()}
+        moments = FullyShardedDataParallel.full_optim_state_dict(self.model, self.optimizer, rank0_only=False)["state"]
+        return found | {f"{name} {key}": value for name, each in moments.items() for key, value in each.items()}
+
+
+@contextlib.contextmanager
+def joined(config: dict[str, Any]) -> Iterator[Any]:
+    """Yield ``torch.sagemaker`` within a job."""
+    import torch.sagemaker as tsm
+
+    import torch_sagemaker_finder  # noqa: F401
+
+    tsm.init(config)
+    try:
+        yield tsm
+    finally:
+        tsm.shutdown()
+
+
+def _sharded(training: Training) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    return FullyShardedDataParallel.state_dict_type(training.model, StateDictType.SHARDED_STATE_DICT)
+
+
+def save(training: Training, folder: Path, queue: Any = None) -> None:
+    """Save sharded state, in the background with a queue."""
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.distributed.checkpoint import state_dict_saver
+
+    with _sharded(training):
+        state = {
+            "model": training.model.state_dict(),
+            "optimizer": FullyShardedDataParallel.optim_state_dict(training.model, training.optimizer),
+            "scheduler": training.scheduler.state_dict(),
+            "steps": training.steps,
+            "unread": {"of": ["the", "script"]},
+        }
+    if tsm.state.ranker.get_rep_rank(tsm.state.rank) != 0:
+        return
+    group = training.model.process_group
+    given: dict[str, Any] = {"checkpoint_id": folder, "process_group": group}
+    given["coordinator_rank"] = min(torch.distributed.get_process_group_ranks(group))
+    if queue is None:
+        state_dict_saver.save(state, **given)
+    else:
+        state_dict_saver.async_save(state, queue=queue, **given)
+
+
+def load(training: Training, folder: Path) -> dict[str, Any]:
+    """Load sharded state."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.sagemaker.distributed.checkpoint.filesystem import DistributedFileSystemReader
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load as load_state
+
+    model, optimizer, group = training.model, training.optimizer, training.model.process_group
+    with _sharded(training):
+        state = {"model": model.state_dict(), "scheduler": training.scheduler.state_dict(), "steps": 0}
+        reader = DistributedFileSystemReader(folder)
+        load_state(state, storage_reader=reader, process_group=group, planner=DefaultLoadPlanner())
+        model.load_state_dict(state["model"])
+        moments = load_sharded_optimizer_state_dict(
+            model_state_dict=state["model"],
+            optimizer_key="optimizer",
+            storage_reader=DistributedFileSystemReader(folder),
+            process_group=group,
+        )
+        optimizer.load_state_dict(
+            FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, moments["optimizer"])
+        )
+    training.scheduler.load_state_dict(state["scheduler"])
+    training.steps = state["steps"]
+    return state
+
+
+def local_state(training: Training) -> dict[str, Any]:
+    """Return the local state, inside of ``sm_state_dict_type``."""
+    return {
+        "model": training.model.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "scheduler": training.scheduler.state_dict(),
+        "steps": training.steps,
+    }
+
+
+def local_place(training: Training, root: Path) -> dict[str, Any]:
+    """Return folder and group of this rank's local shard."""
+    import torch.sagemaker as tsm
+
+    rank = tsm.state.rank
+    members = next(ranks for ranks in tsm.state.ranker.get_rep_groups() if rank in ranks)
+    group = torch.distributed.new_group(members, use_local_synchronization=True)
+    folder = root / f"tp{tsm.state.tp_rank}_ep{tsm.state.ep_rank}_fsdp{training.model.rank}"
+    return {"checkpoint_id": str(folder), "process_group": group, "coordinator_rank": min(members)}
+
+
+def save_local(training: Training, root: Path, queue: Any) -> None:
+    from torch.sagemaker.distributed.checkpoint import state_dict_saver
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+
+    with sm_state_dict_type(training.model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state_dict_saver.async_save(local_state(training), queue=queue, **local_place(training, root))
+
+
+def load_local(training: Training, root: Path) -> None:
+    from torch.sagemaker.distributed.checkpoint.state_dict_loader import load as load_state
+    from torch.sagemaker.distributed.checkpoint.state_dict_utils import (
+        SMStateDictType,
+        init_optim_state,
+        sm_state_dict_type,
+    )
+
+    with sm_state_dict_type(training.model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        init_optim_state(training.optimizer, skip_empty_param=True)
+        state = local_state(training)
+        load_state(state, **local_place(training, root))
+    training.optimizer.load_state_dict(state["optimizer"])
+    training.scheduler.load_state_dict(state["scheduler"])
+    training.steps = state["steps"]
+
+
+def resume(config: dict[str, Any], way: str, root: Path) -> dict[str, Any]:
+    """Train, save on the way, and resume in a new training.
+
+    Returns:
+        Names of values that differ from those of the training that was not interrupted, and numbers of saves.
+    """
+    with joined(config):
+        from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
+
+        queue = AsyncCallsQueue()
+        first = Training(seed=0)
+        for step in (1, SAVED):  # the second one replaces the first
+            first.train(step)
+            save_local(first, root, queue) if way == "local" else save(first, root, queue if way == "async" else None)
+        first.train(STEPS)
+        numbers = queue.maybe_finalize_async_calls(blocking=True, process_group=first.model.process_group)
+        torch.distributed.barrier()
+        second = Training(seed=1)
+        load_local(second, root) if way == "local" else load(second, root)
+        resumed_at = second.steps
+        second.train(STEPS)
+        wanted, found = first.whole(), second.whole()
+        differing = [name for name in wanted if not torch.equal(wanted[name], found[name])]
+        return {"differing": differing, "at": resumed_at, "numbers": numbers, "names": sorted(wanted)}
+
+
+def save_whole(config: dict[str, Any], way: str, root: Path) -> dict[str, torch.Tensor]:
+    """Train a little and save; returns whole values."""
+    with joined(config):
+        training = Training(seed=0)
+        training.train(SAVED)
+        if way == "local":
+            from torch.sagemaker.distributed.checkpoint.state_dict_saver import DEFAULT_ASYNC_REQUEST_QUEUE
+
+            save_local(training, root, DEFAULT_ASYNC_REQUEST_QUEUE)  # it is finished by shutdown
+        else:
+            save(training, root)
+        return training.whole()
+
+
+def load_whole(config: dict[str, Any], way: str, root: Path) -> Any:
+    """Load what :func:`save_whole` has saved; returns whole values, or the code and the message of the error."""
+    from smp_runtime.errors import SMPError
+
+    with joined(config):
+        training = Training(seed=1)
+        try:
+            load_local(training, root) if way == "local" else load(training, root)
+        except SMPError as error:
+            return error.code, str(error)
+        return training.whole()
+
+
+def fail_in_background(root: Path) -> dict[str, Any]:
+    """Save, fail to save to the same folder on one rank, load, and save again."""
+    from smp_runtime.errors import CheckpointError
+
+    with joined({"hybrid_shard_degree": 2}) as tsm:
+        from torch.sagemaker.distributed.checkpoint import state_dict_saver
+        from torch.sagemaker.distributed.checkpoint.filesystem import DistributedFileSystemWriter
+        from torch.sagemaker.distributed.checkpoint.state_dict_loader import load as load_state
+
+        def fail(writer: Any) -> None:
+            if tsm.state.rank == 1:
+                raise OSError(28, "no space is left")
+
+        raised = []
+        value = torch.full((4,), float(tsm.state.rank))
+        state_dict_saver.async_save({"x": value, "y": 1}, checkpoint_id=root)
+        value.add_(10)  # a copy is saved
+        writer = DistributedFileSystemWriter(root, pre_write_hooks=[fail])
+        state_dict_saver.async_save({"x": value, "y": 2}, storage_writer=writer)
+        try:
+            state_dict_saver.maybe_finalize_async_calls(blocking=True)
+        except CheckpointError as error:
+            raised.append((error.code, str(error)))
+        found = {"x": torch.empty(4), "y": 0}
+        load_state(found, checkpoint_id=root)
+        missing = ""
+        try:
+            load_state({"x": torch.empty(4), "z": 0}, checkpoint_id=root)
+        except KeyError as error:
+            missing = str(error)
+        number = state_dict_saver.async_save({"x": value, "y": 3}, checkpoint_id=root)
+        numbers = state_dict_saver.maybe_finalize_async_calls(blocking=True)
+        load_state(again := {"y": 0}, checkpoint_id=root)
+        return {
+            "raised": raised,
+            "missing": missing,
+            "found": (found["x"].tolist(), found["y"]),
+            "numbers": (number, numbers),
+            "again": again["y"],
+        }

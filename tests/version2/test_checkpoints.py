@@ -1,0 +1,187 @@
+"""Checkpoints of version 2: sharded, in the background, local; at another degree; rotation; S3; failures."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training import version2_checkpoints as training
+
+from smp_runtime.errors import CheckpointError, SMPUserError
+
+SHARD = {"hybrid_shard_degree": 2}
+
+
+@pytest.mark.parametrize(("way", "world"), [("now", 2), ("async", 4), ("local", 2), ("local", 4)])
+def test_a_resumed_training_equals_one_without_a_break(ranks: Any, tmp_path: Path, way: str, world: int) -> None:
+    for found in ranks(training.resume, world, SHARD, way, tmp_path / "llama-3steps", init=False):
+        assert found["differing"] == []
+        assert found["at"] == training.SAVED
+        assert any("exp_avg" in name for name in found["names"])
+        assert "1.passes" in found["names"]
+    files = sorted(path.name for path in (tmp_path / "llama-3steps").rglob("*.distcp"))
+    assert len(files) == (2 if way != "local" else world), files  # those of the first save are gone
+
+
+def test_sharded_state_loads_at_another_degree(ranks: Any, tmp_path: Path) -> None:
+    wanted = ranks(training.save_whole, 2, SHARD, "now", tmp_path, init=False)[0]
+    for found in ranks(training.load_whole, 4, {"hybrid_shard_degree": 4}, "now", tmp_path, init=False):
+        assert isinstance(found, dict), found
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_local_state_of_another_degree_is_refused_by_name(ranks: Any, tmp_path: Path) -> None:
+    ranks(training.save_whole, 2, SHARD, "local", tmp_path, init=False)
+    found = ranks(training.load_whole, 4, {"hybrid_shard_degree": 4}, "local", tmp_path, init=False)
+    for rank, (code, message) in enumerate(found):
+        assert code == "SMP401"
+        wanted = [f"shard {rank} of 2", f"shard {rank} of 4"] if rank < 2 else [f"fsdp{rank}", ".metadata"]
+        assert all(words in message for words in wanted), message
+
+
+def test_a_save_that_fails_is_raised_on_all_ranks_and_leaves_the_one_before(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(training.fail_in_background, 2, tmp_path, init=False):
+        ((code, message),) = found["raised"]
+        assert code == "SMP401"
+        assert "rank 1" in message
+        assert "no space" in message
+        assert found["found"] == ([0.0] * 4, 1)
+        assert "z" in found["missing"]
+        assert found["again"] == 3
+        number, finalized = found["numbers"]
+        assert finalized == [number]
+    assert len(list(tmp_path.glob("*.distcp"))) <= 2  # files of the save that failed are gone
+
+
+def test_a_save_that_fails_while_the_process_ends_fails_the_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch_sagemaker_finder, torch.sagemaker as tsm\n"
+        "from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save\n"
+        "tsm.init({})\n"
+        f"async_save({{'x': 1}}, checkpoint_id={str(script / 'no-folder')!r})\n"
+    )
+    container = Path(__file__).parents[2] / "container"
+    environment = {**os.environ, "PYTHONPATH": str(container)}
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "no-folder" in ended.stderr
+
+
+def make_checkpoints(root: Path, *steps: int, inside: str = "") -> None:
+    for step in steps:
+        folder = root / f"llama-{step}steps" / inside
+        folder.mkdir(parents=True)
+        for name in ("__0_0.distcp", ".metadata"):
+            (folder / name).touch()
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.parametrize("inside", ["", "tp2-0"])
+def test_rotation_keeps_the_newest(tmp_path: Path, inside: str) -> None:
+    from smp_version2.checkpoint.rotation import SORT_BY_LAST_INT, limit_num_subdirs
+
+    make_checkpoints(tmp_path, 8, 9, 10, inside=inside)
+    (tmp_path / "logs-3").mkdir()
+    (tmp_path / "11steps").write_text("a file")
+    path, regex = tmp_path / "llama-10steps" / inside, r"^.*\d+steps$"
+    everything = names_in(tmp_path)
+    limit_num_subdirs(path, 2, sort_fn=SORT_BY_LAST_INT, regex=regex, log=False)
+    assert names_in(tmp_path) == everything
+    limit_num_subdirs(path, 2, sort_fn=SORT_BY_LAST_INT, regex=regex)
+    assert names_in(tmp_path) == ["11steps", "llama-10steps", "llama-9steps", "logs-3"]
+    limit_num_subdirs(tmp_path / "llama-12steps", 1, regex=regex)  # before it is written
+    assert names_in(tmp_path) == ["11steps", "llama-10steps", "logs-3"]
+
+
+def test_rotation_keeps_the_newest_complete_one(tmp_path: Path) -> None:
+    from smp_version2.checkpoint.rotation import limit_num_subdirs
+
+    make_checkpoints(tmp_path, 1, 2, 3)
+    (tmp_path / "llama-3steps" / ".metadata").unlink()  # its save was cut off
+    (tmp_path / "logs").mkdir()
+    limit_num_subdirs(tmp_path, 1)
+    assert names_in(tmp_path) == ["llama-2steps", "llama-3steps", "logs"]
+    with pytest.raises(SMPUserError, match="at least 1"):
+        limit_num_subdirs(tmp_path, 0)
+    with pytest.raises(SMPUserError, match="lifecycle"):
+        limit_num_subdirs("s3://bucket/x", 1)
+
+
+def write_half(files: Any, path: str) -> None:
+    with files.create_stream(path, "wb") as stream:
+        stream.write(b"half")
+        raise OSError("the writer stops")
+
+
+def test_a_checkpoint_in_s3(solo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    boto3, moto = pytest.importorskip("boto3"), pytest.importorskip("moto")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    with moto.mock_aws():
+        client = boto3.client("s3", region_name="us-east-1")
+        client.create_bucket(Bucket="bucket")
+        with training.joined({}):
+            from torch.sagemaker.distributed.checkpoint.filesystem import DistributedFileSystemReader
+            from torch.sagemaker.distributed.checkpoint.s3_filesystem import S3FileSystem
+            from torch.sagemaker.distributed.checkpoint.state_dict_loader import load
+            from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save, save
+
+            values, folder = torch.arange(1000.0), "s3://bucket/run/5steps"
+            async_save({"x": values, "y": "text"}, checkpoint_id=folder, s3_region="us-east-1")
+            save({"x": values + 1, "y": "newer"}, checkpoint_id=f"{folder}-b", s3_region="us-east-1")
+            found = {"x": torch.zeros(1000), "y": ""}
+            with pytest.raises(CheckpointError, match="no complete"):
+                load(found, checkpoint_id="s3://bucket/run/6steps", s3_region="us-east-1")
+            from torch.sagemaker.distributed.checkpoint.state_dict_saver import maybe_finalize_async_calls
+
+            assert len(maybe_finalize_async_calls()) == 1
+            load(found, storage_reader=DistributedFileSystemReader(Path(folder), s3_region="us-east-1"))
+            assert torch.equal(found["x"], values)
+            assert found["y"] == "text"
+            files = S3FileSystem("us-east-1")
+            assert sorted(files.fs.listdir("s3://bucket/run")) == ["bucket/run/5steps", "bucket/run/5steps-b"]
+            assert files.exists(f"{folder}/.metadata")
+            with pytest.raises(OSError, match="stops"):
+                write_half(files, f"{folder}/half")
+            assert not files.exists(f"{folder}/half")
+
+
+def test_what_is_asked_wrongly_is_named(solo: Any, tmp_path: Path) -> None:
+    from smp_version2.checkpoint.state_dict_loader import load
+    from smp_version2.checkpoint.state_dict_saver import async_save, save
+    from smp_version2.checkpoint.state_dict_utils import sm_state_dict_type
+
+    with training.joined({}):
+        calls = [
+            (lambda: save([]), "list"),
+            (lambda: save({}), "checkpoint_id"),
+            (lambda: load({}), "checkpoint_id"),
+            (lambda: async_save({}, checkpoint_id=tmp_path, sharded_strategy=int), "sharded_strategy"),
+            (lambda: save({}, checkpoint_id="gs://bucket/x"), "s3://"),
+            (lambda: sm_state_dict_type(torch.nn.Linear(1, 1), "local").__enter__(), "SM_LOCAL_STATE_DICT"),
+        ]
+        for call, words in calls:
+            with pytest.raises(SMPUserError, match=words) as raised:
+                call()
+            assert raised.value.code == "SMP402"
+
+
+def test_without_boto3_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from smp_config.errors import PackageMissing
+    from smp_version2.checkpoint.filesystem import path_to_file_system
+
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(PackageMissing, match="pip install boto3"):
+        path_to_file_system("s3://bucket/x")
