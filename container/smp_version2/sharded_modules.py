@@ -12,11 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from smp_config import Group
+from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_version2 import whole_state
 from smp_version2.split_parameters import find_slices
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from smp_config.version2.parameters import Version2Parameters
     from smp_runtime.job.ranks import Ranks
 
@@ -50,6 +53,8 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
             )
         if ranks.device.type == "cpu":  # FSDP refuses to choose it, and emulated GPUs are CPUs
             given["device_id"] = ranks.device
+            if given.pop("sync_module_states", False):
+                _bring_states(given["module"], given.pop("param_init_fn", None), ranks)
         original(self, **given)
         whole_state.register(self)
         if finish is not None:
@@ -61,6 +66,18 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
         FullyShardedDataParallel.__init__ = original  # type: ignore[method-assign]
 
     return end
+
+
+def _bring_states(module: nn.Module, fill: Callable[[nn.Module], None] | None, ranks: Ranks) -> None:
+    """Bring the first replica's values to all ranks on CPUs, where FSDP refuses ``sync_module_states``."""
+    for part in module.modules():
+        own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if fill is not None and any(tensor.is_meta for tensor in own):
+            fill(part)
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    members = ranks.members(Group.RDP)
+    if len(members) > 1:
+        broadcast_tensors(tensors, members[0], ranks.process_group(Group.RDP), ranks.collectives)
 
 
 def choose_groups(parameters: Version2Parameters, ranks: Ranks, strategy: ShardingStrategy | None) -> dict[str, Any]:

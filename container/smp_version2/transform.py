@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from smp_config import Group
 from smp_config.errors import kind_of
+from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_runtime.model.recipe import apply_tensor_parallelism
 from smp_runtime.module_conversion.scopes import mark_in_place
-from smp_runtime.nn.distributed_module import ReadByOthers
+from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
 from smp_version2.layer_classes import find_blocks, note_blocks
+from smp_version2.modules import empty_module_params
 from smp_version2.state import state
+
+if TYPE_CHECKING:
+    from smp_runtime.job.ranks import Ranks
 
 logger = logging.getLogger("smp")
 
@@ -53,14 +61,54 @@ def transform(
     if cp_comm_type not in CP_COMM_TYPES:
         raise SMPUserError(f"cp_comm_type is {cp_comm_type!r}; choose one of {', '.join(CP_COMM_TYPES)}")
     ranks = state.joined
+    if load_state_dict_from_rank0 and state.tp_size > 1 and 0 in ranks.members(Group.TP):
+        _bring_from_first(model, ranks)
     blocks = find_blocks(model)
     if state.tp_size > 1:
-        mark_in_place(model)
-        model = apply_tensor_parallelism(model, ranks)
-        for module in model.modules():
-            if isinstance(module, ReadByOthers):
-                module.replaced_class = ""  # FSDP reads weights while passes run, and wants this rank's parts
+        model = _split(model)
     note_blocks(blocks)
     if device is not None or dtype is not None:
         model = model.to(device=device, dtype=dtype)
     return model
+
+
+def _bring_from_first(model: nn.Module, ranks: Ranks) -> None:
+    """Give the other ranks of rank 0's tensor parallel group its weights, before all of them split the model."""
+    if ranks.rank != 0:
+        device = torch.device("cpu")
+        late = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
+        for module in model.modules() if late else ():
+            empty_module_params(module, device)
+        tie = getattr(model, "tie_weights", None)
+        if late and tie is not None:
+            tie()
+    tensors = [*model.parameters(), *model.buffers()]
+    broadcast_tensors([each.detach() for each in tensors], 0, ranks.process_group(Group.TP), ranks.collectives)
+
+
+def _split(model: nn.Module) -> nn.Module:
+    """Split a model in place; parameters on the meta device stay there, for :class:`.DelayedParamIniter`."""
+    late = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    mark_in_place(model)
+    with _without_notes_on_values() if late else contextlib.nullcontext():
+        model = apply_tensor_parallelism(model, state.joined)
+    for path, module in model.named_modules():
+        if isinstance(module, ReadByOthers):
+            module.replaced_class = ""  # FSDP reads weights while passes run, and wants this rank's parts
+        if isinstance(module, DistributedModule) and any(f"{path}.{name}" in late for name in module.tensor_slices):
+            empty_module_params(module, "meta")
+    return model
+
+
+@contextlib.contextmanager
+def _without_notes_on_values() -> Iterator[None]:
+    """Leave out warnings that new weights are drawn: those are dropped again."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "on the meta device" not in str(record.msg)
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)

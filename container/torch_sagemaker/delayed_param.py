@@ -1,0 +1,5 @@
+"""Delayed creation of parameters."""
+
+from smp_version2.delayed_parameters import DelayedParamIniter
+
+__all__ = ["DelayedParamIniter"]

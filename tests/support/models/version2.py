@@ -1,0 +1,36 @@
+"""Small models of Transformers for version 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def make_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, intermediate_size=64, **_size()))
+
+
+def make_neox() -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=64, **_size()))
+
+
+def make_mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(num_key_value_heads=2, num_local_experts=4, intermediate_size=64, **_size())
+    )
+
+
+def _size() -> dict[str, int]:
+    return {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def make_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, **dropout))

@@ -1,0 +1,67 @@
+"""Models that are created without values start as others do, whatever the degrees; rank 0's weights reach all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from support.models.version2 import make_gpt2, make_llama
+
+
+def _start(make: Any, config: dict[str, Any], from_rank0: bool = False) -> dict[str, torch.Tensor]:
+    """Return the full state of a model that was created on the meta device, on rank 0."""
+    import functools
+
+    import torch.sagemaker as tsm
+    from accelerate import init_empty_weights
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+    from torch.sagemaker.delayed_param import DelayedParamIniter
+    from torch.sagemaker.tensor_parallel.transformer import TransformerLayer
+
+    import torch_sagemaker_finder  # noqa: F401
+
+    torch.manual_seed(5)
+    tsm.init(config)
+    has_weights = from_rank0 and tsm.state.rank == 0
+    with contextlib.nullcontext() if has_weights else init_empty_weights():
+        model = make()
+    first = {name: value.clone() for name, value in model.state_dict().items()} if has_weights else {}
+    model = tsm.transform(model, load_state_dict_from_rank0=from_rank0)
+    initer = DelayedParamIniter(model)
+    with initer.validate_params_and_buffers_inited(not from_rank0):
+        wrapped = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerLayer}),
+            use_orig_params=True,
+            param_init_fn=initer.get_param_init_fn(),
+            post_param_init_fn=initer.get_post_param_init_fn(),
+            sync_module_states=from_rank0,
+        )
+    with FullyShardedDataParallel.state_dict_type(
+        wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    ):
+        found = wrapped.state_dict()
+    for name, value in first.items():
+        assert torch.equal(found[name], value), name
+    return found
+
+
+@pytest.mark.parametrize("make", [make_llama, pytest.param(make_gpt2, marks=pytest.mark.full)])
+def test_every_topology_starts_with_the_same_weights(ranks: Any, make: Any) -> None:
+    one, *_ = ranks(lambda: _start(make, {"hybrid_shard_degree": 2}), 2, init=False, timeout=120)
+    two, *_ = ranks(lambda: _start(make, {"tensor_parallel_degree": 2}), 2, init=False, timeout=120)
+    assert len(one) > 10
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), name
+    weights = torch.cat([value.flatten() for name, value in one.items() if value.dim() == 2])
+    assert float(weights.std()) == pytest.approx(0.02, rel=0.05)  # initializer_range of the models
+
+
+@pytest.mark.parametrize("config", [{"tensor_parallel_degree": 2}, {"hybrid_shard_degree": 2}])
+def test_weights_of_rank_0_reach_all_ranks(ranks: Any, config: dict[str, Any]) -> None:
+    found = ranks(lambda: _start(make_llama, config, from_rank0=True), 4, init=False, timeout=120)
+    assert len(found[0]) > 10
