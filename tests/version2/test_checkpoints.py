@@ -17,7 +17,7 @@ from smp_runtime.errors import CheckpointError, SMPUserError
 SHARD = {"hybrid_shard_degree": 2}
 
 
-@pytest.mark.parametrize(("way", "world"), [("now", 2), ("async", 4), ("local", 2), ("local", 4)])
+@pytest.mark.parametrize(("way", "world"), [("now", 2), ("async", 4), ("local", 2), ("local", 4), ("PyTorch", 4)])
 def test_a_resumed_training_equals_one_without_a_break(ranks: Any, tmp_path: Path, way: str, world: int) -> None:
     for found in ranks(training.resume, world, SHARD, way, tmp_path / "llama-3steps", init=False):
         assert found["differing"] == []

@@ -1,12 +1,10 @@
-"""``load_sharded_optimizer_state_dict`` of PyTorch, with the argument ``process_group`` that scripts for version 2 pass."""
+"""The state of FSDP's optimizer for the shards of one group of ranks."""
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import optimizer as of_pytorch
 
 from smp_config.errors import kind_of
 from smp_runtime.errors import CheckpointError, SMPUserError
@@ -74,28 +72,3 @@ def _with_lists(value: Any) -> Any:
         return value
     made = {key: _with_lists(each) for key, each in value.items()}
     return [made[at] for at in sorted(made)] if made and all(isinstance(key, int) for key in made) else made
-
-
-def install() -> None:
-    """Let PyTorch's function take ``process_group``; without it, it is what it was."""
-    original = of_pytorch.load_sharded_optimizer_state_dict
-    if getattr(original, "takes_group", False):
-        return
-
-    @functools.wraps(original)
-    def load_sharded_optimizer_state_dict(
-        model_state_dict: dict[str, Any],
-        optimizer_key: str,
-        storage_reader: StorageReader,
-        planner: Any = None,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        if process_group is None:
-            return original(model_state_dict, optimizer_key, storage_reader, planner)
-        return load_sharded_optimizer_state(model_state_dict, optimizer_key, storage_reader, process_group)
-
-    load_sharded_optimizer_state_dict.takes_group = True  # type: ignore[attr-defined]
-    of_pytorch.load_sharded_optimizer_state_dict = load_sharded_optimizer_state_dict
-    import torch.distributed.checkpoint as package
-
-    package.load_sharded_optimizer_state_dict = load_sharded_optimizer_state_dict

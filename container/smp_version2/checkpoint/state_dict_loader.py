@@ -72,7 +72,7 @@ def load(
         checkpoint.load(
             state_dict,
             storage_reader=reader,
-            planner=_choose_planner(planner, check_keys_matched),
+            planner=choose_planner(planner, check_keys_matched),
             process_group=process_group,
         )
     except CheckpointException as error:
@@ -94,7 +94,7 @@ def _choose_reader(
     return reader
 
 
-def _choose_planner(planner: LoadPlanner | None, check_keys_matched: bool) -> LoadPlanner:
+def choose_planner(planner: LoadPlanner | None, check_keys_matched: bool) -> LoadPlanner:
     """Return PyTorch's planner in the form that also loads ranks without a part of some tensor, or one of the script's."""
     if planner is None:
         planner = DefaultLoadPlanner(allow_partial_load=not check_keys_matched)

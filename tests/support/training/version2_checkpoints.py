@@ -110,12 +110,15 @@ def save(training: Training, folder: Path, queue: Any = None) -> None:
     given["coordinator_rank"] = min(torch.distributed.get_process_group_ranks(group))
     if queue is None:
         state_dict_saver.save(state, **given)
+    elif queue == "PyTorch":
+        writer = torch.distributed.checkpoint.FileSystemWriter(given.pop("checkpoint_id"))
+        torch.distributed.checkpoint.save_state_dict(state, storage_writer=writer, **given)
     else:
         state_dict_saver.async_save(state, queue=queue, **given)
 
 
-def load(training: Training, folder: Path) -> dict[str, Any]:
-    """Load sharded state."""
+def load(training: Training, folder: Path, by_pytorch: bool = False) -> dict[str, Any]:
+    """Load sharded state; scripts use PyTorch's function or version 2's."""
     from torch.distributed.checkpoint import DefaultLoadPlanner
     from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -126,7 +129,10 @@ def load(training: Training, folder: Path) -> dict[str, Any]:
     with _sharded(training):
         state = {"model": model.state_dict(), "scheduler": training.scheduler.state_dict(), "steps": 0}
         reader = DistributedFileSystemReader(folder)
-        load_state(state, storage_reader=reader, process_group=group, planner=DefaultLoadPlanner())
+        coordinator = min(torch.distributed.get_process_group_ranks(group))
+        given: dict[str, Any] = {"storage_reader": reader, "process_group": group, "coordinator_rank": coordinator}
+        load_function = torch.distributed.checkpoint.load_state_dict if by_pytorch else load_state
+        load_function(state, planner=DefaultLoadPlanner(), **given)
         model.load_state_dict(state["model"])
         moments = load_sharded_optimizer_state_dict(
             model_state_dict=state["model"],
@@ -201,12 +207,15 @@ def resume(config: dict[str, Any], way: str, root: Path) -> dict[str, Any]:
         first = Training(seed=0)
         for step in (1, SAVED):  # the second one replaces the first
             first.train(step)
-            save_local(first, root, queue) if way == "local" else save(first, root, queue if way == "async" else None)
+            if way == "local":
+                save_local(first, root, queue)
+            else:
+                save(first, root, {"async": queue, "now": None, "PyTorch": "PyTorch"}[way])
         first.train(STEPS)
         numbers = queue.maybe_finalize_async_calls(blocking=True, process_group=first.model.process_group)
         torch.distributed.barrier()
         second = Training(seed=1)
-        load_local(second, root) if way == "local" else load(second, root)
+        load_local(second, root) if way == "local" else load(second, root, way == "PyTorch")
         resumed_at = second.steps
         second.train(STEPS)
         wanted, found = first.whole(), second.whole()
