@@ -7,11 +7,11 @@ from typing import Any
 
 #: Fields of ``ModelParallel``, with the defaults of those that may be left out.
 FIELDS: Mapping[str, Any] = {
-    "version": 1,
     "parameters": {},
     "processes_per_host": None,
     "custom_mpi_options": "",
     "ship_runtime": True,
+    "version": 1,
 }
 
 

@@ -486,3 +486,8 @@ def _readable(error: ValidationError) -> str:
             )
             sentences.append(f"{field} is {show_value(item['input'])}: {detail}. {description}".rstrip())
     return "; ".join(sentences)
+
+
+def are_of_version_2(given: Any) -> bool:
+    """Return whether parameters without a launcher beside them are of version 2 of the library: it alone has one of them."""
+    return isinstance(given, Mapping) and not VERSION_2.keys().isdisjoint(given)

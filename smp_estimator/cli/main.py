@@ -15,7 +15,7 @@ from smp_config.error_codes import append_code
 from smp_config.errors import kind_of
 from smp_config.formats.values import parse_literal as _literal
 from smp_config.machine.instances import instance
-from smp_config.parameters import KEYS, VERSION_2
+from smp_config.parameters import KEYS, are_of_version_2
 from smp_estimator.cli.commands.checkpoint import checkpoint
 from smp_estimator.cli.commands.images import images
 from smp_estimator.cli.commands.init import init
@@ -116,7 +116,7 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     hosts = instance_count or said_count or 1
     known = instance(kind)
     launchers: dict[str, Any] = {}
-    if set(distribution) & VERSION_2.keys():
+    if are_of_version_2(distribution):
         launchers = {"torch_distributed": {"enabled": True}}
     elif set(distribution) & KEYS:
         launchers = {"mpi": {"enabled": True, "processes_per_host": known.gpus if known else 1}}

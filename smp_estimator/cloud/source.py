@@ -36,6 +36,9 @@ USER_PROGRAM = entry.USER_PROGRAM
 
 DISTRIBUTION = "smp-estimator"
 
+#: Read by a Python into which the wheel is installed; it has ``torch.sagemaker`` found.
+_PATH_FILE = "smp_estimator_torch_sagemaker.pth"
+
 #: The folder of this package.
 _OWN = Path(__file__).parents[1]
 
@@ -136,13 +139,14 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
     # Looked up beside smp_config, not through the import system: another smdistributed may be installed here.
     roots = {name: Path(smp_config.__file__).parent.parent / name for name in entry.PACKAGES}
     roots["smp_estimator"] = _OWN
-    finder = roots["smp_config"].with_name(f"{entry.FINDER}.py")
-    if not finder.is_file():
-        raise CannotTravel(
-            f"the runtime cannot travel with the code: {finder} is missing; reinstall {DISTRIBUTION}, or give image_uri, an image "
-            "that has the runtime"
-        )
-    yield finder.name, finder.read_bytes()
+    for name in (f"{entry.FINDER}.py", _PATH_FILE):
+        beside = roots["smp_config"].with_name(name)
+        if not beside.is_file():
+            raise CannotTravel(
+                f"the runtime cannot travel with the code: {beside} is missing; reinstall {DISTRIBUTION}, or give image_uri, an "
+                "image that has the runtime"
+            )
+        yield name, beside.read_bytes()
     for package, root in roots.items():
         if not (root / "__init__.py").is_file():
             raise CannotTravel(

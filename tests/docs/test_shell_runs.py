@@ -255,6 +255,7 @@ def _output() -> None:
 _STEP_AND_JOB = {"JOB_OUTPUT": "out", "--step 7": "--step 2"}
 SCENES: dict[Key, Scene] = {
     ("accelerate.md", "smp-estimator run"): Scene(_script("accelerate.md", "accelerator.prepare")),
+    ("version-2.md", "smp-estimator run"): Scene(_script("version-2.md", "tsm.init()")),
     ("checkpoints.md", "checkpoint inspect"): Scene(_checkpoint, {"PATH": "saved", "OUT": "out"}),
     ("command-line.md", "smp-estimator run"): Scene(_sized, {"DIR": "."}),
     ("estimator.md", "smp-estimator validate"): Scene(_distribution),

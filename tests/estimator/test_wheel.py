@@ -38,6 +38,7 @@ def test_the_wheel_s_record_is_true(built: Path) -> None:
         "smp_runtime/model/__init__.py",
         "torch_sagemaker/__init__.py",
         "torch_sagemaker_finder.py",
+        "smp_estimator_torch_sagemaker.pth",
         "smdistributed/modelparallel/torch/__init__.py",
     } <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".so")]

@@ -117,3 +117,10 @@ def test_the_json_of_a_job_is_read_or_named() -> None:
     for text, named in (("{", "no JSON"), ("[1]", "a list"), ('{"ddp": true}', "version 1")):
         with pytest.raises(ConfigError, match=named):
             Version2Parameters.from_given(text)
+
+
+def test_settings_without_effect_are_named_once_they_are_given() -> None:
+    given = {"sm_activation_offloading": True, "random_seed": 3, "allow_empty_shards": False, "hybrid_shard_degree": 2}
+    said = Version2Parameters.from_parameters(given).warnings()
+    assert [sentence.split(" is ")[0] for sentence in said] == ["sm_activation_offloading", "random_seed"]
+    assert Version2Parameters.from_parameters({}).warnings() == []

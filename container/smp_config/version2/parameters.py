@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 _FLAG = "true or false, without quotes (in Python True or False)"
 _DEGREE = "a whole number from 1 to the number of processes"
 
+#: Settings that are taken for scripts that have them, and change nothing; a false one asks for nothing.
+_WITHOUT_EFFECT = {
+    "sm_activation_offloading": "PyTorch's own offload_wrapper moves activations, and loads none ahead",
+    "activation_loading_horizon": "PyTorch's own offload_wrapper loads no activations ahead",
+    "fsdp_cache_flush_warnings": "read num_alloc_retries of torch.cuda.memory_stats() instead",
+    "allow_empty_shards": "PyTorch's own sharding pads small parameters",
+    "random_seed": "call torch.manual_seed in the script instead",
+}
+
 #: What each setting may be, for messages.
 _ALLOWED = {
     "hybrid_shard_degree": "a whole number from 0 to the number of processes; 0 leaves it to the script's FSDP, 1 shards nothing",
@@ -158,6 +167,11 @@ class Version2Parameters(BaseModel):
         """Return the settings that were given, as ``mp_parameters`` carries them."""
         return self.model_dump(exclude_unset=True)
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables for the interpreter of every rank: none."""
+        return {}
+
     def shard_degree(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the state; 0 leaves that to the script's FSDP."""
         model = self.tensor_parallel_degree * self.expert_parallel_degree
@@ -175,11 +189,9 @@ class Version2Parameters(BaseModel):
         return lay_out(world_size, tensor=model, shard=self.shard_degree(world_size))
 
     def warnings(self) -> list[str]:
-        """Return sentences on settings that have no effect together."""
-        found = []
-        if "activation_loading_horizon" in self.model_fields_set and not self.sm_activation_offloading:
-            found.append("activation_loading_horizon has no effect, since sm_activation_offloading is false")
-        return found
+        """Return sentences on settings that were given and have no effect."""
+        given = [name for name in _WITHOUT_EFFECT if name in self.model_fields_set and getattr(self, name) is not False]
+        return [f"{name} is {getattr(self, name)}, which has no effect: {_WITHOUT_EFFECT[name]}" for name in given]
 
 
 def _unknown(name: object, known: list[str]) -> str:

@@ -50,6 +50,7 @@ from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
+    from smp_config.version2.parameters import Version2Parameters
 from smp_config.formats.secrets import mask_secrets, masked_words
 
 #: A task that fails ends the step. By default SLURM lets the others go on, unless its administrator set otherwise.
@@ -71,7 +72,7 @@ class LocalJob:
     surroundings: DetectedLauncher
     script: str
     words: tuple[str, ...]
-    parameters: ModelParallelParameters | None
+    parameters: ModelParallelParameters | Version2Parameters | None
     again: tuple[str, ...]
 
     def check(self) -> None:
@@ -235,7 +236,7 @@ def plan(
     surroundings: DetectedLauncher,
     script: str,
     words: Sequence[str],
-    parameters: ModelParallelParameters | None,
+    parameters: ModelParallelParameters | Version2Parameters | None,
     again: Sequence[str],
     environ: Mapping[str, str],
 ) -> LocalJob:

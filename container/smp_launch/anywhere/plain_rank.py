@@ -15,6 +15,7 @@ from pathlib import Path
 
 from smp_config.machine.interfaces import LOOPBACK, interface_towards
 from smp_config.machine.launchers import ADDRESS_VARIABLE, PORT_VARIABLE, PROCESS_MODE_VARIABLE
+from smp_config.parameters import are_of_version_2
 from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.ranks.script import Program, RankPlace, Wrapper, run_to_end
 from smp_launch.ranks.torch_entry_points import make_findable
@@ -59,7 +60,7 @@ def enter(place: RankPlace, arguments: Sequence[str]) -> Program:
     place.has_input = not (surroundings.uses_mpi and _reads_null(os.getppid()))
     prepare(surroundings, int(local), os.environ)
     path = Path(script).absolute()
-    make_findable(os.environ, None, smddp=False, libraries=PARAMETERS_VARIABLE in os.environ)
+    make_findable(os.environ, None, smddp=False, libraries=_is_of_version_1(os.environ))
     return Program(path, words, path.parent)
 
 
@@ -79,7 +80,7 @@ def rank_of(surroundings: DetectedLauncher, local: int) -> int:
 def rank_variables(surroundings: DetectedLauncher, local: int, with_parameters: bool) -> dict[str, str]:
     """Return the variables that place this rank, for the runtime, for libraries and for scripts.
 
-    ``LOCAL_RANK`` is left out if the job has parameters of the model parallel library, as in a job of the platform.
+    ``LOCAL_RANK`` is left out if the job has parameters of version 1 of the library, as in a job of the platform.
     It would make the Transformers ``Trainer`` start a second, contradicting way of distributing.
     """
     rank = str(rank_of(surroundings, local))
@@ -102,12 +103,21 @@ def rank_variables(surroundings: DetectedLauncher, local: int, with_parameters: 
     return values if with_parameters else {**values, "LOCAL_RANK": str(local)}
 
 
+def _is_of_version_1(environ: Mapping[str, str]) -> bool:
+    """Return whether the job has parameters of version 1 of the library; those of version 2 leave PyTorch's launch as it is."""
+    text = environ.get(PARAMETERS_VARIABLE)
+    try:
+        return bool(text) and not are_of_version_2(json.loads(text or ""))
+    except ValueError:
+        return True  # smp.init() reports it
+
+
 def prepare(surroundings: DetectedLauncher, local: int, environ: MutableMapping[str, str]) -> None:
     """Make ``environ`` the environment of a rank. The user's settings of threads and interfaces stay."""
     if not surroundings.uses_mpi:
         for name in [name for name in environ if name.startswith(_OF_OTHERS)]:
             del environ[name]
-    with_parameters = bool(environ.get(PARAMETERS_VARIABLE))
+    with_parameters = _is_of_version_1(environ)
     if with_parameters:
         environ.pop("LOCAL_RANK", None)
         environ.setdefault(FRAMEWORK_VARIABLE, _WITH_RANKS)

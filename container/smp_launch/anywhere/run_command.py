@@ -17,7 +17,8 @@ from smp_config.formats import strict_json
 from smp_config.formats.values import parse_dictionary
 from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
 from smp_config.machine.disk_space import full_disk, no_more_files
-from smp_config.parameters import ModelParallelParameters
+from smp_config.parameters import ModelParallelParameters, are_of_version_2
+from smp_config.version2.parameters import Version2Parameters
 from smp_launch.anywhere.detect_launcher import LauncherKind, LauncherSettings, recognise
 from smp_launch.anywhere.local_job import LocalJob, plan
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
@@ -33,7 +34,9 @@ from smp_launch.supervision.supervise import LAST_RESORT, grace_seconds, stop_co
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 @click.option("--processes", type=click.IntRange(1), metavar="N", help="Ranks of each host; default: its GPUs, or 1.")
 @click.option(
-    "--parameters", metavar="JSON|FILE", help="mp_parameters, as for smp.init(); default: SM_HP_MP_PARAMETERS."
+    "--parameters",
+    metavar="JSON|FILE",
+    help="mp_parameters, as for smp.init() or tsm.init(); default: SM_HP_MP_PARAMETERS.",
 )
 @click.option("--hosts", type=click.IntRange(1), metavar="N", help="How many hosts, where nothing here says it.")
 @click.option("--host-rank", type=click.IntRange(0), metavar="I", help="Which of them this is, from 0.")
@@ -107,7 +110,9 @@ def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:
     return code
 
 
-def _parameters(given: str | None, kind: LauncherKind, environ: Mapping[str, str]) -> ModelParallelParameters | None:
+def _parameters(
+    given: str | None, kind: LauncherKind, environ: Mapping[str, str]
+) -> ModelParallelParameters | Version2Parameters | None:
     """Return the parameters of the command line, else of the environment, else of a SageMaker job.
 
     Raises:
@@ -126,4 +131,6 @@ def _parameters(given: str | None, kind: LauncherKind, environ: Mapping[str, str
             ) from None
     elif kind is LauncherKind.SAGEMAKER:
         found = decoded_hyperparameter(Tree.from_environment(environ).read_config("hyperparameters").get(MP_PARAMETERS))
+    if are_of_version_2(found):
+        return Version2Parameters.from_given(found)
     return None if found is None else ModelParallelParameters.from_mp_parameters(found)

@@ -18,6 +18,7 @@ from smp_config.error_codes import append_code
 from smp_config.errors import suggest
 from smp_config.formats.values import parse_dictionary
 from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
+from smp_config.parameters import are_of_version_2
 from smp_estimator.cli.console import make_printable
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.local.files.uris import address_of
@@ -99,22 +100,25 @@ def run(
 
     ARGUMENTS, after --, are the script's own, after its hyperparameters: run train.py --processes 2 -- --lr 0.1
 
-    The ranks have this shell's environment, except for the variables that the launcher sets.
+    The ranks have this shell's environment, except for the variables that the launcher sets. Parameters that only version 2 of
+    the library has (hybrid_shard_degree) start SCRIPT as one that imports torch.sagemaker.
     """
     path = Path(script).absolute()
     if source_dir and Path(source_dir).absolute() not in path.parents:
         raise ConfigError(f"SCRIPT {path} does not lie in --source-dir {source_dir}; give the folder that holds it")
     environment = dict(_environment(given["env"]))
+    parameters = parse_dictionary(given["parameters"], "--parameters")
     settings: dict[str, Any] = {
         "entry_point": str(path.relative_to(Path(source_dir).absolute())) if source_dir else str(path),
         "instance_type": "local",
         "instance_count": given["hosts"],
         "hyperparameters": {name: _value(text) for name, text in pairs(given["hyperparameter"], "--hyperparameter")},
         "distribution": {
-            "smdistributed": {
-                "modelparallel": {"enabled": True, "parameters": parse_dictionary(given["parameters"], "--parameters")}
+            "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
+            "torch_distributed" if are_of_version_2(parameters) else "mpi": {
+                "enabled": True,
+                "processes_per_host": given["processes"],
             },
-            "mpi": {"enabled": True, "processes_per_host": given["processes"]},
         },
     }
     if source_dir:
