@@ -26,6 +26,7 @@ ELSEWHERE: dict[str, list[Key]] = {
     "tests/model_trainer/test_jobs.py": [("sdk-v3.md", "trainer.train("), ("README.md", "trainer.train(")],
     "tests/version2/test_docs.py": [("version-2.md", "tsm.init()"), ("version-2.md", "SMPEstimator(")],
     "tests/model_trainer/test_version2.py": [("version-2.md", "Torchrun(")],
+    "tests/version2/test_checkpoints.py": [("version-2.md", "async_save(")],
     "tests/smddp/test_docs.py": [
         ("smddp.md", 'init_process_group("smddp")'),
         ("smddp.md", 'instance_type="local"'),

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.documents.doc_runs import matching
 from support.training import version2_checkpoints as training
 
+from smp_records.records import parse_failure
 from smp_runtime.errors import CheckpointError, SMPUserError
 
 SHARD = {"hybrid_shard_degree": 2}
@@ -62,7 +64,7 @@ def test_a_save_that_fails_is_raised_on_all_ranks_and_leaves_the_one_before(rank
 def test_a_save_that_fails_while_the_process_ends_fails_the_job(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch_sagemaker_finder, torch.sagemaker as tsm\n"
+        "import smp_launch, torch_sagemaker_finder, torch.sagemaker as tsm\n"
         "from torch.sagemaker.distributed.checkpoint.state_dict_saver import async_save\n"
         "tsm.init({})\n"
         f"async_save({{'x': 1}}, checkpoint_id={str(script / 'no-folder')!r})\n"
@@ -73,7 +75,14 @@ def test_a_save_that_fails_while_the_process_ends_fails_the_job(tmp_path: Path) 
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 1, ended.stderr
-    assert "no-folder" in ended.stderr
+    (record,) = filter(None, map(parse_failure, ended.stderr.splitlines()))
+    assert record.code == "SMP401"
+    assert "no-folder" in record.message
+
+
+def test_the_page_runs(ranks: Any, tmp_path: Path) -> None:
+    (block,) = matching(("version-2.md", "async_save("), "python")
+    assert ranks(training.run_page, 2, block.code, tmp_path, init=False) == [7, 7]
 
 
 def make_checkpoints(root: Path, *steps: int, inside: str = "") -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from smp_records.records import FailureRecord, format_failure
 from smp_runtime.comm.waiting import timeout_seconds
 from smp_runtime.errors import DeadlineError
 from smp_runtime.job import session
@@ -166,18 +168,20 @@ class AsyncCallsQueue:
             return
         try:
             self.maybe_finalize_async_calls(blocking=True)
-        except Exception:
+        except Exception as error:
             # The interpreter would report an error of an exit handler and end with code 0: the job would seem to have worked.
             if not threading.main_thread().is_alive():
-                _lost.append(self)
+                rank = current.ranks.rank if current is not None else 0
+                trace = "".join(traceback.format_exception(error))
+                _lost.append(FailureRecord.of(rank, os.environ.get("SM_CURRENT_HOST", ""), error, trace))
             raise
 
 
 #: The queue of ``async_save`` if a script passes none.
 DEFAULT_ASYNC_REQUEST_QUEUE = AsyncCallsQueue()
 
-#: Queues with a save that failed while the process was ending.
-_lost: list[AsyncCallsQueue] = []
+#: Saves that failed while the process was ending.
+_lost: list[FailureRecord] = []
 
 
 def _end_with_code() -> None:
@@ -188,7 +192,10 @@ def _end_with_code() -> None:
 
 
 def _exit_if_lost() -> None:
-    if _lost:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    if not _lost:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "smp_launch" in sys.modules:  # it started this process, and reads the reason of the failure from this line
+        os.write(2, (format_failure(_lost[0]) + "\n").encode())
+    os._exit(1)

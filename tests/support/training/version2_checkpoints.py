@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,19 @@ def fail_in_background(root: Path) -> dict[str, Any]:
             "numbers": (number, numbers),
             "again": again["y"],
         }
+
+
+def run_page(code: str, folder: Path) -> int:
+    """Run the block of the page, and return the step that it has saved."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    before = Path.cwd()
+    with joined({"hybrid_shard_degree": 2}) as tsm, contextlib.ExitStack() as last:
+        last.callback(os.chdir, before)
+        os.chdir(folder)
+        from torch.sagemaker.distributed.checkpoint.state_dict_loader import load as load_state
+
+        training = Training(seed=0)
+        exec(code, {"tsm": tsm, "FSDP": FullyShardedDataParallel, "model": training.model, "step": 7})
+        load_state(found := {"step": 0}, checkpoint_id="checkpoints/model-10steps")
+        return found["step"]
