@@ -120,8 +120,8 @@ def _version_2(source: ScriptSource, node: ast.expr, indent: int, values: Values
     """Return version 2 of the library as SDK v3 has it, and note which library trains."""
     source.note(
         node,
-        "this is version 2 of the model parallel library (torch.sagemaker): with ModelTrainer of smp_estimator.model_trainer, "
-        "Torchrun(smp=SMP(…)) trains with this library; with the SDK's own it trains in AWS's image",
+        "this is version 2 of the model parallel library (torch.sagemaker): Torchrun(smp=SMP(…)) trains with the library in the "
+        "image that is named; without training_image, ModelTrainer of smp_estimator.model_trainer trains with its own",
     )
     model, text = _entry(source, *_entry(source, node, "", "smdistributed"), "modelparallel")
     known = _items(values.resolve(model))

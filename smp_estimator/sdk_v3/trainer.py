@@ -13,7 +13,7 @@ from pydantic import ConfigDict, PrivateAttr, ValidationError
 from smp_config import ConfigError
 from smp_config.errors import suggest
 from smp_config.machine.instances import instance
-from smp_estimator.cloud import service
+from smp_estimator.cloud import images, service
 from smp_estimator.cloud.image_choice import choose_pytorch
 from smp_estimator.cloud.log import CloudLog, print_bill
 from smp_estimator.local import container_failures
@@ -107,9 +107,10 @@ class ModelTrainer(StockModelTrainer):
                     f"ModelTrainer has no {name!r} (given {arguments[name]!r}){suggest(name, known) or ';'} help(ModelTrainer) "
                     "lists all arguments"
                 )
-        with said_in_v3():
-            arguments["distributed"] = as_model_parallel(arguments.get("distributed"))
         here = _wants_processes(arguments)
+        if not arguments.get("algorithm_name"):
+            given = arguments.get("distributed"), arguments.get("training_image")
+            arguments["distributed"] = _with_this_library(*given)
         if here:
             arguments |= {"training_image": PROCESS_IMAGE, "training_mode": Mode.LOCAL_CONTAINER}
         elif not arguments.get("training_image") and not arguments.get("algorithm_name"):
@@ -145,9 +146,9 @@ class ModelTrainer(StockModelTrainer):
 
     def _read(self) -> Distribution | None:
         """Check the settings as they are now, which may have been changed since the constructor."""
-        with said_in_v3():
-            if (settled := as_model_parallel(self.distributed)) is not self.distributed:
-                self.distributed = settled
+        settled = _with_this_library(self.distributed, self.training_image)
+        if settled is not self.distributed:
+            self.distributed = settled
         ours = isinstance(self.distributed, ModelParallel)
         return read_settings(self, self._where()) if ours or self._process_mode else None
 
@@ -321,6 +322,18 @@ def _replacing_the_shell(arguments: list[str]) -> list[str]:
     if arguments != DEFAULT_CONTAINER_ARGUMENTS:
         return arguments
     return [word.replace("&& ", "&& exec ") for word in arguments]
+
+
+def _with_this_library(distributed: Any, image: Any) -> Any:
+    """Return the SDK's settings of version 2 as this library's, unless an image is named that may have the original's.
+
+    Raises:
+        ConfigError: parameters that cannot work.
+    """
+    if image and image != PROCESS_IMAGE and not images.is_stock(image):
+        return distributed
+    with said_in_v3():
+        return as_model_parallel(distributed)
 
 
 def _wants_processes(arguments: Mapping[str, Any]) -> bool:

@@ -168,3 +168,27 @@ def test_two_processes_train_from_end_to_end(script: Path, tmp_path: Path, capsy
     said = capsys.readouterr().out
     assert "version 2" in said
     assert said.count("step 1 of 2 ranks, sharded over 2, seed 7") == 2
+
+
+@pytest.mark.job
+@pytest.mark.timeout(180)
+def test_torchrun_of_a_stock_image_starts_ranks(cloud: Cloud, script: Path, tmp_path: Path) -> None:
+    from support.training.version2_script import SCRIPT
+
+    (script / "train.py").write_text(SCRIPT)
+    given = {"image_uri": None, "distribution": version_2(hybrid_shard_degree=2), "instance_type": "ml.p4d.24xlarge"}
+    cloud.estimator(script, **given).fit(wait=False)
+    code = unpacked(cloud.boto, cloud.requests[-1], tmp_path / "code")
+    environment = {
+        "PATH": os.environ["PATH"],
+        "TMPDIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "SM_FRAMEWORK_PARAMS": json.dumps({"sagemaker_smp_program": "train.py"}),
+        "SM_HP_MP_PARAMETERS": json.dumps(cloud.carried()["mp_parameters"]),
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(code / "_smp_entry.py")], env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("step 1 of 2 ranks, sharded over 2") == 2

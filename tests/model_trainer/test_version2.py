@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.documents.doc_runs import matching
-from support.platform.sdk3 import require_sdk_3
+from support.platform.sdk3 import ROLE, require_sdk_3
 from support.training.version2_script import SCRIPT
 
 require_sdk_3()
@@ -64,7 +64,27 @@ def test_the_page_s_settings_are_these() -> None:
     names: dict[str, Any] = {}
     exec(compile(block.code, "version-2.md", "exec"), names)
     wanted = ModelParallel(version=2, parameters={"hybrid_shard_degree": 2}, processes_per_host=2)
-    assert as_model_parallel(names["distributed"]) == wanted
+    assert as_model_parallel(names["distributed"]).model_dump() == wanted.model_dump()
+
+
+def test_a_named_image_trains_with_its_own_library(script: Path, cloud: Any) -> None:
+    given = {
+        "source_code": SourceCode(source_dir=str(script), entry_script="train.py"),
+        "compute": Compute(instance_type="ml.p4d.24xlarge", instance_count=1),
+        "role": ROLE,
+        "sagemaker_session": cloud.session,
+    }
+    torchrun = Torchrun(smp=SMP(hybrid_shard_degree=8, context_parallel_degree=2))
+    original = "658645717510.dkr.ecr.us-east-1.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
+    assert ModelTrainer(**given, training_image=original, distributed=torchrun).distributed is torchrun
+    with pytest.raises(ConfigError, match="no context parallelism"):
+        ModelTrainer(**given, distributed=torchrun)
+    trainer = ModelTrainer(**given, distributed=Torchrun(smp=SMP(hybrid_shard_degree=8)))
+    trainer.train(wait=False)
+    (sent,) = cloud.requests
+    assert "pytorch" in sent["AlgorithmSpecification"]["TrainingImage"]
+    assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+    assert sent["HyperParameters"]["sagemaker_torch_distributed_enabled"] == "true"
 
 
 def test_names_of_the_other_version_are_refused() -> None:
