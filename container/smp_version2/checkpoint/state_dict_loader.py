@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
@@ -119,11 +120,13 @@ def _read_metadata(reader: StorageReader) -> Metadata:
 
 def _check(state_dict: Mapping[str, Any], metadata: Metadata, check_keys_matched: bool) -> None:
     """Raise an error for a checkpoint that does not fit, before anything is loaded."""
-    wanted = _list_keys(state_dict)
-    found = set(metadata.state_dict_metadata)
+    values = _flatten(state_dict)
+    wanted, found = set(values), set(metadata.state_dict_metadata)
     shards = {shard for key in wanted if (shard := LocalShard.of_key(key)) is not None}
     saved = {shard for key in found if (shard := LocalShard.of_key(key)) is not None}
-    if shards != saved:
+    # Values that are no tensors are the same in every part.
+    has_tensors = any(isinstance(value, torch.Tensor) for value in values.values())
+    if shards != saved and (shards or has_tensors):
         raise CheckpointError(
             f"the checkpoint has {_describe(saved)}, and this rank loads {_describe(shards)}; local shards are loaded with the "
             "degrees of the save: set them, or save with SHARDED_STATE_DICT, which loads at any degree"
@@ -140,12 +143,12 @@ def _describe(shards: set[LocalShard]) -> str:
     return " and ".join(sorted(map(str, shards))) or "no local shards"
 
 
-def _list_keys(state_dict: Mapping[str, Any]) -> set[str]:
-    """Return the keys as PyTorch flattens them."""
+def _flatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by their keys as PyTorch flattens them."""
     plain = {
         key: value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
         for key, value in state_dict.items()
     }
     planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(plain, None, False)
-    return set(planner.state_dict)
+    return dict(planner.state_dict)

@@ -190,6 +190,8 @@ def load_local(training: Training, root: Path) -> None:
         init_optim_state(training.optimizer, skip_empty_param=True)
         state = local_state(training)
         load_state(state, **local_place(training, root))
+        load_state(alone := {"steps": 0}, **local_place(training, root))  # as scripts load values of newer checkpoints
+        assert alone["steps"] == state["steps"]
     training.optimizer.load_state_dict(state["optimizer"])
     training.scheduler.load_state_dict(state["scheduler"])
     training.steps = state["steps"]
