@@ -29,7 +29,7 @@ from smp_estimator.settings.translation import (
     stock_image_conflicts,
 )
 from smp_estimator.settings.variables import separate
-from smp_records import faults
+from smp_records import faults, numerics, profiling, tracking
 from smp_records.timeline import steps_to_keep
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ KNOWN_STRATEGIES = (
 
 #: What process mode cannot start: these need a launcher other than mpirun.
 _OTHER_LAUNCHERS = ("torch_distributed", "pytorchxla", "parameter_server", "multi_worker_mirrored_strategy")
+
+
+#: Variables of what works on steps, models and optimizers of version 1 of the library.
+_ONLY_VERSION_1 = (recovery.MEMORY_VARIABLE, numerics.VARIABLE, tracking.LOGGERS_VARIABLE, profiling.VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -282,7 +286,9 @@ def _check_version_2(
         )
     if processes is not None and hosts is not None and MP_PARAMETERS not in later:
         parameters.topology(processes * hosts)
-    for warning in parameters.warnings():
+    asked = [name for name in _ONLY_VERSION_1 if str(environment.get(name) or "0") != "0"]
+    unused = f"{', '.join(asked)}: no effect on version 2 of the library, whose steps and optimizers are PyTorch's own"
+    for warning in [*parameters.warnings(), *([unused] if asked else [])]:
         say(f"distribution: {warning}")
     return settings
 

@@ -91,6 +91,16 @@ def test_ranks_get_the_variables_of_torchrun() -> None:
         Layout.of(settings, ["algo-1"], "algo-1", 0, False)
 
 
+def test_what_only_version_1_has_is_named() -> None:
+    said: list[str] = []
+    given = {"instance_type": "local", "hosts": 1, "process_mode": True, "say": said.append}
+    read(version_2(1), environment={"SMP_MEMORY_CHECKPOINT": "1", "SMP_LOGGERS": "tensorboard"}, **given)
+    assert said == [
+        "distribution: SMP_MEMORY_CHECKPOINT, SMP_LOGGERS: no effect on version 2 of the library, whose steps and optimizers are "
+        "PyTorch's own"
+    ]
+
+
 def test_plans_are_for_version_1(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"plan\(\) and rehearse\(\) are for version 1"):
         make(distribution=version_2(2)).plan("gpt2")
@@ -104,7 +114,7 @@ def test_a_job_of_the_cloud_takes_the_runtime_along(cloud: Cloud, script: Path, 
         "sys.modules['torch'].__path__ = []\n"
         "exec(code)\n"
         'torch = \'import sys; sys.modules["torch"] = type(sys)("torch"); sys.modules["torch"].__path__ = []; \'\n'
-        "subprocess.run([sys.executable, '-c', torch + code], check=True)\n"
+        "subprocess.run([sys.executable, '-S', '-c', 'import sitecustomize; ' + torch + code], check=True)\n"
     )
     given = {"image_uri": None, "distribution": version_2(hybrid_shard_degree=8), "instance_type": "ml.p4d.24xlarge"}
     job = cloud.estimator(script, **given)
