@@ -91,7 +91,7 @@ def test_every_class_of_errors_is_known() -> None:
 _INSIDE = {
     "readers, whose callers name the file or the setting and raise an error with a code": """
         smp_config.formats.numbers_given smp_records.numerics smp_config.parameters smp_config.formats.strict_json
-        smp_records.timeline
+        smp_records.timeline smp_config.version2.parameters
         smp_estimator.cloud.entry smp_estimator.timeline.profiles
         smp_estimator.timeline.files smp_launch.sagemaker.platform_files smp_launch.ranks.messages
         smp_runtime.checkpoint.files.archive_checksums smp_runtime.checkpoint.files.manifest
@@ -101,7 +101,8 @@ _INSIDE = {
         smp_emulation.checked.communicators smp_emulation.checked.streams.device smp_emulation.checked.streams.streams
         smp_emulation.checked.tensors smp_emulation.devices smp_emulation.covered.memory smp_emulation.covered.ordering""",
     "what Python says of a name that a module or an object does not have": """
-        smp_estimator smp_estimator.local smp_estimator.local.client smp_estimator.model_trainer""",
+        smp_estimator smp_estimator.local smp_estimator.local.client smp_estimator.model_trainer
+        smp_version2.state""",
     "a name that a package does not have, as Python says it": "smp_config.lazy_names",
     "what gloo says of a collective that others have left, word for word": "smp_runtime.comm.host.shared_memory",
 }
