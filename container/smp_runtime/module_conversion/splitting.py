@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
@@ -144,6 +143,10 @@ def become_whole(module: nn.Module) -> None:
         setattr(module, attribute, whole)
 
 
+#: Before the name of a parameter: what a module's own dictionary has of it, while a value for the pass stands in its place.
+_FORMER = "_smp_former_"
+
+
 class _OnOwnFeatures:
     """Hooks that pass a module's parameter to its forward pass so that its gradients are summed over the group.
 
@@ -161,10 +164,17 @@ class _OnOwnFeatures:
         module.register_forward_hook(self.behind, always_call=True)
 
     def before(self, module: nn.Module, args: Any) -> None:
-        parameter = module._parameters[self._name]
+        own = module.__dict__
+        # FSDP puts a parameter's gathered values there, and takes the parameter away while it recomputes.
+        parameter = own[_FORMER + self._name] = own.get(self._name)
+        if parameter is None:
+            parameter = module._parameters[self._name]
         value = collectives.use_shared(self._group, parameter)[0] if self._is_summed else parameter
-        module.__dict__[self._name] = value / self._group.size if self._is_divided and value is not None else value
+        own[self._name] = value / self._group.size if self._is_divided and value is not None else value
 
     def behind(self, module: nn.Module, args: Any, result: Any) -> None:
-        with contextlib.suppress(KeyError):
-            del module.__dict__[self._name]
+        own = module.__dict__
+        former = own.pop(_FORMER + self._name, None)
+        own.pop(self._name, None)
+        if former is not None:
+            own[self._name] = former

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
 STEPS = 6
+_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 #: Rows of a batch per data parallel rank, and tokens of a row.
 BATCH, LENGTH, VOCABULARY = 2, 12, 64
 
@@ -21,7 +23,7 @@ def draw_ids(step: int, rows: int) -> torch.Tensor:
 
 def compute_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Return the mean loss in the type of the logits; Transformers' own is computed in float32."""
-    logits = model(input_ids=ids).logits
+    logits = model(input_ids=ids, use_cache=False).logits  # recomputed blocks would fill a cache twice
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
 
 
@@ -61,6 +63,8 @@ def train_split(config: dict[str, Any], make: Any, dtype: torch.dtype, shards_by
     found = find_slices(split)
     slices = {name: found.get(parameter) for name, parameter in split.named_parameters()}
     wrapped = _wrap(split) if shards_by == "wrapper" else _shard(split)
+    if shards_by == "wrapper":  # as the original's clients do, behind FSDP
+        _checkpoint(wrapped)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     tensor = tsm.state.tp_size
     replicas, mine = tsm.state.world_size // tensor, tsm.state.rank // tensor
@@ -96,6 +100,22 @@ def _wrap(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
 
 
+def _checkpoint(model: nn.Module) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    from smp_version2.layer_classes import TransformerLayer
+
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT),
+        check_fn=lambda module: isinstance(module, TransformerLayer),
+    )
+
+
 def _shard(model: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
@@ -118,10 +138,7 @@ def _full_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     if not isinstance(model, FullyShardedDataParallel):
         return [(name, parameter.full_tensor().detach()) for name, parameter in model.named_parameters()]
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        return [
-            (name.replace("_fsdp_wrapped_module.", ""), parameter.detach().clone())
-            for name, parameter in model.named_parameters()
-        ]
+        return [(_WRAPPERS.sub("", name), parameter.detach().clone()) for name, parameter in model.named_parameters()]
 
 
 def _compare_saved(model: nn.Module, whole: nn.Module) -> dict[str, float]:
