@@ -133,7 +133,7 @@ def _pip(words: list[str]) -> None:
     setup.read(ROOT / "setup.cfg")
     extras = set(setup["options.extras_require"])
     named = {extra for word in words for extra in re.findall(r"\[(\w+)\]", word) if "smp" in word or word[0] == "."}
-    assert words[0] == "install"
+    assert words[0] in ("install", "download")
     assert named <= extras
 
 

@@ -99,7 +99,8 @@ _INSIDE = {
         smp_runtime.checkpoint.memory.newest smp_runtime.comm.plain_data smp_version2.checkpoint.s3_filesystem""",
     "what PyTorch says on a machine with GPUs, word for word": """
         smp_emulation.checked.communicators smp_emulation.checked.streams.device smp_emulation.checked.streams.streams
-        smp_emulation.checked.tensors smp_emulation.devices smp_emulation.covered.memory smp_emulation.covered.ordering""",
+        smp_emulation.checked.tensors smp_emulation.devices smp_emulation.covered.memory smp_emulation.covered.ordering
+        smp_emulation.gpu_model.memory_calls""",
     "what Python says of a name that a module or an object does not have": """
         smp_estimator smp_estimator.local smp_estimator.local.client smp_estimator.model_trainer
         smp_version2.state""",
@@ -126,7 +127,7 @@ def test_errors_without_a_code_stay_inside() -> None:
 
 def test_errors_of_an_image_without_the_runtime_say_their_code() -> None:
     assert str(entry.ImageError("the image has no PyTorch")).endswith(" [SMP206]")
-    assert catalogue()["SMP206"].errors == ("ImageError",)
+    assert catalogue()["SMP206"].errors == ("ImageError", "RequiredPackageMissing")
 
 
 def test_every_error_that_is_made_has_a_code() -> None:
