@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from smp_config import ModelParallelParameters
+from smp_config import Group, ModelParallelParameters
 from smp_config.errors import kind_of
 from smp_config.version2.parameters import Version2Parameters
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
-from smp_version2 import sharded_modules
+from smp_runtime.tensor_parallel.group import TensorGroup
+from smp_runtime.tensor_parallel.random_tracker import RandomTracker, mix_seeds
+from smp_version2 import cache_flushes, sharded_modules
 from smp_version2.state import state
 
 if TYPE_CHECKING:
     from smp_config.topology import Topology
+    from smp_runtime.job.ranks import Ranks
 
 logger = logging.getLogger("smp")
 
@@ -55,9 +58,19 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     state.join(joined.ranks, parameters)
     joined.at_leave.append(state.leave)
     joined.at_leave.append(sharded_modules.install(parameters, joined.ranks))
+    if parameters.fsdp_cache_flush_warnings:
+        joined.at_leave.append(cache_flushes.install(joined.ranks.device))
+    _seed_split_numbers(parameters.random_seed, joined.ranks)
     if joined.ranks.rank == 0:
         for sentence in parameters.warnings():
             logger.warning(sentence)
+
+
+def _seed_split_numbers(seed: int, ranks: Ranks) -> None:
+    """Give the numbers that tensor parallel ranks draw on their own a seed; replicas draw others."""
+    group = TensorGroup.of(ranks)
+    base = mix_seeds(seed, ranks.rank_in(Group.RDP))
+    ranks.keep(RandomTracker, lambda: RandomTracker(base, group.rank, ranks.step))
 
 
 def is_initialized() -> bool:

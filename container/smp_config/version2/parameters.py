@@ -29,9 +29,7 @@ _DEGREE = "a whole number from 1 to the number of processes"
 _WITHOUT_EFFECT = {
     "sm_activation_offloading": "PyTorch's own offload_wrapper moves activations, and loads none ahead",
     "activation_loading_horizon": "PyTorch's own offload_wrapper loads no activations ahead",
-    "fsdp_cache_flush_warnings": "read num_alloc_retries of torch.cuda.memory_stats() instead",
     "allow_empty_shards": "PyTorch's own sharding pads small parameters",
-    "random_seed": "call torch.manual_seed in the script instead",
 }
 
 #: What each setting may be, for messages.

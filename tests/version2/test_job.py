@@ -1,0 +1,84 @@
+"""What settings of version 2 do in a job."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def tsm() -> Any:
+    import torch.sagemaker
+
+    import torch_sagemaker_finder  # noqa: F401
+
+    yield torch.sagemaker
+    torch.sagemaker.shutdown()
+
+
+def _draw(tsm: Any, seed: int | None) -> torch.Tensor:
+    tsm.init({} if seed is None else {"random_seed": seed})
+    torch.manual_seed(0 if seed is None else seed + 1)  # which has no influence
+    with tsm.state.get_rng_state_tracker().fork():
+        found = torch.rand(4)
+    tsm.shutdown()
+    return found
+
+
+def test_the_seed_is_that_of_what_ranks_draw_on_their_own(tsm: Any) -> None:
+    one, same, other, default = (_draw(tsm, seed) for seed in (7, 7, 8, None))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(default, _draw(tsm, 12345))
+
+
+def test_a_cache_that_is_emptied_is_reported(monkeypatch: Any, caplog: Any) -> None:
+    from smp_version2 import cache_flushes
+
+    counts = iter([3, 3, 5, 5])
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": next(counts)})
+    monkeypatch.setattr(cache_flushes.logger, "propagate", True)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    end = cache_flushes.install(torch.device("cuda", 0))
+    with caplog.at_level(logging.WARNING, "smp"):
+        for _ in range(3):
+            optimizer.step()
+        end()
+        optimizer.step()  # takes no further count
+    assert [record.getMessage().partition(" in a step")[0] for record in caplog.records] == [
+        "the memory allocator of cuda:0 emptied its cache 2 times"
+    ]
+
+
+def test_it_begins_and_ends_like_version_1(tsm: Any) -> None:
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.errors import NotInitializedError, SMPUserError
+
+    with pytest.raises(NotInitializedError, match=r"tsm\.init\(\) has not been called"):
+        _ = tsm.state.rank
+    assert tsm.state.tensor_parallel_degree == 1  # settings can be read before
+    tsm.init({"hybrid_shard_degree": 1})
+    tsm.init()  # a second call changes nothing
+    assert (tsm.is_initialized(), tsm.state.rank, tsm.state.world_size) == (True, 0, 1)
+    assert tsm.state.hybrid_shard_degree == 1
+    tsm.shutdown()
+    assert not tsm.is_initialized()
+    smp.init({})
+    with pytest.raises(SMPUserError, match="one version of the library"):
+        tsm.init()
+    smp.shutdown()
+
+
+def test_what_a_script_sets_before_is_what_it_gets(tsm: Any) -> None:
+    tsm.state.hybrid_shard_degree = 1
+    with pytest.raises(AttributeError, match="cannot be set"):
+        tsm.state.degree = 2
+    tsm.init({"hybrid_shard_degree": 0})
+    assert tsm.state.hybrid_shard_degree == 1
+    tsm.shutdown()
+    tsm.state.reset()
+    assert tsm.state.hybrid_shard_degree == 0
