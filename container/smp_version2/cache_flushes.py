@@ -26,9 +26,9 @@ def install(device: torch.device) -> Callable[[], None]:
         now = _count(device)
         if now > seen:
             logger.warning(
-                "the memory allocator of %s emptied its cache %d times in a step, and each time waited for the device: use a "
-                'smaller batch, a higher hybrid_shard_degree or activation checkpointing; "fsdp_cache_flush_warnings": False turns this '
-                "warning off",
+                "the memory allocator of %s emptied its cache %d times in a step, and each time waited for the device: use "
+                'a smaller batch, a higher hybrid_shard_degree or activation checkpointing; "fsdp_cache_flush_warnings": False '
+                "turns this warning off",
                 device,
                 now - seen,
             )

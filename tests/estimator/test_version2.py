@@ -68,10 +68,14 @@ def test_the_processes_are_those_of_the_instances() -> None:
         read(version_2(2, tensor_parallel_degree=4), instance_type="local", hosts=1, process_mode=True)
     said: list[str] = []
     given = {"instance_type": "local", "hosts": 2, "process_mode": True, "say": said.append}
-    found = read(version_2(sm_activation_offloading=False, random_seed=2), **given)
+    found = read(version_2(sm_activation_offloading=False, activation_loading_horizon=3), **given)
     assert found.settings.torchrun is not None
     assert found.settings.torchrun.processes_per_host == 1
-    assert ["per host" in said[0], "random_seed is 2, which has no effect" in said[1], len(said)] == [True, True, 2]
+    assert ["per host" in said[0], "activation_loading_horizon is 3, which has no effect" in said[1], len(said)] == [
+        True,
+        True,
+        2,
+    ]
 
 
 def test_ranks_get_the_variables_of_torchrun() -> None:

@@ -178,7 +178,9 @@ def test_norms_on_devices_equal_extremes_on_a_cpu(monkeypatch: pytest.MonkeyPatc
     tensors += [torch.tensor([float("-inf"), 2.0]), torch.tensor([float("nan"), 7.0]).bfloat16()]
     mine = first_steps._greatest_magnitudes(tensors)
     # What devices other than CPUs compute, on this one.
-    monkeypatch.setattr(first_steps, "_greatest_magnitude", lambda tensor: first_steps.norms_of([tensor], float("inf"))[0])
+    monkeypatch.setattr(
+        first_steps, "_greatest_magnitude", lambda tensor: first_steps.norms_of([tensor], float("inf"))[0]
+    )
     theirs = first_steps._greatest_magnitudes(tensors)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
     assert [float(value) for value in mine[1:2] + mine[3:5]] == [3.0, 0.0, float("inf")]
