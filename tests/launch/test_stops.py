@@ -63,8 +63,8 @@ def test_a_rank_that_raises(launcher, other):
     running = launcher.start(job)
     assert check_soon(running) == 1
     assert job.failure().startswith(FAILURES[failure])
-    assert "Traceback (most recent call last):" in running.log
-    assert "ValueError: boom" in running.log
+    assert "[rank1]: Traceback (most recent call last):" in running.log
+    assert "[rank1]: ValueError: boom" in running.log
     assert "smp-launch: failed: rank 1 (algo-1): ValueError: boom" in running.log
     assert not any(line.startswith("smp-failure") or "-----" in line for line in running.log)
     # The traceback begins with the script, not with the wrapper around it.

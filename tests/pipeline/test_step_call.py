@@ -71,13 +71,19 @@ def _differing(how: str) -> Any:
     return "", [line for line in said if "called the step" in line]
 
 
-@pytest.mark.parametrize(("how", "names"), [("function", ("train", "evaluate")), ("mode", ("training", "evaluation"))])
-def test_another_step_is_an_error_on_all_ranks(ranks, how, names):
+@pytest.mark.parametrize(
+    ("how", "names", "kinds", "advice"),
+    [
+        ("function", ("the step train", "the step evaluate"), ["SMPUserError"] * 2, "look for an `if` on the rank"),
+        ("mode", ("training", "evaluation"), ["SMPUserError", "StageError"], "branch on smp.dp_rank()"),
+    ],
+)
+def test_another_step_is_an_error_on_all_ranks(ranks, how, names, kinds, advice):
     results = ranks(_differing, 2, how, config=CONFIG)
-    assert sorted(kind for kind, _ in results) == ["SMPUserError", "StageError"]
+    assert sorted(kind for kind, _ in results) == kinds
     for _, text in results:
         assert all(name in text for name in names)
-        assert "branch on smp.dp_rank()" in text
+        assert advice in text
 
 
 @pytest.mark.parametrize(

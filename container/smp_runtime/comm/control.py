@@ -191,7 +191,7 @@ class ControlPlane:
         if self.rank != leader:
             self._send_part(payload, leader, channel)
             return self._receive_part(leader, channel)
-        gathered = [payload if rank == leader else self._receive_part(rank, channel) for rank in ranks]
+        gathered = [payload if rank == leader else self._receive_part(rank, channel, answers=True) for rank in ranks]
         for rank in ranks:
             if rank != leader:
                 self._send_part(gathered, rank, channel)
@@ -201,8 +201,11 @@ class ControlPlane:
         """Send this rank's part of a collective, with the public call that it belongs to."""
         self.send((self._call_of_thread(), payload), dest, channel)
 
-    def _receive_part(self, source: int, channel: int) -> Any:
+    def _receive_part(self, source: int, channel: int, *, answers: bool = False) -> Any:
         """Receive another rank's part of a collective.
+
+        Args:
+            answers: whether the other rank waits for an answer. It gets one before an error, so that it raises the same.
 
         Raises:
             SMPUserError: the part belongs to another public call than this rank's, so the ranks do not agree any more.
@@ -212,6 +215,8 @@ class ControlPlane:
         if mine and theirs and mine != theirs:
             file, line = script_line()
             at = f" ({os.path.basename(file)}:{line})" if file else ""
+            if answers:
+                self._send_part(None, source, channel)
             raise SMPUserError(
                 f"rank {self.rank} has called {mine}{at}, but rank {source} {theirs}; make the same calls on every rank, in the "
                 "same order: look for an `if` on the rank around one of the two"
@@ -231,7 +236,7 @@ class ControlPlane:
         found, step = {me: payload}, 1
         while step < size and not me & step:
             if me + step < size:
-                found.update(self._receive_part(ranks[me + step], channel))
+                found.update(self._receive_part(ranks[me + step], channel, answers=True))
             step *= 2
         if me:  # it has all that those above it have, up to ``me + step``
             self._send_part(found, ranks[me - step], channel)
