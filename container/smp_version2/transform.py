@@ -17,6 +17,7 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.model.recipe import apply_tensor_parallelism
 from smp_runtime.module_conversion.scopes import mark_in_place
 from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
+from smp_version2.experts import refuse_config
 from smp_version2.layer_classes import find_blocks, note_blocks
 from smp_version2.modules import empty_module_params
 from smp_version2.state import state
@@ -47,19 +48,21 @@ def transform(
         model: any model; blocks that cannot be split stay whole, with a warning.
         device: where to put it; None leaves it.
         dtype: type of its parameters; None leaves it.
-        config: a :class:`~smp_version2.experts.MoEConfig` for a mixture of experts, else None.
+        config: None; the original's configuration of mixtures of experts is refused.
         load_state_dict_from_rank0: only rank 0 has the model's weights. FSDP's ``sync_module_states`` then brings them to the
             other ranks.
         cp_comm_type: ``p2p`` or ``all_gather``, for context parallelism.
 
     Raises:
-        SMPUserError: no module, or an unknown ``cp_comm_type``.
+        SMPUserError: no module, an unknown ``cp_comm_type``, or a ``config``.
         NotInitializedError: before ``tsm.init``.
     """
     if not isinstance(model, nn.Module):
         raise SMPUserError(f"tsm.transform got {kind_of(model)}; pass the model, an nn.Module")
     if cp_comm_type not in CP_COMM_TYPES:
         raise SMPUserError(f"cp_comm_type is {cp_comm_type!r}; choose one of {', '.join(CP_COMM_TYPES)}")
+    if config is not None:
+        refuse_config()
     ranks = state.joined
     if load_state_dict_from_rank0 and state.tp_size > 1 and 0 in ranks.members(Group.TP):
         _bring_from_first(model, ranks)

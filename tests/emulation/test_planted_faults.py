@@ -125,13 +125,13 @@ ON_RANKS = {
         "sharding", "smp_runtime.sharding.sharded_gradients:PendingReduceScatter.finish", "work.wait()", "pass"
     ),
     "a tensor handed on before it has come": Fault(
-        "pipeline", CHANNEL + "receive", "self._stream.synchronize()", "pass"
+        "pipeline", CHANNEL + "_take", "self._stream.synchronize()", "pass"
     ),
     "a tensor received that nobody waits for": Fault(
         "pipeline", CHANNEL + "_receive", "work.wait()", "pass", "nothing orders|given back"
     ),
     "received memory that its own stream may have again": Fault(
-        "pipeline", CHANNEL + "receive", "tensor.record_stream(torch.cuda.default_stream(self._device))", "pass", "given back"
+        "pipeline", CHANNEL + "_take", "tensor.record_stream(torch.cuda.default_stream(self.device))", "pass", "given back"
     ),
     "received outputs that the script still reads": Fault(
         "pipeline, outputs read late on a stream of the script",
@@ -143,8 +143,9 @@ ON_RANKS = {
     "sent from another stream than it is made on": Fault(
         "pipeline",
         CHANNEL + "post",
-        "work = dist.isend(flat, dst=self._peer, group=self._group)",
-        "with torch.cuda.stream(torch.cuda.Stream()): work = dist.isend(flat, dst=self._peer, group=self._group)",
+        "work = self._pair.send(flat)",
+        # Not for the first element, which connects: no step runs yet then.
+        "self._is_open.is_set() and torch.cuda.set_stream(torch.cuda.Stream()); work = self._pair.send(flat)",
     ),
     "shards gathered in phases before they are written": Fault(
         "smddp", PHASES + "start", "self._stream.wait_stream(torch.cuda.current_stream(device))", "pass"

@@ -77,3 +77,10 @@ def test_what_setup_builds_has_the_path_file(tmp_path: Path) -> None:
     assert (lib / PATH_FILE).read_text().strip() == "import torch_sagemaker_finder"
     assert {"torch_sagemaker_finder.py", "torch_sagemaker", "smp_version2"} <= {each.name for each in lib.iterdir()}
     assert not (lib / "sitecustomize.py").exists(), "it would be that of the whole environment"
+
+
+def test_the_source_distribution_has_the_path_file() -> None:
+    """Setuptools takes no such file by itself, and a wheel is built from the distribution."""
+    lines = (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert f"include container/{PATH_FILE}" in lines
+    assert (CONTAINER / PATH_FILE).is_file()
