@@ -61,7 +61,7 @@ def note_mixtures(mixtures: Iterable[nn.Module]) -> None:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model: the members of its outermost lists of at least one kind of module."""
+    """Return the repeated blocks of a model: the members of its outermost module lists."""
     found: list[nn.Module] = []
     seen: set[int] = set()
     for module in model.modules():

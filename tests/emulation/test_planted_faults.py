@@ -144,7 +144,7 @@ ON_RANKS = {
         "pipeline",
         CHANNEL + "post",
         "work = self._pair.send(flat)",
-        # Not for the first element, which connects: no step runs yet then.
+        # Not for the first element, which connects: the receiving device would wait for it until the end of its patience.
         "self._is_open.is_set() and torch.cuda.set_stream(torch.cuda.Stream()); work = self._pair.send(flat)",
     ),
     "shards gathered in phases before they are written": Fault(
@@ -220,6 +220,16 @@ def test_without_a_fault_nothing_is_found(alone):
     assert alone("script_with_a_stream", 1) == [3.0] * 8
     assert alone("offloading", 3)["waits"]
     assert alone("saving", 3)["waits"]
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_the_planted_line_is_still_there(name):
+    """The tests that run the faults are among the longer ones; a line that was rewritten shows here."""
+    from support.faults.planted import planted
+
+    fault = ON_RANKS[name]
+    with planted(fault.where, fault.old, fault.new):
+        pass
 
 
 @pytest.mark.full

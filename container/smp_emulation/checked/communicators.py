@@ -55,7 +55,7 @@ class Asked:
 
 
 class CollectiveThread:
-    """A thread that does what gets to the front of streams, one after the other."""
+    """A thread that runs the jobs of streams in the order in which they are given."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]] | None] = queue.SimpleQueue()
