@@ -25,7 +25,8 @@ from smp_runtime.model.backward import Backward
 from smp_runtime.model.gradient_accumulation import GradientAccumulation
 from smp_runtime.model.local_part import LocalPart, ParallelState, own_attributes
 from smp_runtime.model.options import WrapperOptions, check_arguments, check_shared
-from smp_runtime.model.placement_report import describe_placement
+from smp_runtime.model.placement.report import describe_placement
+from smp_runtime.model.placement.strategies import ModelParts
 from smp_runtime.model.replicas import Replicas
 from smp_runtime.model.stages import Stages, TracingOptions, agree_on_late_values
 from smp_runtime.model.state_dict import PARTIAL_KEY, ModelState, TensorShape
@@ -194,18 +195,15 @@ class DistributedModel(WrappedModule):
         checks, has_values = invariants_of(self._ranks), not self._replicas.are_equal
         if has_values:
             checks.note_whole(self._part, self.precision)
-        recipe.place(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
+        parts = ModelParts(self._ranks, self._stages, self._replicas, self._window, self._backward, self._placed)
+        recipe.place(parts)
         if has_values:
             checks.check_shards(self._part, self._placed)
         checks.begin_again()
         if self._ranks.rank_in(Group.DP) == 0:  # the first of each stage
             for text in describe_placement(self._part, self._placed.shards, self._ranks):
                 logger.info("%s", text)
-        self._window.install_hook()
-        self._placed.watch_writes(self._part)
-        self._part.compile(self._ranks, self._placed)
-        self._placed.follow_calls(self._part)
-        self._backward.follow_calls(self._part.module)
+        recipe.prepare_modules(parts)
         is_divided = self._ranks.size(Group.PP) > 1 or self._ranks.size(Group.TP) > 1
         if is_divided or self._window.reduces or self.optimizer_shards is not None:
             self._placed.known = KnownParameters(self._part.module, self)
@@ -267,7 +265,7 @@ class DistributedModel(WrappedModule):
         Raises:
             SMPUserError: the decision does not fit this model or this number of stages.
         """
-        self._stages.assign(assignment)
+        recipe.partition(self._stages, assignment)
         self._place()
         for optimizer in self._session.optimizers:
             optimizer.bind(self)
