@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from smp_runtime.errors import DeadlineError, SMPUserError
 from smp_runtime.pipeline.transport import tensor_channels as channels
+from smp_runtime.pipeline.transport import transport
 from smp_runtime.pipeline.transport.pair_groups import PairGroup, pair_groups
 from smp_runtime.pipeline.transport.tensor_channels import (
     CollectiveChannel,
@@ -323,7 +325,7 @@ def _posting(device: torch.device, count: int) -> tuple[CollectiveChannel, list[
     sends = _Sends()
     with mock.patch.object(torch.cuda, "Stream"):
         channel = CollectiveChannel(lambda *args: PairGroup(sends), 1, device, sends=True)
-    channel._group = PairGroup(sends)
+    channel._group = PairGroup(sends, 0.0)
     memories = []
     for _ in range(count):
         tensor = torch.ones(8)
@@ -355,7 +357,7 @@ def test_memory_of_sends_under_way_outlives_their_channel():
     before = len(channels._unfinished)
     with pytest.raises(DeadlineError, match="rank 1 did not take all tensors"):
         channel.flush(time.monotonic())  # it waits no longer than that
-    channel.close(0.0, aborts=True)
+    channel.close(0.0)
     del channel
     gc.collect()
     assert [flat for _, flat in channels._unfinished[before:]] == kept
@@ -387,6 +389,69 @@ def _left_early() -> tuple[int, bool]:
 
 def test_a_stage_that_ends_waits_for_its_sends_to_one_that_has_left(ranks):
     assert ranks(_left_early, 2)[1] == (1, True)
+
+
+def _left_apart(goes_on: bool) -> list[bool]:
+    """Leave, stage 1 later than stage 0; return for each group whether the other stage still read when it was freed.
+
+    Args:
+        goes_on: whether stage 1 leaves only when stage 0 has left.
+    """
+    box = _transport(2)
+    peer = box.transport._peers[1 - box.transport.stage]
+    freed = []
+
+    def end(group: PairGroup, patience: float) -> bool:
+        freed.append(peer.reading)
+        return True
+
+    with mock.patch.object(PairGroup, "end", end):
+        if box.transport.stage == 1:
+            if goes_on:
+                box.control.barrier([0, 1])
+            time.sleep(0.2)
+        with mock.patch.object(transport, "_CLOSE_SECONDS_LEFT", 0.5 if goes_on else PATIENCE):
+            box.transport.close()
+        if box.transport.stage == 0 and goes_on:
+            box.control.barrier([0, 1])
+        box.control.barrier([0, 1])
+    return freed
+
+
+def test_groups_are_freed_when_both_stages_have_said_goodbye(ranks):
+    """A stage that leaves first waits, since the other one may still receive from its memory."""
+    assert ranks(_left_apart, 2, False) == [[False, False]] * 2
+
+
+def test_a_stage_does_not_wait_for_one_that_goes_on(ranks):
+    assert ranks(_left_apart, 2, True) == [[True, True], [False, False]]
+
+
+#: A thread is in a call of C++ when the script ends, and returns while the interpreter is finalized.
+_RETURNS_LATE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from smp_runtime.pipeline.transport.native_calls import start_call
+
+class Late:
+    def __del__(self):
+        time.sleep(1)
+
+def wait():
+    try:
+        dist.HashStore().wait(["absent"], timedelta(seconds=0.5))
+    except RuntimeError:
+        pass
+
+start_call(wait, "call")
+sys.modules["late"] = Late()
+"""
+
+
+def test_a_call_that_returns_after_the_script_does_not_end_the_process_by_a_signal():
+    done = subprocess.run([sys.executable, "-c", _RETURNS_LATE], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
 
 
 def _pruned() -> int:

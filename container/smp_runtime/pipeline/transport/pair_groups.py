@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,11 +12,16 @@ import torch.distributed as dist
 
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.comm.groups import abort_with_others
+from smp_runtime.pipeline.transport.native_calls import start_call
 from smp_runtime.tensors.torch_private import default_store, set_timeout
 
 logger = logging.getLogger("smp")
 
 _SOURCE, _TARGET = 0, 1
+
+#: PyTorch's watchdog looks every 100 ms at the messages that it has not seen end, and at their communicator's state. It ends the
+#: process if the other rank has freed the communicator by then, although all messages have arrived.
+_NCCL_QUIET_SECONDS = 0.3
 
 
 class PairGroup:
@@ -28,10 +32,14 @@ class PairGroup:
     Two directions need two groups. NCCL runs the messages of a communicator in one order on one stream. If both ranks sent first,
     each would wait for the other to receive. Each direction also has its own thread on both sides, and a process group must
     not be used by several threads at once.
+
+    Attributes:
+        quiet_seconds: the time between the end of the last message and the end of the group at the other rank.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, quiet_seconds: float) -> None:
         self._backend = backend
+        self.quiet_seconds = quiet_seconds
         abort_with_others(self)
 
     def send(self, flat: torch.Tensor) -> dist.Work:
@@ -44,34 +52,27 @@ class PairGroup:
         work: dist.Work = self._backend.recv([flat], _SOURCE, 0)
         return work
 
-    def end(self, seconds: float, *, aborts: bool = False) -> bool:
+    def end(self, seconds: float) -> bool:
         """Free the communicator, and return whether that was done in time.
+
+        Messages that are under way are given up. The other rank need not call it at the same time. NCCL's call that waits for
+        messages also waits for the other rank, so two ranks that each end another direction first would wait for each other.
 
         Args:
             seconds: longest wait.
-            aborts: whether messages may be under way, which are given up; otherwise nothing may be.
         """
-        # On its own thread, since NCCL may wait for the other rank. A daemon: the interpreter must not wait for it.
-        run = self.abort if aborts else self._shut_down
-        ending = threading.Thread(target=run, name="smp-end-group", daemon=True)
-        ending.start()
+        ending = start_call(self.abort, "smp-end-group")
         ending.join(seconds)
         return not ending.is_alive()
 
     def abort(self) -> None:
         """Free the communicator though messages may be under way."""
-        self._finish("abort")
-
-    def _shut_down(self) -> None:
-        self._finish("shutdown")
-
-    def _finish(self, name: str) -> None:
         backend, self._backend = self._backend, None
-        # Before PyTorch 2.6 backends have no such methods. They end with their last reference, here.
-        finish = getattr(backend, name, None)
-        if finish is not None:
+        # Before PyTorch 2.6 backends have no such method. They end with their last reference, here.
+        abort = getattr(backend, "abort", None)
+        if abort is not None:
             try:
-                finish()
+                abort()
             except RuntimeError as error:  # the other rank may have gone; nothing is sent any more
                 logger.debug("the process group of two stages did not end in good order: %s", error)
 
@@ -85,11 +86,12 @@ def pair_groups(backend: str) -> Callable[[str, bool], PairGroup]:
     Args:
         backend: ``"nccl"`` or ``"gloo"``. NCCL connects at the first message.
     """
-    kind = {"nccl": _nccl, "gloo": _gloo}[backend]
+    kind, quiet_seconds = {"nccl": (_nccl, _NCCL_QUIET_SECONDS), "gloo": (_gloo, 0.0)}[backend]
 
     def make(name: str, sends: bool) -> PairGroup:
         store = dist.PrefixStore(f"smp/pair/{name}", _own_connection(default_store()))
-        return PairGroup(kind(store, _SOURCE if sends else _TARGET, timedelta(seconds=timeout_seconds()), name))
+        rank = _SOURCE if sends else _TARGET
+        return PairGroup(kind(store, rank, timedelta(seconds=timeout_seconds()), name), quiet_seconds)
 
     return make
 

@@ -20,6 +20,8 @@ _READ_AHEAD_BYTES = 2**16
 _MOST_PIECES = 512
 #: How much later than an error of a process group the end of the connection may show, when a rank has died.
 _DEATH_SECONDS = 2.0
+#: For freeing one process group.
+_FREE_SECONDS = 2.0
 
 
 class Ended(Exception):
@@ -56,6 +58,7 @@ class Peer:
         self.reading = True
         self.opens = False  # the process group to the other side is connected, or about to be
         self.opening: list[threading.Thread] = []  # connect process groups, in either direction
+        self._frees = False  # the channels are closed, or about to be
 
     def __str__(self) -> str:
         return f"stage {self.stage} (rank {self.rank})"
@@ -101,6 +104,52 @@ class Peer:
         except (OSError, ValueError):
             return True  # closed
         return bool(ended.poll(_DEATH_SECONDS * 1000))
+
+    @property
+    def quiet_seconds(self) -> float | None:
+        """Return the time between the last tensor and this side's goodbye; None if no process group is connected."""
+        known = [channel.quiet_seconds for channel in (*self.out, *self.back)]
+        return max((seconds for seconds in known if seconds is not None), default=None)
+
+    def close(self) -> None:
+        """End this side after its goodbye."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+            # The receiver thread still reads: closing a connection with unread data would look like a crash.
+            if self.reading:
+                with contextlib.suppress(OSError):
+                    self.connection.shutdown(socket.SHUT_WR)
+            else:
+                self.connection.close()
+
+    def end_reading(self) -> None:
+        """End the other side, at the end of the receiver thread."""
+        with self.changed:
+            self.reading = False
+            closed = self.closed
+            if closed:
+                self.connection.close()
+            self.changed.notify_all()
+        if closed:
+            self.free_channels(0.0)
+
+    def free_channels(self, patience: float) -> None:
+        """Free the process groups, once.
+
+        Both sides have said goodbye by then, so all tensors have arrived. Otherwise a rank would free memory from which the other
+        one still receives.
+
+        Args:
+            patience: seconds to wait for the other side's goodbye. A stage that goes on without this one does not say it.
+        """
+        with self.changed:
+            if self.quiet_seconds is not None:
+                self.changed.wait_for(lambda: not self.reading, patience)
+            is_first, self._frees = not self._frees, True
+        if is_first:
+            for channel in (*self.out, *self.back):
+                channel.close(_FREE_SECONDS)
 
     def break_off(self, error: BaseException) -> None:
         """Give up writing and wake the receiver thread, which reports the loss after what still came in."""

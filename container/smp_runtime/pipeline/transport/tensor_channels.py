@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.errors import DeadlineError, SMPRuntimeError, SMPUserError
+from smp_runtime.pipeline.transport.native_calls import start_call
 from smp_runtime.pipeline.transport.pair_groups import PairGroup
 
 logger = logging.getLogger("smp")
@@ -151,12 +152,13 @@ class TensorChannel(Protocol):
     def prune(self) -> None:
         """Free the memory of tensors that have been sent."""
 
-    def close(self, seconds: float, *, aborts: bool) -> None:
-        """Free what the channel has made, in about ``seconds`` at most.
+    @property
+    def quiet_seconds(self) -> float | None:
+        """Return the time between the last tensor and :meth:`close` at the other rank; None if close has nothing to free."""
+        return None
 
-        Args:
-            aborts: whether tensors may be under way, which are given up.
-        """
+    def close(self, seconds: float) -> None:
+        """Free what the channel has made, in about ``seconds`` at most; tensors that are under way are given up."""
         return
 
 
@@ -341,11 +343,17 @@ class CollectiveChannel(TensorChannel):
             time.sleep(_POLL_SECONDS)
         return True
 
-    def close(self, seconds: float, *, aborts: bool) -> None:
+    @property
+    def quiet_seconds(self) -> float | None:
+        """See :class:`TensorChannel`."""
+        group = self._group
+        return None if group is None else group.quiet_seconds
+
+    def close(self, seconds: float) -> None:
         """See :class:`TensorChannel`; sends that have not ended keep their memory."""
         group, self._group = self._group, None
         self._is_open.clear()
-        if group is not None and not group.end(seconds, aborts=aborts):
+        if group is not None and not group.end(seconds):
             logger.warning(
                 "the process group with rank %d has not ended within %g s; its memory stays in use", self._peer, seconds
             )
@@ -433,7 +441,7 @@ def open_channel(channel: CollectiveChannel, name: str, ends: tuple[int, int], s
             outcome.put(error)
 
     # On its own thread, because a group that is connecting cannot be interrupted at the deadline.
-    threading.Thread(target=connect, name="smp-connect", daemon=True).start()
+    start_call(connect, "smp-connect")
     error = None
     with contextlib.suppress(queue.Empty):
         error = outcome.get(timeout=seconds)

@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import secrets
-import socket
 import struct
 import threading
 import time
@@ -319,36 +318,24 @@ class PipelineTransport:
         if self._closed:
             return
         self._closed = True
+        # Before the goodbye, at which the other side frees what these tensors need. The flush below reports what has not left.
+        with contextlib.suppress(Exception):
+            self.flush(min(_CLOSE_SECONDS, timeout_seconds()))
+        time.sleep(max((peer.quiet_seconds or 0.0 for peer in self._peers.values()), default=0.0))
         goodbye = memoryview(_FRAME.pack(_GOODBYE, 0))
         for peer in self._peers.values():
             with peer.order:
                 if not peer.left:
                     peer.write([goodbye], [True])
         try:
-            self.flush(min(_CLOSE_SECONDS, timeout_seconds()))
+            self.flush(_CLOSE_SECONDS_LEFT)
         except Exception as error:
             logger.warning("closing the transport of stage %d: %s", self.stage, error)
         for peer in self._peers.values():
-            self._close_channels(peer, peer.out)
-            with peer.changed:
-                peer.closed = True
-                peer.changed.notify_all()
-                # The receiver thread still reads: closing a connection with unread data would look like a crash.
-                reading = peer.reading
-                if reading:
-                    with contextlib.suppress(OSError):
-                        peer.connection.shutdown(socket.SHUT_WR)
-                else:
-                    peer.connection.close()
-            if not reading:
-                self._close_channels(peer, peer.back)
+            peer.close()
+        for peer in self._peers.values():
+            peer.free_channels(_CLOSE_SECONDS_LEFT)
         _open_transports.discard(self)
-
-    @staticmethod
-    def _close_channels(peer: Peer, channels: Sequence[TensorChannel]) -> None:
-        aborts = peer.broken is not None or any(opening.is_alive() for opening in peer.opening)
-        for channel in channels:
-            channel.close(_CLOSE_SECONDS_LEFT, aborts=aborts)
 
     def _work_off(self, peer: Peer) -> None:
         """Run the sender thread: write bytes that could not be written at once, and messages that can wait."""
@@ -409,13 +396,7 @@ class PipelineTransport:
             else:
                 self._fail(error, f"receiving from stage {peer.stage}")
         finally:
-            with peer.changed:
-                peer.reading = False
-                closed = peer.closed
-                if closed:
-                    peer.connection.close()
-            if closed:
-                self._close_channels(peer, peer.back)
+            peer.end_reading()
 
     def _receive_message(self, peer: Peer, reader: ConnectionReader, size: int) -> None:
         """Receive a message and hand it on. A function, so that received tensors do not live until the next message."""

@@ -1,0 +1,42 @@
+"""Calls of PyTorch on threads of their own, since they may take long; the end of the interpreter waits for them."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+#: Longest wait at the end of the interpreter, for all calls together.
+_END_SECONDS = 10.0
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def start_call(call: Callable[[], None], name: str) -> threading.Thread:
+    """Run a call on a new thread, and return the thread, which may be joined or left alone.
+
+    It is a daemon, since a call that never returns must not keep the process alive. But it must not return too late either. Before
+    version 3.14, Python ends a daemon where it returns from C++ into an interpreter that is being finalized. The C++ frames of
+    PyTorch cannot be left that way, so the whole process would end by SIGABRT, after a job without a fault. Therefore the
+    interpreter waits for these calls before it is finalized, up to ten seconds.
+    """
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    with _lock:
+        _threads.add(thread)
+    thread.start()
+    return thread
+
+
+def _wait_for_calls() -> None:
+    deadline = time.monotonic() + _END_SECONDS
+    with _lock:
+        threads = list(_threads)
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_wait_for_calls)
