@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from pydantic import PrivateAttr
 
 from smp_config import Group, ModelParallelParameters
 from smp_config.errors import kind_of
@@ -19,7 +20,7 @@ from smp_runtime.job import session
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker, mix_seeds
-from smp_version2 import cache_flushes, sharded_modules
+from smp_version2 import cache_flushes, recomputation, sharded_modules
 from smp_version2.state import state
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     state.join(joined.ranks, parameters)
     joined.at_leave.append(state.leave)
     joined.at_leave.append(sharded_modules.install(parameters, joined.ranks))
+    joined.at_leave.append(recomputation.install())
     if parameters.fsdp_cache_flush_warnings:
         joined.at_leave.append(cache_flushes.install(joined.ranks.device))
     _seed_split_numbers(parameters.random_seed, joined.ranks)
@@ -98,9 +100,19 @@ def _read(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Version2
     return Version2Parameters.from_parameters({**given, **state.given})
 
 
+class _EngineParameters(ModelParallelParameters):
+    """The engine's settings, which lay the ranks out as version 2 does."""
+
+    _version2: Version2Parameters = PrivateAttr()
+
+    def topology(self, world_size: int) -> Topology:
+        """Lay the ranks out."""
+        return self._version2.topology(world_size)
+
+
 def _engine_parameters(parameters: Version2Parameters, topology: Topology) -> ModelParallelParameters:
     """Return the engine's settings for the same groups; PyTorch shards and reduces, not the engine."""
-    return ModelParallelParameters.from_mp_parameters(
+    made = _EngineParameters.from_mp_parameters(
         {
             "ddp": True,
             "tensor_parallel_degree": topology.tensor,
@@ -110,3 +122,5 @@ def _engine_parameters(parameters: Version2Parameters, topology: Topology) -> Mo
             "check_invariants": False,
         }
     )
+    made._version2 = parameters  # type: ignore[attr-defined]
+    return made

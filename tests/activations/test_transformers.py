@@ -127,12 +127,39 @@ def test_a_cache_is_not_written_a_second_time_in_backward(solo, family):
     torch.manual_seed(1)
     model = tiny_model(family, VOCABULARY).train()
     ids = torch.randint(3, VOCABULARY, (2, 8))
-
-    def gradients():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=True).loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    plain = gradients()
+    plain = _gradients(model, ids)
     smp.set_activation_checkpointing(model.transformer.h if family == "gpt2" else model.model.layers)
-    torch.testing.assert_close(gradients(), plain)
+    torch.testing.assert_close(_gradients(model, ids), plain)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_part_of_a_layer_gets_no_cache(solo, family, caplog, monkeypatch):
+    """A layer of Transformers drops its cache when it is checkpointed; its attention alone does not."""
+    import smdistributed.modelparallel.torch as smp
+    from smp_runtime.activations import caches
+    from smp_runtime.errors import SMPUserError
+
+    solo({})
+    torch.manual_seed(1)
+    model = tiny_model(family, VOCABULARY).train()
+    ids = torch.randint(3, VOCABULARY, (2, 8))
+    wanted = _gradients(model, ids)
+    layers = model.transformer.h if family == "gpt2" else model.model.layers
+    for layer in layers:
+        smp.set_activation_checkpointing(layer.attn if family == "gpt2" else layer.self_attn)
+    monkeypatch.setattr(caches.logger, "propagate", True)
+    caches._report.cache_clear()
+    for _ in range(2):
+        torch.testing.assert_close(_gradients(model, ids), wanted)
+    assert [record.getMessage().count("DynamicCache") for record in caplog.records if record.name == "smp"] == [1]
+    with torch.no_grad():
+        filled = model(input_ids=ids, use_cache=True).past_key_values
+    assert filled.get_seq_length() == 8  # without gradients nothing runs again
+    with pytest.raises(SMPUserError, match=r"has tokens already.*use_cache=False"):
+        model(input_ids=ids, labels=ids, past_key_values=filled)
+
+
+def _gradients(model, ids):
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, use_cache=True).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]

@@ -98,3 +98,62 @@ def test_mixtures_of_the_original_are_refused(tsm: Any) -> None:
         tsm.transform("model")
     with pytest.raises(SMPUserError, match="cp_comm_type is 'ring'"):
         tsm.transform(torch.nn.Linear(2, 2), cp_comm_type="ring")
+
+
+@pytest.mark.parametrize("way", ["REENTRANT", "NO_REENTRANT", "function"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_recomputed_blocks_get_no_cache(tsm: Any, way: str, kind: str, monkeypatch: Any, caplog: Any) -> None:
+    """PyTorch runs them again in backward, where a cache would have their tokens already."""
+    from support.models.version2 import make_gpt2, make_llama
+
+    from smp_runtime.activations import caches
+
+    torch.manual_seed(0)
+    model = (make_llama if kind == "llama" else make_gpt2)().double().train()
+    ids = torch.randint(0, 64, (2, 12))
+    wanted = _gradients(model, ids, use_cache=False)
+    tsm.init()
+    monkeypatch.setattr(caches.logger, "propagate", True)
+    caches._report.cache_clear()
+    _recompute(tsm.transform(model), way)
+    found = _gradients(model, ids, use_cache=True)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+    assert [record.getMessage()[:16] for record in caplog.records if "Cache" in record.getMessage()] == [
+        "the checkpointed"
+    ]
+
+
+def _gradients(model: Any, ids: torch.Tensor, use_cache: bool) -> dict[str, torch.Tensor]:
+    for _ in range(2):
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=use_cache).loss.backward()
+    names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters()]
+    return dict(zip(names, [parameter.grad.clone() for parameter in model.parameters()], strict=True))
+
+
+def _recompute(model: Any, way: str) -> None:
+    """Let backward run the blocks of a model again, by PyTorch's wrapper or by its function."""
+    import functools
+
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    from smp_version2.layer_classes import TransformerLayer
+
+    blocks = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    if way == "function":
+        for block in blocks:
+            block.forward = functools.partial(_call_by_function, block.forward)
+        return
+    wrappers.apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=functools.partial(
+            wrappers.checkpoint_wrapper, checkpoint_impl=wrappers.CheckpointImpl[way]
+        ),
+        check_fn=lambda module: isinstance(module, TransformerLayer),
+    )
+
+
+def _call_by_function(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)

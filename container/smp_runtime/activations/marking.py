@@ -11,6 +11,7 @@ from torch import nn
 
 from smp_config.errors import kind_of
 from smp_runtime.activations.activations import Activations, StagedRegions
+from smp_runtime.activations.caches import is_cache
 from smp_runtime.activations.functional import Strategy, check_sequential, checkpoint, run_sequential
 from smp_runtime.activations.regions import is_off, run_region
 from smp_runtime.errors import SMPUserError
@@ -248,11 +249,7 @@ def let_pass(module: nn.Module) -> None:
 def pass_through(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the given function, in place of the layer's checkpointing function."""
     # The layer has dropped caches among keyword arguments; a cache would be written a second time in backward.
-    return function(*(None if _is_cache(value) else value for value in args), **kwargs)
-
-
-def _is_cache(value: Any) -> bool:
-    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
+    return function(*(None if is_cache(value) else value for value in args), **kwargs)
 
 
 def take_over(model: nn.Module) -> None:

@@ -45,8 +45,8 @@ class RegionBuffers:
         self._seen: list[_NewBuffer] = []
         #: Buffers that a second run gets copies of: the elements before the first run, or None for the current ones.
         self._apart: list[tuple[nn.Module, str, torch.Tensor | None]] = []
-        for module in _modules_of(function):
-            if not isinstance(module._buffers, dict):  # TorchScript keeps its own
+        for module in modules_of(function):
+            if not module._buffers or not isinstance(module._buffers, dict):  # TorchScript keeps its own
                 continue
             known = _changing.get(module)
             # Statistics do not enter the result while they are collected.
@@ -96,8 +96,8 @@ def _version(buffer: torch.Tensor) -> int | None:
     return None if buffer.is_inference() else buffer._version
 
 
-def _modules_of(function: Any) -> Iterator[nn.Module]:
-    """Yield the modules in a function that have buffers, each once."""
+def modules_of(function: Any) -> Iterator[nn.Module]:
+    """Yield the modules in a function, its arguments and its closure, each once."""
     waiting, seen = [function], set()
     while waiting:
         item = waiting.pop()
@@ -105,8 +105,7 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
             continue
         seen.add(id(item))
         if isinstance(item, nn.Module):
-            if item._buffers:
-                yield item
+            yield item
             waiting.extend(item._modules.values())
         elif isinstance(item, functools.partial):
             waiting += [item.func, *item.args, *item.keywords.values()]

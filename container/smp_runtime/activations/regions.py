@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from smp_runtime.activations.caches import without_caches
 from smp_runtime.activations.offloading import Offloader, Stored
 from smp_runtime.activations.region_buffers import RegionBuffers
 from smp_runtime.errors import SMPUserError
@@ -57,10 +58,11 @@ def run_region(
         label: for messages.
 
     Raises:
-        SMPUserError: If a module of another pipeline stage was called inside.
+        SMPUserError: If a module of another pipeline stage was called inside, or a cache has tokens already.
     """
     if is_off():
         return function(*args, **kwargs)
+    args, kwargs = without_caches(function, args, kwargs, label)
     activations.regions += 1
     leaves, structure = tree_flatten((args, kwargs))
     leaves = [leaf.plain() if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves]

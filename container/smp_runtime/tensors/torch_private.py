@@ -98,8 +98,8 @@ at_end_of_backward: Callable[[Callable[[], object]], None] = _private(
     "acts at the end of a backward pass", "autograd.Variable._execution_engine.queue_callback"
 )
 
-#: ``torch.autograd.backward`` and ``grad`` without their checks, which cost as much as a small module's backward pass:
-#: ``(outputs, gradients, retain_graph, create_graph, inputs, allow_unreachable=…, accumulate_grad=…)``, tuples all three.
+#: ``torch.autograd.backward`` and ``grad`` without checks, which cost as much as a small module's backward pass: ``(outputs,
+#: gradients, retain_graph, create_graph, inputs, allow_unreachable=…, accumulate_grad=…)``, tuples all three.
 run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = _private(
     "runs backward of one stage", "autograd.Variable._execution_engine.run_backward"
 )
@@ -152,10 +152,8 @@ def backend_of_compiler(name: str) -> Callable[..., Any]:
 def compiling_whole_entries() -> contextlib.AbstractContextManager[Any]:
     """Compile graphs inside the block with their backward pass, and store both in the compiler's folder at once.
 
-    PyTorch compiles a backward pass when it first runs, and stores nothing for later jobs before that. It does not
-    store graphs with functions of ``torch.autograd.Function``, since their names do not identify their work.
-    Inside the block it does, because the graph includes the bodies of these functions. Switches that a release
-    does not have are left out.
+    PyTorch compiles a backward pass when it first runs, and stores nothing before. Nor does it store graphs with functions of
+    ``torch.autograd.Function``. In the block it does, if the release has these switches.
     """
     config: Any = sys.modules.get("torch._functorch.config")
     wanted = ("autograd_cache_allow_custom_autograd_functions", "force_non_lazy_backward_lowering")
@@ -185,13 +183,12 @@ _swap_in_place: Callable[[torch.Tensor, torch.Tensor], None] = _private(
 def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
     """Swap values, device, type and gradients of two tensors; both keep their identity for code that refers to them.
 
-    Unlike ``torch.utils.swap_tensors`` it also swaps parameters with weak references, such as those by which
-    recurrent layers find their weights again. These references then lead to the new contents.
+    Unlike ``torch.utils.swap_tensors`` it also swaps parameters with weak references, as recurrent layers have them.
 
     Raises:
         RuntimeError: an autograd graph or a view holds one of them.
     """
-    # A parameter that was frozen after its use is held by that graph; swap_tensors looks for it only if it requires gradients.
+    # A parameter that was frozen after its use is held by that graph; swap_tensors looks only at those that require gradients.
     is_held = one.is_leaf and not one.requires_grad and one._use_count() > 1  # type: ignore[attr-defined]
     if not weakref.getweakrefs(one):
         with _requiring_gradients(one if is_held else None, other):
@@ -313,8 +310,7 @@ def schema_of(function: Any) -> Any:
 
 # -- modules -----------------------------------------------------------------------------------------------------------
 
-#: ``(module, *args, **kwargs)``: a module's call with its hooks. It bypasses a ``__call__`` of its class, and any
-#: replacement of that.
+#: ``(module, *args, **kwargs)``: a module's call with its hooks. It bypasses a ``__call__`` of its class.
 call_with_hooks: Callable[..., Any] = _private("calls modules for other stages", "nn.Module._wrapped_call_impl")
 
 #: Classes of modules that keep running statistics and may count batches while they train.
@@ -354,6 +350,11 @@ def device_asked_for(*args: Any, **kwargs: Any) -> torch.device | None:
     return device
 
 
+def activation_wrappers() -> Any:
+    """Return the module with the classes of modules that PyTorch has wrapped to checkpoint or offload them."""
+    return importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+
+
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 #: The store through which the ranks of the default group have met.
@@ -378,7 +379,6 @@ all_gather_single_coalesced: Any = _private(
     "distributed.ProcessGroup.all_gather_single_coalesced",
     "distributed.ProcessGroup.allgather_into_tensor_coalesced",
 )
-
 
 _set_default_backend: Callable[[Any, Any], None] = _private(
     'serves the backend "smddp"', "distributed.ProcessGroup._set_default_backend"
@@ -452,7 +452,7 @@ def absent_store() -> dist.Store:
 def group_of_operation(value: Any) -> dist.ProcessGroup | None:
     """Return the process group that an argument of a ``torch.distributed`` operation is or names; else None."""
     with contextlib.suppress(RuntimeError, KeyError, ValueError):
-        if isinstance(value, torch.ScriptObject):  # the operation of a reduction is one too
+        if isinstance(value, torch.ScriptObject):  # so is the operation of a reduction
             return dist.ProcessGroup.unbox(value)
         if isinstance(value, str):
             return dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]  # a name
