@@ -22,7 +22,7 @@ from smp_runtime.tensors.torch_private import has_step_hooks
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 #: In bfloat16 the fused form rounds less often than the loop, so that a training would be another one.
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = {torch.float32, torch.float64}
 
 #: Devices for which an optimizer's update has a fused form.
 _DEVICES = ("cpu", "cuda")
@@ -39,16 +39,14 @@ def fused_where_open(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     lent = [step for group in groups for step in _lend_steps(group, optimizer)]
     for group in groups:
         group["fused"] = True
-    done = 0.0
+    is_done = False
     try:
         yield
-        done = 1.0
+        is_done = True
     finally:
         for group in groups:
             group["fused"] = None
-        for state, step in lent:
-            if "step" in state:
-                state["step"] = step.add_(done)
+        _take_steps_back(lent, is_done)
 
 
 def _is_open(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
@@ -67,15 +65,16 @@ def _is_open(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     has_sum = {state.get("momentum_buffer") is None for state in states}
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and len(has_sum) > 1:
         return False
-    for parameter, state in zip(trained, states, strict=True):
-        step = state.get("step")
-        if step is not None and not _is_counter(step):
-            return False
-        kept = [value for name, value in state.items() if isinstance(value, torch.Tensor) and name != "step"]
-        if not are_fusible([parameter, parameter.grad, *kept]) or not _has_kernel(optimizer, parameter.device):
-            return False
+    kept = [item for state in states for item in state.items()]
+    if not all(_is_counter(value) for name, value in kept if name == "step" and value is not None):
+        return False
+    tensors = [value for name, value in kept if name != "step" and isinstance(value, torch.Tensor)]
+    if not are_fusible([*trained, *(parameter.grad for parameter in trained), *tensors]):
+        return False
+    if not _has_kernel(optimizer, trained[0].device):
+        return False
     # A hook may remove gradients. Then only the device would know which counters advanced.
-    is_counted = not isinstance(optimizer, torch.optim.SGD) and any(p.device.type != "cpu" for p in trained)
+    is_counted = not isinstance(optimizer, torch.optim.SGD) and trained[0].device.type != "cpu"
     return not (is_counted and has_step_hooks(optimizer))
 
 
@@ -112,6 +111,15 @@ def _lend_steps(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list
     return list(zip(states, steps, strict=True))
 
 
+def _take_steps_back(lent: Sequence[tuple[dict[str, Any], torch.Tensor]], is_done: bool) -> None:
+    """Put the counters on the CPU into the states again, one step further if the update is done."""
+    taken = [(state, step) for state, step in lent if "step" in state]
+    if taken and is_done:
+        torch._foreach_add_([step for _, step in taken], 1.0)
+    for state, step in taken:
+        state["step"] = step
+
+
 @torch.no_grad()
 def counters_beside(parameters: Sequence[torch.Tensor], values: Sequence[float]) -> list[torch.Tensor]:
     """Return counters of steps for fused kernels, each on its parameter's device; the host does not wait for one.
@@ -135,12 +143,11 @@ def counters_beside(parameters: Sequence[torch.Tensor], values: Sequence[float])
 
 def are_fusible(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Return whether fused kernels take the tensors together; the kernels ignore strides."""
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    return len(devices) <= 1 and all(
-        tensor is not None
-        and tensor.device.type in _DEVICES
-        and tensor.layout is torch.strided
-        and tensor.dtype in _DTYPES
-        and tensor.is_contiguous()
-        for tensor in tensors
-    )
+    # Once per update for some thousand tensors, so in a few short loops.
+    given = [tensor for tensor in tensors if tensor is not None]
+    if len(given) < len(tensors) or any(tensor.layout is not torch.strided for tensor in given):
+        return False
+    devices = {tensor.device for tensor in given}
+    if len(devices) > 1 or any(device.type not in _DEVICES for device in devices):
+        return False
+    return {tensor.dtype for tensor in given} <= _DTYPES and all(tensor.is_contiguous() for tensor in given)
