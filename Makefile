@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STEPS ?= 300
+STEPS ?= 150
 # Processes that run tests at the same time; a test has up to four ranks of its own, and many of them wait. Each takes some 2.5 GB.
 WORKERS ?= 3
 

@@ -59,7 +59,7 @@ def train(steps: int, megabytes: float) -> tuple[dict[str, float], Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: 300)")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
     parser.add_argument("--megabytes", type=float, default=9.0, help="upper bound of the text (default: 9)")
     args = parser.parse_args()
     metrics, model = train(args.steps, args.megabytes)

@@ -6,6 +6,7 @@ import ast
 import configparser
 import functools
 import re
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -52,6 +53,44 @@ def test_unchecked_blocks_give_a_reason() -> None:
     unchecked = [block for document in DOCUMENTS for block in blocks(document) if block.unchecked]
     assert all(len(block.unchecked) > 20 for block in unchecked)
     assert len(unchecked) <= 3
+
+
+#: Pages to look something up in. All others of ``docs/`` itself are about a task.
+REFERENCE = {"architecture", "compatibility", "glossary", "models", "state", "stock-images", "troubleshooting"}
+TASKS = [path for path in DOCUMENTS if path.parent == ROOT / "docs" and path.stem not in REFERENCE]
+MOST_WORDS, WORDS_BEFORE_A_BLOCK, MOST_WORDS_IN_ALL = 900, 80, 25_000
+MOST_MARKS_PER_SENTENCE, BLOCKS_PER_1000_WORDS = 1.2, 4
+
+
+def _prose(document: Path) -> str:
+    return re.sub(r"^```.*?^```\s*$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def _words(text: str) -> int:
+    return len(re.findall(r"\S*\w\S*", text))
+
+
+def _marks_per_sentence(prose: str) -> float:
+    """Commas, semicolons and parentheses for each sentence of the running text, without its code and links."""
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "#"))]
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "X", "\n".join(lines)))
+    sentences = [part for part in re.split(r"(?<=[.:!?])\s+|\n\s*\n|\n[*-] ", text) if _words(part) > 1]
+    return sum(map(text.count, ",;(")) / len(sentences)
+
+
+@pytest.mark.parametrize("document", [ROOT / "README.md", *TASKS], ids=lambda path: path.stem)
+def test_a_task_page_is_short_and_shows_code_first(document: Path) -> None:
+    text, prose = document.read_text(encoding="utf-8"), _prose(document)
+    assert _words(prose) <= MOST_WORDS
+    assert _words(text.partition("```")[0]) <= WORDS_BEFORE_A_BLOCK
+    assert _marks_per_sentence(prose) <= MOST_MARKS_PER_SENTENCE
+
+
+def test_task_pages_have_many_blocks_and_few_words() -> None:
+    words = {document: _words(_prose(document)) for document in TASKS}
+    assert sum(words.values()) <= MOST_WORDS_IN_ALL
+    density = [1000 * len(blocks(document)) / words[document] for document in TASKS]
+    assert statistics.median(density) >= BLOCKS_PER_1000_WORDS
 
 
 def test_commands_are_not_hidden_in_blocks_of_output() -> None:

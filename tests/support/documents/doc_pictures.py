@@ -57,7 +57,7 @@ FLOWS = {
         "From the top: the first answer that leads to the right is the strategy",
         {
             "a": Box(0, 0, "parameters, gradients and optimizer|state fit into one GPU?"),
-            "b": Box(0, 1, "fit, if only the optimizer's|state is shared out?"),
+            "b": Box(0, 1, "fit, if only the optimizer's|state is sharded?"),
             "c": Box(0, 2, "the activations are too large?"),
             "e": Box(0, 3, "one layer and its activations|fit into one GPU?"),
             "t": Box(0, 5, "tensor parallelism inside a host|tensor_parallel_degree", BLUE),
