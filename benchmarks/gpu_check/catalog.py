@@ -55,14 +55,14 @@ CHECKS = (
     Check(
         "sanitizer", "streams", "a", 120, "PyTorch's CUDA sanitizer on offloading, saving, tracking; a planted fault"
     ),
-    Check("warm_fork", "failures", "a", 60, "does an import of libraries make forks unfit for CUDA?"),
+    Check("warm_fork", "failures", "a", 120, "does an import of libraries make forks unfit for CUDA?"),
     Check("matrix_four", "matrices", "a", 120, "four ranks, one GPU: pp × tp, sdp × tp"),
     Check("oom", "failures", "a", 60, "a batch that does not fit, then one that does: does training go on?", True),
     Check("failure", "failures", "a", 140, "a rank fails while the other waits on its GPU: how soon do all end?", True),
     Check("deterministic", "one_rank", "a", 60, "are two runs equal in every bit?", True),
     # What does it cost?
     Check("overhead", "costs", "b", 110, "degree 1 against plain PyTorch: time, host waits, launches, GPU busy", True),
-    Check("mfu", "costs", "b", 90, "GPT of 1.3B in bf16: MFU, time and peak memory against plain PyTorch", True),
+    Check("mfu", "costs", "b", 120, "GPT of 1.3B in bf16: MFU, time and peak memory against plain PyTorch", True),
     Check("activations", "memory", "b", 130, "checkpointing and offloading against PyTorch's own: time and peak", True),
     Check("compile", "costs", "b", 130, "torch.compile of blocks: gain in both", True),
     Check("plan", "memory", "b", 60, "peak memory as plan and rehearsal predict it, against the measured one", True),
