@@ -15,7 +15,8 @@ from smp_config.error_codes import append_code
 from smp_config.errors import kind_of
 from smp_config.formats.values import parse_literal as _literal
 from smp_config.machine.instances import instance
-from smp_config.parameters import KEYS, are_of_version_2
+from smp_config.parameters import KEYS
+from smp_config.version2.which_version import choose_version
 from smp_estimator.cli.commands.checkpoint import checkpoint
 from smp_estimator.cli.commands.images import images
 from smp_estimator.cli.commands.init import init
@@ -105,8 +106,8 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     """Check a distribution. FILE holds JSON or a Python literal.
 
     It is the estimator's distribution, or {"distribution": …, "instance_type": …, "instance_count": …}, or
-    mp_parameters alone, which run with one process per GPU. Parameters that only version 2 of the library has, or
-    torch_distributed, make it a job of version 2. Nothing is sent anywhere. Exit code 1 when refused.
+    mp_parameters alone, which run with one process per GPU. A parameter that only version 2 of the library has, or
+    torch_distributed, makes it a job of version 2. Nothing is sent anywhere. Exit code 1 when refused.
     """
     found = _literal(file.read(), str(getattr(file, "name", "FILE")))
     if not isinstance(found, dict):
@@ -116,7 +117,8 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
     hosts = instance_count or said_count or 1
     known = instance(kind)
     launchers: dict[str, Any] = {}
-    if are_of_version_2(distribution):
+    choice = choose_version(distribution, None)
+    if choice.is_2:
         launchers = {"torch_distributed": {"enabled": True}}
     elif set(distribution) & KEYS:
         launchers = {"mpi": {"enabled": True, "processes_per_host": known.gpus if known else 1}}
@@ -126,6 +128,7 @@ def validate(file: Any, instance_type: str | None, instance_count: int | None) -
             **launchers,
         }
     settings, said = _checked(distribution, kind, hosts)
+    said += [choice.reason] if choice.reason is not None else []
     if known is None and kind not in LOCAL_TYPES:
         said.append(f"no instance type {kind} is known here, so nothing that depends on its GPUs was checked")
     out = console()

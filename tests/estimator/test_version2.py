@@ -110,6 +110,50 @@ def test_plans_are_for_version_1(make: Make) -> None:
         make(distribution=version_2(2)).plan("gpt2")
 
 
+@pytest.mark.parametrize(
+    ("imports", "parameters", "launcher", "said"),
+    [
+        ("torch.sagemaker", None, "torch_distributed", ""),
+        ("torch.sagemaker", '{"tensor_parallel_degree": 2}', "torch_distributed", "so the job is one of version 2"),
+        ("torch", '{"tensor_parallel_degree": 2, "hybrid_shard_degree": 0}', "torch_distributed", ""),
+        ("torch", None, "mpi", ""),
+        ("torch", '{"activation_loading_horizon": 2}', "mpi", "so they count as version 1"),
+    ],
+)
+def test_run_takes_the_version_of_parameters_or_script(
+    script: Path, monkeypatch: pytest.MonkeyPatch, imports: str, parameters: str | None, launcher: str, said: str
+) -> None:
+    from click.testing import CliRunner
+
+    from smp_estimator.cli.commands import run as command
+
+    settings: list[dict[str, Any]] = []
+    monkeypatch.setattr(command, "_train", lambda given, channels: settings.append(given))
+    (script / "train.py").write_text(f"import {imports}\n")
+    words = [str(script / "train.py"), *(["--parameters", parameters] if parameters else [])]
+    done = CliRunner().invoke(command.run, words)
+    assert done.exit_code == 0, done.output
+    assert launcher in settings[0]["distribution"]
+    assert (said in done.output, "version" in done.output) == (True, bool(said))
+
+
+def test_validate_says_that_parameters_are_of_both_versions(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from smp_estimator.cli.main import main
+
+    for text, version, said in (
+        ('{"activation_loading_horizon": 2}', "valid on", "nothing says which, so they count as version 1"),
+        ('{"hybrid_shard_degree": 2}', "version 2", ""),
+        ('{"ddp": true}', "valid on", ""),
+    ):
+        (tmp_path / "parameters.json").write_text(text)
+        done = CliRunner().invoke(main, ["validate", str(tmp_path / "parameters.json")])
+        words = " ".join(done.output.split())
+        assert (done.exit_code, version in words) == (0, True), words
+        assert (said in words, "warning" in words) == (True, bool(said)), words
+
+
 def test_a_job_of_the_cloud_takes_the_runtime_along(cloud: Cloud, script: Path, tmp_path: Path) -> None:
     (script / "train.py").write_text(
         "import subprocess, sys\n"

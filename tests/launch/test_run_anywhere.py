@@ -231,6 +231,43 @@ def test_what_cannot_start_is_told_before_anything_does(folder, capfd, words, en
     assert said in capfd.readouterr().err
 
 
+SHARED = '{"activation_loading_horizon": 3}'
+IMPORTS = {
+    "2": "import torch.sagemaker as tsm",
+    "1": "import smdistributed.modelparallel.torch as smp",
+    "helper": "import helper",  # which imports version 2
+    "both": "import smdistributed.modelparallel, torch.sagemaker.utils",
+    "neither": "import torch",
+}
+
+
+@pytest.mark.parametrize(
+    ("imports", "parameters", "version", "said"),
+    [
+        ("2", SHARED, 2, "imports torch.sagemaker, so the job is one of version 2"),
+        ("helper", SHARED, 2, "imports torch.sagemaker, so the job is one of version 2"),
+        ("2", "{}", 2, None),
+        ("1", SHARED, 1, None),
+        ("both", SHARED, 1, "imports both, so they count as version 1"),
+        ("neither", SHARED, 1, "shows no import of either, so they count as version 1"),
+        ("neither", "{}", 1, None),
+        ("2", '{"tensor_parallel_degree": 2}', 2, "tensor_parallel_degree: both versions"),
+        ("neither", '{"tensor_parallel_degree": 2, "hybrid_shard_degree": 0}', 2, None),
+        ("2", '{"tensor_parallel_degree": 2, "ddp": true}', 1, None),
+    ],
+)
+def test_the_script_decides_on_parameters_of_both_versions(folder, capfd, imports, parameters, version, said):
+    (folder / "train.py").write_text(f"def main():\n    {IMPORTS[imports]}\n")
+    (folder / "helper.py").write_text("from torch import sagemaker\n")
+    words = ["--print", "--processes", "2", "--parameters", parameters, "train.py"]
+    done = CliRunner().invoke(run_script, words)
+    assert done.exit_code == 0, done.output
+    variables = next(line for line in done.output.splitlines() if line.startswith("variables of rank 0"))
+    assert ("SM_FRAMEWORK_PARAMS" in variables) == (version == 1), variables
+    lines = [line for line in capfd.readouterr().err.splitlines() if "version 2" in line]
+    assert (len(lines), said is None or said in lines[0]) == (said is not None, True), lines
+
+
 FAILS = """
 import os, sys, time
 from smp_records.rank_record import current_record

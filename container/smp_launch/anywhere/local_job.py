@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 from smp_config.errors import ConfigError
 from smp_config.machine.launchers import SECRET_VARIABLE, job_secret
 from smp_config.recovery import COUNT_VARIABLE, RESTARTS_VARIABLE, max_restarts, restart_count
+from smp_config.version2.parameters import Version2Parameters
+from smp_config.version2.which_version import VERSION_VARIABLE
 from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.anywhere.local_ranks import LOCAL_RANK
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE, SURROUNDINGS_VARIABLE, prepare, to_text
@@ -50,7 +52,6 @@ from smp_records.rank_record import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from smp_config.parameters import ModelParallelParameters
-    from smp_config.version2.parameters import Version2Parameters
 from smp_config.formats.secrets import mask_secrets, masked_words
 
 #: A task that fails ends the step. By default SLURM lets the others go on, unless its administrator set otherwise.
@@ -85,6 +86,7 @@ class LocalJob:
         passed = {name: value for name, value in environ.items() if name != LIFELINE_VARIABLE}
         if self.parameters is not None:
             passed[PARAMETERS_VARIABLE] = json.dumps(self.parameters.to_mp_parameters())
+            passed[VERSION_VARIABLE] = "2" if isinstance(self.parameters, Version2Parameters) else "1"
             passed = {**self.parameters.variables, **passed}
         return passed
 
@@ -117,7 +119,7 @@ class LocalJob:
             new = {
                 name: value
                 for name, value in after.items()
-                if environ.get(name) != value and name != PARAMETERS_VARIABLE
+                if environ.get(name) != value and name not in (PARAMETERS_VARIABLE, VERSION_VARIABLE)
             }
             if not surroundings.port and not surroundings.uses_mpi:
                 new["MASTER_PORT"] = "(a free port)"
@@ -219,10 +221,12 @@ class LocalJob:
 
     def _verdict(self, outcome: ProgramOutcome, collector: FailureCollector) -> tuple[int, Cause | None]:
         if outcome.hang is not None:
-            if (report := write_report(Path.cwd(), outcome.hang)) is not None:
+            report = write_report(Path.cwd(), outcome.hang)
+            if report is not None:
                 write_own_line(f"the report on the hang is {report}")
             return 1, cause_of_hang(outcome.hang, lambda rank: self.surroundings.host)
-        if outcome.returncode == 0 and not collector.records:
+        has_succeeded = outcome.returncode == 0 and not collector.records
+        if has_succeeded:
             return 0, None
         return exit_code(outcome), cause_of(collector, outcome, self.script)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from smp_config.machine.interfaces import LOOPBACK, interface_towards
 from smp_config.machine.launchers import ADDRESS_VARIABLE, PORT_VARIABLE, PROCESS_MODE_VARIABLE
-from smp_config.parameters import are_of_version_2
+from smp_config.version2.which_version import VERSION_VARIABLE
 from smp_launch.anywhere.detect_launcher import DetectedLauncher, LauncherKind
 from smp_launch.ranks.script import Program, RankPlace, Wrapper, run_to_end
 from smp_launch.ranks.torch_entry_points import make_findable
@@ -105,29 +105,32 @@ def rank_variables(surroundings: DetectedLauncher, local: int, with_parameters: 
 
 def _is_of_version_1(environ: Mapping[str, str]) -> bool:
     """Return whether the job has parameters of version 1 of the library; those of version 2 leave PyTorch's launch as it is."""
-    text = environ.get(PARAMETERS_VARIABLE)
-    try:
-        return bool(text) and not are_of_version_2(json.loads(text or ""))
-    except ValueError:
-        return True  # smp.init() reports it
+    return bool(environ.get(PARAMETERS_VARIABLE)) and environ.get(VERSION_VARIABLE) != "2"
 
 
 def prepare(surroundings: DetectedLauncher, local: int, environ: MutableMapping[str, str]) -> None:
     """Make ``environ`` the environment of a rank. The user's settings of threads and interfaces stay."""
     if not surroundings.uses_mpi:
-        for name in [name for name in environ if name.startswith(_OF_OTHERS)]:
+        foreign = [name for name in environ if name.startswith(_OF_OTHERS)]
+        for name in foreign:
             del environ[name]
     with_parameters = _is_of_version_1(environ)
     if with_parameters:
         environ.pop("LOCAL_RANK", None)
         environ.setdefault(FRAMEWORK_VARIABLE, _WITH_RANKS)
     environ.update(rank_variables(surroundings, local, with_parameters))
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // surroundings.ranks)))
-    interface = LOOPBACK if surroundings.one_host and not surroundings.uses_mpi else None
-    if not surroundings.one_host and surroundings.address:
-        interface = interface_towards(surroundings.address)
+    threads = max(1, cpu_count() // surroundings.ranks)
+    environ.setdefault("OMP_NUM_THREADS", str(threads))
+    interface = _interface(surroundings)
     if interface:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _interface(surroundings: DetectedLauncher) -> str | None:
+    """Return the network interface over which the ranks meet, or None if gloo may choose it."""
+    if not surroundings.one_host:
+        return interface_towards(surroundings.address) if surroundings.address else None
+    return None if surroundings.uses_mpi else LOOPBACK
 
 
 def to_text(surroundings: DetectedLauncher) -> str:

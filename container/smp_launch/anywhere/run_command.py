@@ -15,10 +15,11 @@ from smp_config.error_codes import append_code
 from smp_config.errors import ConfigError
 from smp_config.formats import strict_json
 from smp_config.formats.values import parse_dictionary
-from smp_config.job import MP_PARAMETERS, decoded_hyperparameter
+from smp_config.job import MP_PARAMETERS, TORCHRUN_ENABLED, decoded_hyperparameter
 from smp_config.machine.disk_space import full_disk, no_more_files
-from smp_config.parameters import ModelParallelParameters, are_of_version_2
+from smp_config.parameters import ModelParallelParameters
 from smp_config.version2.parameters import Version2Parameters
+from smp_config.version2.which_version import choose_version
 from smp_launch.anywhere.detect_launcher import LauncherKind, LauncherSettings, recognise
 from smp_launch.anywhere.local_job import LocalJob, plan
 from smp_launch.anywhere.plain_rank import PARAMETERS_VARIABLE
@@ -67,7 +68,8 @@ def run_script(
     again = [sys.executable, "-m", "smp_launch", *sys.argv[1:]]
     try:
         surroundings = recognise(environ, LauncherSettings(processes, hosts, host_rank, master))
-        job = plan(surroundings, script, words, _parameters(parameters, surroundings.kind, environ), again, environ)
+        typed = _parameters(parameters, surroundings.kind, environ, script)
+        job = plan(surroundings, script, words, typed, again, environ)
     except ConfigError as error:
         sys.exit(_end(CANNOT_START, Cause(append_code(f"the job cannot start: {error}", error)), failure_file))
     if only_print:
@@ -111,14 +113,17 @@ def _end(code: int, cause: Cause | None, failure_file: str | None) -> int:
 
 
 def _parameters(
-    given: str | None, kind: LauncherKind, environ: Mapping[str, str]
+    given: str | None, kind: LauncherKind, environ: Mapping[str, str], script: str
 ) -> ModelParallelParameters | Version2Parameters | None:
     """Return the parameters of the command line, else of the environment, else of a SageMaker job.
+
+    If they have no parameter that only one version of the library has, the job's launcher decides, else the script's imports.
 
     Raises:
         ConfigError: the parameters cannot be read, or cannot work.
     """
     found: Any = None
+    hyperparameters: Mapping[str, Any] = {}
     if given is not None:
         found = parse_dictionary(given, "--parameters")
     elif text := environ.get(PARAMETERS_VARIABLE):
@@ -130,7 +135,18 @@ def _parameters(
                 "--parameters"
             ) from None
     elif kind is LauncherKind.SAGEMAKER:
-        found = decoded_hyperparameter(Tree.from_environment(environ).read_config("hyperparameters").get(MP_PARAMETERS))
-    if are_of_version_2(found):
+        hyperparameters = Tree.from_environment(environ).read_config("hyperparameters")
+        found = decoded_hyperparameter(hyperparameters.get(MP_PARAMETERS))
+    if found is None:
+        return None
+    return _typed(found, script, starts_torchrun=decoded_hyperparameter(hyperparameters.get(TORCHRUN_ENABLED)) is True)
+
+
+def _typed(found: Any, script: str, *, starts_torchrun: bool) -> ModelParallelParameters | Version2Parameters:
+    """Return parameters of the version that they are meant for; a line says so where they do not show it."""
+    if starts_torchrun:
         return Version2Parameters.from_given(found)
-    return None if found is None else ModelParallelParameters.from_mp_parameters(found)
+    choice = choose_version(found, script)
+    if choice.reason is not None:
+        write_own_line(choice.reason)
+    return Version2Parameters.from_given(found) if choice.is_2 else ModelParallelParameters.from_mp_parameters(found)

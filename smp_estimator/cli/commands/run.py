@@ -18,7 +18,7 @@ from smp_config.error_codes import append_code
 from smp_config.errors import suggest
 from smp_config.formats.values import parse_dictionary
 from smp_config.job import SCRIPT_ARGUMENTS_VARIABLE
-from smp_config.parameters import are_of_version_2
+from smp_config.version2.which_version import OF_VERSION_2, choose_version, find_imports
 from smp_estimator.cli.console import make_printable
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.local.files.uris import address_of
@@ -35,6 +35,9 @@ _OPTIONS = {
 }
 
 _CHECKPOINTS_VARIABLE = "SMP_CHECKPOINT_DIR"
+
+#: Parameters of a job that gets none, in version 1 of the library.
+DEFAULT = '{"ddp": true}'
 
 #: Exit code of a command that Ctrl-C has ended, as a shell has it.
 _CTRL_C = 130
@@ -81,7 +84,9 @@ class _RunCommand(click.Command):
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="Of every rank's environment; may be repeated.")
 @click.option("--channel", multiple=True, metavar="NAME=DIR", help="Input data; may be repeated.")
 @click.option(
-    "--parameters", default='{"ddp": true}', show_default=True, help="mp_parameters: a dictionary or its file."
+    "--parameters",
+    metavar="JSON|FILE",
+    help=f"mp_parameters: a dictionary or its file; default: {DEFAULT}, none for a script of version 2.",
 )
 @click.option("--source-dir", type=click.Path(exists=True, file_okay=False), help="Shipped whole; SCRIPT lies in it.")
 @click.option("--output", type=click.Path(file_okay=False), help="Where model.tar.gz goes.")
@@ -100,14 +105,14 @@ def run(
 
     ARGUMENTS, after --, are the script's own, after its hyperparameters: run train.py --processes 2 -- --lr 0.1
 
-    The ranks have this shell's environment, except for the variables that the launcher sets. Parameters that only version 2 of
-    the library has (hybrid_shard_degree) start SCRIPT as one that imports torch.sagemaker.
+    The ranks have this shell's environment, except for the variables that the launcher sets. A parameter that only one version
+    of the library has (hybrid_shard_degree: version 2) decides how SCRIPT is started; else its imports do.
     """
     path = Path(script).absolute()
     if source_dir and Path(source_dir).absolute() not in path.parents:
         raise ConfigError(f"SCRIPT {path} does not lie in --source-dir {source_dir}; give the folder that holds it")
     environment = dict(_environment(given["env"]))
-    parameters = parse_dictionary(given["parameters"], "--parameters")
+    is_2, parameters = _choose(given["parameters"], path)
     settings: dict[str, Any] = {
         "entry_point": str(path.relative_to(Path(source_dir).absolute())) if source_dir else str(path),
         "instance_type": "local",
@@ -115,7 +120,7 @@ def run(
         "hyperparameters": {name: _value(text) for name, text in pairs(given["hyperparameter"], "--hyperparameter")},
         "distribution": {
             "smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}},
-            "torch_distributed" if are_of_version_2(parameters) else "mpi": {
+            "torch_distributed" if is_2 else "mpi": {
                 "enabled": True,
                 "processes_per_host": given["processes"],
             },
@@ -140,6 +145,18 @@ def run(
         raise click.ClickException(make_printable(append_code(_in_words_of_options(str(error)), error))) from None
     except KeyboardInterrupt:  # the session has stopped the job, and said so
         raise click.exceptions.Exit(_CTRL_C) from None
+
+
+def _choose(given: str | None, script: Path) -> tuple[bool, dict[str, Any]]:
+    """Return whether a job is one of version 2 of the library, and its parameters; a line says so where they do not show it."""
+    if given is None:
+        is_2 = find_imports(script) == {OF_VERSION_2}
+        return is_2, {} if is_2 else parse_dictionary(DEFAULT, "--parameters")
+    parameters = parse_dictionary(given, "--parameters")
+    choice = choose_version(parameters, script)
+    if choice.reason is not None:
+        click.echo(choice.reason, err=True)
+    return choice.is_2, parameters
 
 
 def _in_words_of_options(sentence: str) -> str:

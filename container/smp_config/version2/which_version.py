@@ -1,0 +1,103 @@
+"""Which version of the library parameters are meant for, if no launcher beside them says it.
+
+Three parameters have the same name in both versions, and ``{"tensor_parallel_degree": 2}`` alone has no other. Then the script's
+imports decide, and a line says so.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smp_config.parameters import KEYS, are_of_version_2
+from smp_config.version2.parameters import Version2Parameters
+
+#: The packages of the two versions.
+OF_VERSION_1, OF_VERSION_2 = "smdistributed.modelparallel", "torch.sagemaker"
+
+#: Tells the wrapper of a rank which version the launcher has chosen.
+VERSION_VARIABLE = "SMP_LAUNCH_LIBRARY_VERSION"
+
+#: Most files of a script's folder that are read for imports.
+_MOST_FILES = 200
+
+
+@dataclass(frozen=True)
+class VersionChoice:
+    """The version of the library that a job is of.
+
+    Attributes:
+        is_2: whether it is version 2.
+        reason: a sentence to print; None if the parameters alone decide, or the script agrees with what would be taken anyway.
+    """
+
+    is_2: bool
+    reason: str | None = None
+
+
+def choose_version(parameters: Any, script: str | Path | None) -> VersionChoice:
+    """Return the version of a job: that of a parameter which only one version has, else that which the script imports.
+
+    Args:
+        parameters: the parameters as they were given; anything else than a dictionary counts as version 1, which reports it.
+        script: a Python file; None or another file if there is none to read.
+    """
+    if not isinstance(parameters, Mapping):
+        return VersionChoice(False)
+    if are_of_version_2(parameters):
+        return VersionChoice(True)
+    shared = [str(name) for name in parameters if name in Version2Parameters.model_fields]
+    if any(name in KEYS and str(name) not in shared for name in parameters):
+        return VersionChoice(False)
+    imports = find_imports(Path(script)) if script is not None else frozenset[str]()
+    if imports == {OF_VERSION_1}:
+        return VersionChoice(False)
+    which = f"{', '.join(shared)}: both versions of the library have {'these parameters' if len(shared) > 1 else 'this parameter'}"
+    if imports == {OF_VERSION_2}:
+        said = f"{which}; {script} imports {OF_VERSION_2}, so the job is one of version 2"
+        return VersionChoice(True, said if shared else None)
+    if not shared:
+        return VersionChoice(False)
+    if script is None:
+        why = "nothing says which, so they count as version 1"
+    elif imports:
+        why = f"{script} imports both, so they count as version 1"
+    else:
+        why = f"{script} shows no import of either, so they count as version 1"
+    return VersionChoice(
+        False, f"{which}; {why} ({OF_VERSION_1}); for version 2 ({OF_VERSION_2}) add hybrid_shard_degree, 0 by default"
+    )
+
+
+def find_imports(script: Path) -> frozenset[str]:
+    """Return which of the two packages a script imports, itself or through files of its folder; none if it cannot be read."""
+    found: set[str] = set()
+    waiting, seen = [script], {script}
+    while waiting and len(seen) < _MOST_FILES:
+        for name in _read_imports(waiting.pop()):
+            found |= {package for package in (OF_VERSION_1, OF_VERSION_2) if f"{name}.".startswith(f"{package}.")}
+            own = script.parent.joinpath(*name.split("."))
+            for path in (own.with_name(f"{own.name}.py"), own / "__init__.py"):
+                if path not in seen and path.is_file():
+                    seen.add(path)
+                    waiting.append(path)
+    return frozenset(found)
+
+
+def _read_imports(path: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports: modules, and what it takes from them, which may be modules."""
+    if path.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names)
