@@ -31,6 +31,12 @@ class Group(enum.Enum):
     SHARD = "shard"
     #: Ranks of an RDP group that hold the same shard.
     REPLICA = "replica"
+    #: Ranks of an RDP group that share the experts of mixtures out.
+    EP = "ep"
+    #: Ranks of an RDP group that have the same experts, whole or in shards.
+    EXPERT_RDP = "expert_rdp"
+    #: Ranks of an RDP group that hold the same shard of the same experts.
+    EXPERT_REPLICA = "expert_replica"
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Topology:
     Args:
         world_size: processes over all hosts.
         sharded: processes that share one copy of the state; divides the reduced data parallel degree.
+        expert: processes that share the experts of mixtures out, neighbors on the reduced data parallel axis. Times ``sharded`` it
+            divides that degree.
         placement: permutation of ``D``, ``P``, ``T``; the right-most varies fastest over global ranks.
 
     Raises:
@@ -60,10 +68,11 @@ class Topology:
     tensor: int = 1
     sharded: int = 1
     placement: str = "DPT"
+    expert: int = 1
     _sizes: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "pipeline", "tensor", "sharded"):
+        for name in ("world_size", "pipeline", "tensor", "sharded", "expert"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; every degree is at least 1")
         if self.world_size > MOST_RANKS:
@@ -93,6 +102,12 @@ class Topology:
                 f"sharded_data_parallel_degree is {self.sharded}, but there are {rdp} data parallel ranks "
                 f"to shard over ({self.world_size} processes ÷ {made_of}); use one of {', '.join(map(str, fitting))}"
             )
+        if rdp % (self.sharded * self.expert):
+            fitting = [d for d in range(1, rdp // self.sharded + 1) if rdp // self.sharded % d == 0]
+            raise ConfigError(
+                f"expert_parallel_degree is {self.expert}, and {rdp} data parallel ranks cannot be divided by it times the "
+                f"{self.sharded} that share one copy of the state; use one of {', '.join(map(str, fitting))}"
+            )
         object.__setattr__(self, "_sizes", {"P": self.pipeline, "T": self.tensor, "D": rdp})
 
     @property
@@ -111,6 +126,9 @@ class Topology:
             Group.RDP: self.rdp_size,
             Group.SHARD: self.sharded,
             Group.REPLICA: self.rdp_size // self.sharded,
+            Group.EP: self.expert,
+            Group.EXPERT_RDP: self.rdp_size // self.expert,
+            Group.EXPERT_REPLICA: self.rdp_size // self.sharded // self.expert,
         }[group]
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -134,6 +152,10 @@ class Topology:
     def _group_key(self, group: Group, rank: int) -> tuple[int, ...]:
         """Return the key of a rank's group; ranks with equal keys form one group."""
         at = self.coordinates(rank)
+        place, expert = divmod(
+            at.rdp, self.expert
+        )  # ranks with other experts are neighbors, then come those with other shards
+        replica, shard = divmod(place, self.sharded)
         return {
             Group.WORLD: (),
             Group.MP: (at.rdp,),
@@ -141,8 +163,11 @@ class Topology:
             Group.TP: (at.pp, at.rdp),
             Group.PP: (at.tp, at.rdp),
             Group.RDP: (at.pp, at.tp),
-            Group.SHARD: (at.pp, at.tp, at.rdp // self.sharded),
-            Group.REPLICA: (at.pp, at.tp, at.rdp % self.sharded),
+            Group.SHARD: (at.pp, at.tp, expert, replica),
+            Group.REPLICA: (at.pp, at.tp, shard),
+            Group.EP: (at.pp, at.tp, place),
+            Group.EXPERT_RDP: (at.pp, at.tp, expert),
+            Group.EXPERT_REPLICA: (at.pp, at.tp, expert, shard),
         }[group]
 
     @cached_property

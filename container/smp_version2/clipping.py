@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
+from smp_version2.moe.experts import find_own_parameters
 from smp_version2.split_parameters import find_slices
 from smp_version2.state import state
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: The ranks over which the elements of a gradient are spread; None if each rank has all of them.
-_Spread = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+_Spread = tuple["dist.ProcessGroup | None", ...]
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -42,11 +43,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not float(value) > 0:
             raise SMPUserError(f"clip_grad_norm_ got {name}={value}; pass a positive number")
-    split = find_slices(model)
+    split, experts = find_slices(model), find_own_parameters(model)
     gradients: dict[_Spread, list[torch.Tensor]] = {}
     for parameter, group in _list_parameters(model):
         tensor_group = state.tp_process_group if parameter in split else None
-        here = gradients.setdefault((group, tensor_group), [])
+        expert_group = state.ep_process_group if parameter in experts else None
+        here = gradients.setdefault((group, tensor_group, expert_group), [])
         if parameter.grad is not None:
             here.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
     norm = _combine_norms(gradients, float(norm_type))

@@ -16,6 +16,7 @@ from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensor_parallel.random_tracker import mix_seeds
 from smp_version2.logs import get_logger
 from smp_version2.modules import empty_module_params, move_buffers_to_device
+from smp_version2.moe.experts import TabledExperts
 from smp_version2.state import state
 
 #: The method by which models of Transformers initialize a module; a model of a script may override it.
@@ -102,7 +103,7 @@ class DelayedParamIniter:
             whole = _make_whole(module, device)
             torch.manual_seed(mix_seeds(self._seed, zlib.crc32(name.encode())))
             self._call(whole, name)
-            if isinstance(module, DistributedModule) and whole is not module:
+            if whole is not module:
                 _take_parts(module, whole)
         for key in late:
             other = self._ties.get((module, key))
@@ -171,6 +172,8 @@ def _find_ties(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[nn.Module,
 
 def _make_whole(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a module like a split one was before, without values; any other as it is."""
+    if isinstance(module, TabledExperts) and module.group.size > 1:
+        return module.make_whole(device)
     if not isinstance(module, DistributedModule) or module.tensor_group.size == 1:
         return module
     rows, columns = module.tensor_slices["weight"].shape
@@ -185,9 +188,14 @@ def _make_whole(module: nn.Module, device: torch.device) -> nn.Module:
         return nn.Linear(columns, rows, module.bias is not None)
 
 
-def _take_parts(module: DistributedModule, whole: nn.Module) -> None:
+def _take_parts(module: nn.Module, whole: nn.Module) -> None:
     """Copy this rank's parts of a whole module's parameters into a split one."""
+    if isinstance(module, TabledExperts):
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.copy_(whole.get_parameter(name)[module.here.start : module.here.stop])
+        return
+    slices = module.tensor_slices if isinstance(module, DistributedModule) else {}
     for name, parameter in module.named_parameters(recurse=False):
         value = whole.get_parameter(name).to(parameter.dtype)
-        where = module.tensor_slices.get(name)
+        where = slices.get(name)
         parameter.copy_(value if where is None else where.cut(value))

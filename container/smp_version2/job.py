@@ -105,6 +105,11 @@ class _EngineParameters(ModelParallelParameters):
 
     _version2: Version2Parameters = PrivateAttr()
 
+    def laid_out_by(self, parameters: Version2Parameters) -> _EngineParameters:
+        """Take the degrees of version 2, and return these settings."""
+        self._version2 = parameters
+        return self
+
     def topology(self, world_size: int) -> Topology:
         """Lay the ranks out."""
         return self._version2.topology(world_size)
@@ -112,7 +117,7 @@ class _EngineParameters(ModelParallelParameters):
 
 def _engine_parameters(parameters: Version2Parameters, topology: Topology) -> ModelParallelParameters:
     """Return the engine's settings for the same groups; PyTorch shards and reduces, not the engine."""
-    made = _EngineParameters.from_mp_parameters(
+    made: Any = _EngineParameters.from_mp_parameters(
         {
             "ddp": True,
             "tensor_parallel_degree": topology.tensor,
@@ -122,5 +127,5 @@ def _engine_parameters(parameters: Version2Parameters, topology: Topology) -> Mo
             "check_invariants": False,
         }
     )
-    made._version2 = parameters  # type: ignore[attr-defined]
-    return made
+    laid_out: _EngineParameters = made.laid_out_by(parameters)
+    return laid_out

@@ -15,6 +15,8 @@ from smp_config import Group
 from smp_runtime.comm.collectives import broadcast_tensors
 from smp_runtime.errors import SMPUserError
 from smp_version2 import whole_state
+from smp_version2.moe import shards
+from smp_version2.moe.experts import SharedExperts, find_own_parameters
 from smp_version2.split_parameters import find_slices
 
 if TYPE_CHECKING:
@@ -40,23 +42,32 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
     original = FullyShardedDataParallel.__init__
     names = list(inspect.signature(original).parameters)
 
+    under_way: list[FullyShardedDataParallel] = []
+
     @functools.wraps(original)
     def initialize(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(names[1:], args, strict=False)) | kwargs
         finish = given.pop("post_param_init_fn", None)
-        if given.get("process_group") is None and given.get("device_mesh") is None:
-            given |= choose_groups(parameters, ranks, given.get("sharding_strategy"))
-        if not given.get("use_orig_params") and find_slices(given["module"]):
-            raise SMPUserError(
-                "FullyShardedDataParallel got use_orig_params=False, and tensor parallelism has split parameters of this model; "
-                "FSDP would join these with whole ones, which count differently in norms and checkpoints: pass use_orig_params=True"
-            )
+        # Units that PyTorch makes inside of another one leave experts out, as that one does.
+        experts = [] if under_way else shards.find_unsharded(given["module"])
+        groups_of_experts = choose_groups(parameters, ranks, given.get("sharding_strategy"), are_experts=True)
+        given = _with_groups(given, experts, groups_of_experts, parameters, ranks)
+        _require_original_parameters(given)
         if ranks.device.type == "cpu":  # FSDP refuses to choose it, and emulated GPUs are CPUs
             given["device_id"] = ranks.device
             if given.pop("sync_module_states", False):
                 _bring_states(given["module"], given.pop("param_init_fn", None), ranks)
-        original(self, **given)
+        is_around = bool(experts) and given["module"] not in experts
+        under_way.append(self)
+        try:
+            original(self, **(shards.leave_out(given, experts) if is_around else given))
+        finally:
+            under_way.remove(self)
         whole_state.register(self)
+        if is_around:
+            shards.wrap(self, experts, given, groups_of_experts, FullyShardedDataParallel)
+        elif experts:
+            shards.note_wrapped(self)
         if finish is not None:
             finish(self)
 
@@ -68,31 +79,68 @@ def _install_wrapper(parameters: Version2Parameters, ranks: Ranks) -> Callable[[
     return end
 
 
+def _with_groups(
+    given: dict[str, Any],
+    experts: list[SharedExperts],
+    groups_of_experts: dict[str, Any],
+    parameters: Version2Parameters,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """Return the arguments of a unit with the job's groups, unless a script has named others; experts always get the job's."""
+    if given["module"] in experts:
+        return {key: value for key, value in given.items() if key != "device_mesh"} | groups_of_experts
+    if given.get("process_group") is None and given.get("device_mesh") is None:
+        return given | choose_groups(parameters, ranks, given.get("sharding_strategy"))
+    if experts:
+        shards.require_all_ranks(given, ranks)
+    return given
+
+
+def _require_original_parameters(given: dict[str, Any]) -> None:
+    """Raise an error if split parameters would be joined with whole ones."""
+    if not given.get("use_orig_params") and find_slices(given["module"]):
+        raise SMPUserError(
+            "FullyShardedDataParallel got use_orig_params=False, and tensor parallelism has split parameters of this model; "
+            "FSDP would join these with whole ones, which count differently in norms and checkpoints: pass use_orig_params=True"
+        )
+
+
 def _bring_states(module: nn.Module, fill: Callable[[nn.Module], None] | None, ranks: Ranks) -> None:
     """Bring the first replica's values to all ranks on CPUs, where FSDP refuses ``sync_module_states``."""
     for part in module.modules():
         own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
         if fill is not None and any(tensor.is_meta for tensor in own):
             fill(part)
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
-    members = ranks.members(Group.RDP)
-    if len(members) > 1:
-        broadcast_tensors(tensors, members[0], ranks.process_group(Group.RDP), ranks.collectives)
+    of_experts = find_own_parameters(module)
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in of_experts]
+    experts: list[torch.Tensor] = [parameter for parameter in module.parameters() if parameter in of_experts]
+    for kind, here in ((Group.RDP, tensors), (Group.EXPERT_RDP, experts)):
+        members = ranks.members(kind)
+        if len(members) > 1 and here:
+            values = [tensor.detach() for tensor in here]
+            broadcast_tensors(values, members[0], ranks.process_group(kind), ranks.collectives)
 
 
-def choose_groups(parameters: Version2Parameters, ranks: Ranks, strategy: ShardingStrategy | None) -> dict[str, Any]:
-    """Return the arguments of ``FullyShardedDataParallel`` that follow from the degrees."""
+def choose_groups(
+    parameters: Version2Parameters, ranks: Ranks, strategy: ShardingStrategy | None, *, are_experts: bool = False
+) -> dict[str, Any]:
+    """Return the arguments of ``FullyShardedDataParallel`` that follow from the degrees.
+
+    Args:
+        are_experts: the unit has experts, which only some of the ranks have.
+    """
     degree = parameters.shard_degree(ranks.topology.world_size)
+    everyone, replica = (Group.EXPERT_RDP, Group.EXPERT_REPLICA) if are_experts else (Group.RDP, Group.REPLICA)
     if degree == 0:
         return {}
     if degree == 1:
-        return {"process_group": ranks.process_group(Group.RDP), "sharding_strategy": ShardingStrategy.NO_SHARD}
-    if ranks.size(Group.REPLICA) == 1:
+        return {"process_group": ranks.process_group(everyone), "sharding_strategy": ShardingStrategy.NO_SHARD}
+    if ranks.size(replica) == 1:
         made: dict[str, Any] = {"process_group": ranks.process_group(Group.SHARD)}
         if _is_hybrid(strategy):
             made["sharding_strategy"] = ShardingStrategy.FULL_SHARD
         return made
-    groups = (ranks.process_group(Group.SHARD), ranks.process_group(Group.REPLICA))
+    groups = (ranks.process_group(Group.SHARD), ranks.process_group(replica))
     chosen = strategy if _is_hybrid(strategy) else ShardingStrategy.HYBRID_SHARD
     return {"process_group": groups, "sharding_strategy": chosen}
 
@@ -122,7 +170,7 @@ def make_mesh(ranks: Ranks) -> DeviceMesh:
     shard = ranks.process_group(Group.SHARD)
     if ranks.size(Group.REPLICA) == 1:
         return DeviceMesh.from_group(shard, kind)
-    width = ranks.size(Group.SHARD)
-    rows = torch.tensor(ranks.members(Group.RDP)).view(-1, width)
+    grid = torch.tensor(ranks.members(Group.RDP)).view(-1, ranks.size(Group.SHARD), ranks.size(Group.EP))
+    rows = grid.transpose(1, 2).reshape(-1, ranks.size(Group.SHARD))
     names = ("replicate", "shard")
     return DeviceMesh.from_group([ranks.process_group(Group.REPLICA), shard], kind, mesh=rows, mesh_dim_names=names)

@@ -29,12 +29,20 @@ class Ranker:
         self._topology = ranks.topology
 
     def get_rep_rank(self, rank: int) -> int:
-        """Return the position of a global rank among the ranks that hold the same shard."""
-        return self._topology.rank_in(Group.REPLICA, rank)
+        """Return the position of a global rank among the ranks that hold the same shard of the same experts."""
+        return self._topology.rank_in(Group.EXPERT_REPLICA, rank)
 
     def get_rep_groups(self) -> list[list[int]]:
         """Return the groups of global ranks that hold the same shard, in the same order on all ranks."""
-        return list(self._topology.groups(Group.REPLICA))
+        return list(self._topology.groups(Group.EXPERT_REPLICA))
+
+    def get_ep_rank(self, rank: int) -> int:
+        """Return the position of a global rank among the ranks that share the experts out."""
+        return self._topology.rank_in(Group.EP, rank)
+
+    def get_ep_groups(self) -> list[list[int]]:
+        """Return all groups of global ranks that share the experts out."""
+        return list(self._topology.groups(Group.EP))
 
     def get_tp_rank(self, rank: int) -> int:
         """Return the position of a global rank in its tensor parallel group."""
@@ -167,12 +175,12 @@ class Version2State:
     @property
     def ep_rank(self) -> int:
         """Return the position in the expert parallel group."""
-        return self.joined.rank_in(Group.TP) if self.ep_size > 1 else 0
+        return self.joined.rank_in(Group.EP) if self.ep_size > 1 else 0
 
     @property
     def ep_process_group(self) -> dist.ProcessGroup | None:
         """Return the expert parallel group."""
-        return self.joined.process_group(Group.TP) if self.ep_size > 1 else None
+        return self.joined.process_group(Group.EP) if self.ep_size > 1 else None
 
     @property
     def cp_size(self) -> int:
@@ -199,7 +207,7 @@ class Version2State:
     @property
     def rep_rank_process_group(self) -> dist.ProcessGroup | None:
         """Return the ranks that hold the same shard; None leaves that to PyTorch."""
-        return self.joined.process_group(Group.REPLICA) if self._shards else None
+        return self.joined.process_group(Group.EXPERT_REPLICA) if self._shards else None
 
     @property
     def _shards(self) -> bool:

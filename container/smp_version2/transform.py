@@ -1,4 +1,4 @@
-"""``tsm.transform``: splits a model's blocks in place over the tensor parallel ranks."""
+"""``tsm.transform``: splits a model's blocks over the tensor parallel ranks, and shares experts out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from smp_runtime.errors import SMPUserError
 from smp_runtime.model.recipe import apply_tensor_parallelism
 from smp_runtime.module_conversion.scopes import mark_in_place
 from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
-from smp_version2.experts import refuse_config
-from smp_version2.layer_classes import find_blocks, note_blocks
+from smp_version2.layer_classes import find_blocks, note_blocks, note_mixtures
 from smp_version2.modules import empty_module_params
+from smp_version2.moe.config import MoEConfig
+from smp_version2.moe.mixtures import convert
+from smp_version2.split_parameters import SplitRecord
 from smp_version2.state import state
 
 if TYPE_CHECKING:
@@ -48,35 +50,52 @@ def transform(
         model: any model; blocks that cannot be split stay whole, with a warning.
         device: where to put it; None leaves it.
         dtype: type of its parameters; None leaves it.
-        config: None; the original's configuration of mixtures of experts is refused.
+        config: a :class:`.MoEConfig` for the model's mixtures of experts; None leaves their routing.
         load_state_dict_from_rank0: only rank 0 has the model's weights. FSDP's ``sync_module_states`` then brings them to the
             other ranks.
         cp_comm_type: ``p2p`` or ``all_gather``, for context parallelism.
 
     Raises:
-        SMPUserError: no module, an unknown ``cp_comm_type``, or a ``config``.
+        SMPUserError: no module, an unknown ``cp_comm_type``, another ``config``, or mixtures that cannot be shared out.
         NotInitializedError: before ``tsm.init``.
     """
     if not isinstance(model, nn.Module):
         raise SMPUserError(f"tsm.transform got {kind_of(model)}; pass the model, an nn.Module")
     if cp_comm_type not in CP_COMM_TYPES:
         raise SMPUserError(f"cp_comm_type is {cp_comm_type!r}; choose one of {', '.join(CP_COMM_TYPES)}")
-    if config is not None:
-        refuse_config()
     ranks = state.joined
-    if load_state_dict_from_rank0 and state.tp_size > 1 and 0 in ranks.members(Group.TP):
-        _bring_from_first(model, ranks)
+    _check_config(config)
+    for kind in (Group.TP, Group.EP) if load_state_dict_from_rank0 else ():
+        if ranks.size(kind) > 1 and 0 in ranks.members(kind):
+            _bring_from_first(model, ranks, kind)
     blocks = find_blocks(model)
     if state.tp_size > 1:
         model = _split(model)
+    else:
+        note_mixtures(convert(model, config))
     note_blocks(blocks)
     if device is not None or dtype is not None:
         model = model.to(device=device, dtype=dtype)
     return model
 
 
-def _bring_from_first(model: nn.Module, ranks: Ranks) -> None:
-    """Give the other ranks of rank 0's tensor parallel group its weights, before all of them split the model."""
+def _check_config(config: Any) -> None:
+    """Raise an error for a configuration of another kind, or one that cannot be had with tensor parallelism."""
+    if config is None:
+        return
+    if not isinstance(config, MoEConfig):
+        raise SMPUserError(
+            f"tsm.transform got config={kind_of(config)}; pass a MoEConfig of torch.sagemaker.moe.moe_config"
+        )
+    if state.tp_size > 1 and config.smp_moe:
+        raise SMPUserError(
+            f"tsm.transform got a MoEConfig, and tensor_parallel_degree is {state.tp_size}: routers balance without tensor "
+            "parallelism only; leave config out, or set tensor_parallel_degree to 1"
+        )
+
+
+def _bring_from_first(model: nn.Module, ranks: Ranks, kind: Group) -> None:
+    """Give the other ranks of rank 0's group its weights, before all of them split the model."""
     if ranks.rank != 0:
         device = torch.device("cpu")
         late = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
@@ -86,7 +105,7 @@ def _bring_from_first(model: nn.Module, ranks: Ranks) -> None:
         if late and tie is not None:
             tie()
     tensors = [*model.parameters(), *model.buffers()]
-    broadcast_tensors([each.detach() for each in tensors], 0, ranks.process_group(Group.TP), ranks.collectives)
+    broadcast_tensors([each.detach() for each in tensors], 0, ranks.process_group(kind), ranks.collectives)
 
 
 def _split(model: nn.Module) -> nn.Module:
@@ -100,6 +119,7 @@ def _split(model: nn.Module) -> nn.Module:
             module.replaced_class = ""  # FSDP reads weights while passes run, and wants this rank's parts
         if isinstance(module, DistributedModule) and any(f"{path}.{name}" in late for name in module.tensor_slices):
             empty_module_params(module, "meta")
+    SplitRecord.of(state.joined).note(model)
     return model
 
 

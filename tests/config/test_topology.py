@@ -85,11 +85,18 @@ def test_the_right_most_letter_varies_fastest(placement):
     assert getattr(second, axis) == getattr(first, axis) + 1
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from(PLACEMENTS))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(PLACEMENTS),
+    st.integers(1, 3),
+)
 @settings(max_examples=examples(33, 100), deadline=None)
-def test_laws_of_every_topology(pp, tp, sharded, replicas, placement):
-    world = pp * tp * sharded * replicas
-    topology = Topology(world, pipeline=pp, tensor=tp, sharded=sharded, placement=placement)
+def test_laws_of_every_topology(pp, tp, sharded, replicas, placement, ep):
+    world = pp * tp * sharded * replicas * ep
+    topology = Topology(world, pipeline=pp, tensor=tp, sharded=sharded, placement=placement, expert=ep)
     assert topology.size(Group.MP) * topology.size(Group.RDP) == world
     assert topology.size(Group.PP) * topology.size(Group.DP) == world
     assert pp * tp * topology.size(Group.RDP) == world
@@ -102,11 +109,19 @@ def test_laws_of_every_topology(pp, tp, sharded, replicas, placement):
     for rank in range(world):
         assert topology.rank_at(topology.coordinates(rank)) == rank
     assert len({topology.coordinates(rank) for rank in range(world)}) == world
-    # Members of an RDP group agree in pipeline and tensor coordinates; those of a shard group are a run of it.
+    # Members of an RDP group agree in pipeline and tensor coordinates; those with the same experts are every ep-th of it, and
+    # those of a shard group a run of these.
     for members in topology.groups(Group.SHARD):
-        rdp = topology.group_of(Group.RDP, members[0])
+        rdp = topology.group_of(Group.EXPERT_RDP, members[0])
         start = rdp.index(members[0])
         assert rdp[start : start + sharded] == members
+        whole = topology.group_of(Group.RDP, members[0])
+        assert rdp == whole[whole.index(members[0]) % ep :: ep]
+    # Ranks that hold the same shard of what is no expert: one of each group that shares experts out, or its whole group.
+    for members in topology.groups(Group.REPLICA):
+        shares = {tuple(topology.group_of(Group.EP, rank)) for rank in members}
+        assert sorted(itertools.chain(*shares)) == members
+        assert sorted(itertools.chain(*{tuple(topology.group_of(Group.EXPERT_REPLICA, r)) for r in members})) == members
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def here(script: Path, distributed: Any, **given: Any) -> Any:
         ({"hybrid_shard_degree": 3}, "hybrid_shard_degree is 3, and the job has 2 processes"),
         ({"tensor_parallel_degree": 4}, "tensor_parallel_degree is 4"),
         ({"context_parallel_degree": 2}, "no context parallelism"),
-        ({"expert_parallel_degree": 2}, "expert_parallel_degree is 2"),
+        ({"expert_parallel_degree": 3}, "expert_parallel_degree is 3"),
         ({"random_seed": -1}, "random_seed is -1"),
     ],
 )

@@ -40,7 +40,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"context_parallel_degree": 2}, "context_parallel_degree is 2", "set it to 1"),
     ({"expert_parallel_degree": -2}, "expert_parallel_degree is -2", "from 1"),
     ({"expert_parallel_degree": 1.5}, "expert_parallel_degree is 1.5", "a whole number"),
-    ({"expert_parallel_degree": 2}, "expert_parallel_degree is 2", "set it to 1"),
+    ({"expert_parallel_degree": 3}, "expert_parallel_degree is 3, and the job has 8", "use one of 1, 2, 4, 8"),
+    ({"expert_parallel_degree": 16}, "expert_parallel_degree is 16, and the job has 8", "a multiple of 16 processes"),
     ({"random_seed": -1}, "random_seed is -1", "0 or more"),
     ({"random_seed": "123456"}, "random_seed is '123456', a str", "such as 12345"),
     ({"random_seed": 2**64}, "random_seed is 18446744073709551616", "a whole number"),
@@ -51,8 +52,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"hybrid_shard_degree": 4, "tensor_parallel_degree": 6}, "tensor_parallel_degree is 6", "use one of 1, 2, 4, 8"),
     ({"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "context_parallel_degree is 4", "set it to 1"),
     ({"context_parallel_degree": 2, "tensor_parallel_degree": 2}, "context_parallel_degree is 2", "set it to 1"),
-    ({"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, "expert_parallel_degree is 2", "tensor_parallel"),
-    ({"expert_parallel_degree": 2, "hybrid_shard_degree": 4}, "expert_parallel_degree is 2", "hybrid_shard_degree"),
+    ({"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, "tensor_parallel_degree is 2", "one of them to 1"),
+    ({"expert_parallel_degree": 2, "hybrid_shard_degree": 8}, "4 of them with the same experts", "1, 2, 4, or 0"),
     # other names
     ({"tensor_paralel_degree": 2}, "no parameter 'tensor_paralel_degree'", "did you mean 'tensor_parallel_degree'"),
     ({"hybrid_shard": 8}, "no parameter 'hybrid_shard'", "correct its name"),
@@ -87,11 +88,14 @@ def test_the_table_has_three_of_each_setting() -> None:
         ({"tensor_parallel_degree": 2}, 2, 4),
         ({"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, 2, 1),
         ({"tensor_parallel_degree": 4, "hybrid_shard_degree": 2}, 4, 2),
+        ({"expert_parallel_degree": 2}, 1, 4),
+        ({"expert_parallel_degree": 4, "hybrid_shard_degree": 2}, 1, 2),
     ],
 )
 def test_what_works_is_laid_out(given: dict[str, Any], tensor: int, sharded: int) -> None:
     topology = Version2Parameters.from_parameters(given).topology(PROCESSES * HOSTS)
     assert (topology.tensor, topology.sharded, topology.pipeline) == (tensor, sharded, 1)
+    assert topology.expert == given.get("expert_parallel_degree", 1)
 
 
 @pytest.mark.parametrize(

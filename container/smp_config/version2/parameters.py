@@ -79,7 +79,7 @@ class Version2Parameters(BaseModel):
         1, ge=1, description="Processes that share each sequence; not supported above 1."
     )
     expert_parallel_degree: Whole = Field(
-        1, ge=1, description="Processes that share the experts of a mixture out; not supported above 1."
+        1, ge=1, description="Processes that share the experts of a mixture out; needs tsm.transform."
     )
     random_seed: Whole = Field(
         12345,
@@ -154,10 +154,11 @@ class Version2Parameters(BaseModel):
 
     @model_validator(mode="after")
     def _experts(self) -> Version2Parameters:
-        if self.expert_parallel_degree > 1:
+        if self.expert_parallel_degree > 1 and self.tensor_parallel_degree > 1:
             raise ValueError(
-                f"expert_parallel_degree is {self.expert_parallel_degree}, and this library's version 2 shares no experts out: set "
-                "it to 1, and use tensor_parallel_degree, which splits each expert, or hybrid_shard_degree"
+                f"expert_parallel_degree is {self.expert_parallel_degree} and tensor_parallel_degree is "
+                f"{self.tensor_parallel_degree}, and this library has one of them above 1 at a time: set one of them to 1, and "
+                "save memory with a higher hybrid_shard_degree"
             )
         return self
 
@@ -183,8 +184,12 @@ class Version2Parameters(BaseModel):
         Raises:
             ConfigError: the degrees do not divide the number of processes.
         """
-        model = self.tensor_parallel_degree * self.expert_parallel_degree
-        return lay_out(world_size, tensor=model, shard=self.shard_degree(world_size))
+        return lay_out(
+            world_size,
+            tensor=self.tensor_parallel_degree,
+            shard=self.shard_degree(world_size),
+            expert=self.expert_parallel_degree,
+        )
 
     def warnings(self) -> list[str]:
         """Return sentences on settings that were given and have no effect."""

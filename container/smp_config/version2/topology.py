@@ -6,8 +6,8 @@ from smp_config.errors import ConfigError
 from smp_config.topology import Topology
 
 
-def lay_out(world_size: int, *, tensor: int, shard: int) -> Topology:
-    """Lay the ranks out: tensor parallel ranks are neighbors, then come sharding ranks.
+def lay_out(world_size: int, *, tensor: int, shard: int, expert: int = 1) -> Topology:
+    """Lay the ranks out: tensor parallel ranks are neighbors, then come expert parallel and sharding ranks.
 
     Args:
         shard: ranks that share one copy of the state; 0 leaves that to the script's FSDP.
@@ -22,13 +22,21 @@ def lay_out(world_size: int, *, tensor: int, shard: int) -> Topology:
             f"{_divisors(world_size)}, or start a multiple of {tensor} processes"
         )
     replicas = world_size // tensor
+    if replicas % expert:
+        raise ConfigError(
+            f"expert_parallel_degree is {expert}, and {there_are}, which cannot be divided into groups of {expert}: use one of "
+            f"{_divisors(replicas)}, or start a multiple of {expert} processes"
+        )
+    replicas //= expert
     if replicas % max(1, shard):
         beside = f", {replicas} of them for each part of the tensor_parallel_degree {tensor}" if tensor > 1 else ""
+        if expert > 1:
+            beside = f", {replicas} of them with the same experts at the expert_parallel_degree {expert}"
         raise ConfigError(
             f"hybrid_shard_degree is {shard}, and {there_are}{beside}, which cannot be divided into groups of {shard}: use one of "
             f"{_divisors(replicas)}, or 0"
         )
-    return Topology(world_size, tensor=tensor, sharded=max(1, shard))
+    return Topology(world_size, tensor=tensor, sharded=max(1, shard), expert=expert)
 
 
 def _divisors(number: int) -> str:

@@ -60,7 +60,7 @@ class LocalShard:
 
 
 def _tensor_place() -> tuple[int, int]:
-    """Return the rank and the degree of tensor or expert parallelism, which share their group."""
+    """Return the rank and the degree of tensor or expert parallelism, one of which is above 1."""
     if state.tp_size > 1:
         return state.tp_rank, state.tp_size
     return (state.ep_rank, state.ep_size) if state.ep_size > 1 else (0, 1)

@@ -1,5 +1,5 @@
 """The configuration of mixtures of experts."""
 
-from smp_version2.experts import MoEConfig
+from smp_version2.moe.config import MoEConfig
 
 __all__ = ["MoEConfig"]

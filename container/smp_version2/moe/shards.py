@@ -1,0 +1,125 @@
+"""FSDP of experts: over the ranks with the same experts, while everything else is averaged over all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+from smp_config import Group
+from smp_runtime.errors import SMPUserError
+from smp_version2.moe.experts import SharedExperts, find_experts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from smp_runtime.job.ranks import Ranks
+
+#: Arguments of a unit around experts that it does not share with the unit around it.
+_OF_OUTER_UNIT = ("module", "auto_wrap_policy", "ignored_modules", "ignored_states", "process_group", "device_mesh")
+
+#: What wrappers of modules add to names.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def find_unsharded(module: nn.Module) -> list[SharedExperts]:
+    """Return the experts inside a module that no unit of FSDP has yet."""
+    return [experts for experts in find_experts(module) if not experts.is_sharded]
+
+
+def leave_out(given: dict[str, Any], experts: list[SharedExperts]) -> dict[str, Any]:
+    """Return arguments of FSDP for the modules around experts, which it must leave alone.
+
+    Raises:
+        SMPUserError: the flat parameters of units would not keep the script's.
+    """
+    if not given.get("use_orig_params"):
+        raise SMPUserError(
+            "FullyShardedDataParallel got use_orig_params=False, and the experts of this model are shared out; norms and "
+            "checkpoints have to tell their parameters from others: pass use_orig_params=True"
+        )
+    ignored = list(given.get("ignored_modules") or ())
+    states = list(given.get("ignored_states") or ())
+    if states and isinstance(states[0], torch.nn.Parameter):
+        own = [parameter for each in experts for parameter in each.parameters()]
+        return {**given, "ignored_states": [*states, *own]}
+    return {key: value for key, value in given.items() if key != "ignored_states"} | {
+        "ignored_modules": [*ignored, *states, *experts]
+    }
+
+
+def require_all_ranks(given: dict[str, Any], ranks: Ranks) -> None:
+    """Raise an error if a script's own groups do not average over all ranks."""
+    group, mesh = given.get("process_group"), given.get("device_mesh")
+    if mesh is not None:
+        found = mesh.size()
+    else:
+        found = 1
+        for each in group if isinstance(group, tuple) else (group,):
+            found *= dist.get_world_size(each)
+    wanted = ranks.size(Group.RDP)
+    if found != wanted:
+        raise SMPUserError(
+            f"FullyShardedDataParallel got groups of {found} ranks, and {wanted} ranks have what is no expert: leave "
+            "process_group and device_mesh out, or pass groups of all of them"
+        )
+
+
+def wrap(
+    root: nn.Module,
+    experts: list[SharedExperts],
+    given: dict[str, Any],
+    groups: dict[str, Any],
+    make: Callable[..., nn.Module],
+) -> None:
+    """Put a unit around each of a model's experts.
+
+    Args:
+        root: contains them.
+        given: arguments of the unit around them.
+        groups: arguments that name the groups.
+        make: makes a unit.
+    """
+    kept = {key: value for key, value in given.items() if key not in _OF_OUTER_UNIT}
+    wanted = set(experts)
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            if child in wanted:
+                setattr(parent, name, make(child, **{**kept, **groups}))
+
+
+def note_wrapped(unit: FullyShardedDataParallel) -> None:
+    """Note that a unit averages the gradients of its experts, and let it put those of all ranks into full state dicts."""
+    experts: Any = unit.module
+    experts.is_sharded = True
+    unit.register_state_dict_post_hook(functools.partial(_put_all, experts=experts))
+
+
+def _put_all(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any, experts: SharedExperts) -> None:
+    """Add the experts of other ranks; the ranks that share them out have values or not together."""
+    settings = FullyShardedDataParallel.get_state_dict_type(module)
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        return
+    group, device = experts.group, next(iter(experts.parameters())).device
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        value = state_dict[key]
+        name = _clean(key.removeprefix(prefix))
+        parts = [torch.empty_like(value, device=device) for _ in range(group.size)]
+        dist.all_gather(parts, value.detach().to(device).contiguous(), group=group.process_group)
+        names = [experts.whole_names(name, rank) for rank in range(group.size)]
+        if len(set(names)) == 1:  # one parameter of many experts
+            state_dict[key] = torch.cat(parts).to(value.device)
+            continue
+        start = key.removesuffix(name) if key.endswith(name) else prefix
+        for each, part in zip(names, parts, strict=True):
+            state_dict[start + each] = part.to(value.device)
+
+
+def _clean(name: str) -> str:
+    for word in _WRAPPERS:
+        name = name.replace(word, "")
+    return name
