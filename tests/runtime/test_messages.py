@@ -53,6 +53,32 @@ def test_every_kind_of_message(ranks):
     assert "hello" not in results[2]
 
 
+def _exchange_long_values(part):
+    import torch
+
+    import smdistributed.modelparallel.torch as smp
+
+    generator = torch.Generator().manual_seed(smp.rank())
+    # Around the length of a part, and longer than PyTorch's store takes in one value.
+    sizes = (part - 200, part, 2 * part, 9 * 2**20 + 1)
+    mine = [torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8) for size in sizes]
+    everything = smp.allgather(mine, smp.WORLD)
+    smp.broadcast(mine[-1], smp.WORLD) if smp.rank() == 0 else None
+    first = mine[-1] if smp.rank() == 0 else smp.recv_from(0, smp.RankType.WORLD_RANK)
+    return [[(value.numel(), int(value.sum())) for value in values] for values in everything], int(first.sum())
+
+
+@pytest.mark.parametrize("environment", [{}, {"LOCAL_WORLD_SIZE": "1"}], ids=["with a secret", "plain data"])
+def test_values_of_any_length_arrive(ranks, environment):
+    from smp_runtime.comm.control_transports import _PART_BYTES
+
+    (seen, first), (seen_too, first_too) = ranks(_exchange_long_values, 2, _PART_BYTES, env=environment)
+    assert seen == seen_too
+    assert [size for size, _ in seen[1]] == [_PART_BYTES - 200, _PART_BYTES, 2 * _PART_BYTES, 9 * 2**20 + 1]
+    assert seen[0] != seen[1]
+    assert first == first_too == seen[0][-1][1]
+
+
 def test_send_returns_only_when_received(ranks):
     def run():
         import time

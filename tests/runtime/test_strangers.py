@@ -22,6 +22,7 @@ from smp_config import ConfigError, Group
 from smp_records.records import FailureRecord
 from smp_runtime.comm import authentication, plain_data, rendezvous
 from smp_runtime.comm.authentication import ForgedError, Seal, SecretKeeper, secret_from_keeper
+from smp_runtime.comm.control_transports import LAST_PART
 from smp_runtime.comm.messages import CommGroup
 from smp_runtime.comm.waiting import WaitingPlace
 from smp_runtime.errors import SMPRuntimeError, SMPUserError
@@ -46,14 +47,14 @@ def _meets_a_stranger(kind, folder):
     from smp_runtime.job import session
 
     carrier = session.current_session().ranks.control._carrier
-    key = f"{carrier._joined}/1/1/0/0"
+    key = f"{carrier._joined}/1/1/0/0/0"
     said = ""
     if smp.rank() == 1:
         written = {
-            "pickle": pickle.dumps(_RunsCode(folder)),
-            "sealed by another": Seal(b"guess").close(key, pickle.dumps(_RunsCode(folder))),
+            "pickle": LAST_PART + pickle.dumps(_RunsCode(folder)),
+            "sealed by another": Seal(b"guess").close(key, LAST_PART + pickle.dumps(_RunsCode(folder))),
             "empty": b"",
-            "data": plain_data.to_bytes([1, 2]),
+            "data": LAST_PART + plain_data.to_bytes([1, 2]),
         }[kind]
         carrier._store.set(key, written)
     else:
@@ -85,8 +86,9 @@ def _overheard():
     from smp_runtime.job import session
 
     carrier = session.current_session().ranks.control._carrier
-    key = f"{carrier._joined}/1/1/0/0"
-    return key, carrier.seal.close(carrier._place_of_message(key, 0), pickle.dumps("heard"))
+    key = f"{carrier._joined}/1/1/0/0/0"
+    message = LAST_PART + pickle.dumps("heard")
+    return key, carrier.seal.close(carrier._place_of_message(key, 0), message)
 
 
 def _replayed(key, sealed):

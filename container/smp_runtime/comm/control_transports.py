@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +46,12 @@ _TELLS_ALL = 64
 #: Longest pauses between two looks for a message; a store serves all ranks at once.
 _MPI_PAUSE_SECONDS = 1e-3
 _STORE_PAUSE_SECONDS = 5e-3
+
+#: A message of more bytes goes through the store in parts. PyTorch's store closes the connection on a value above 8 MiB.
+_PART_BYTES = 4 * 2**20
+
+#: The first byte of each part, under its seal: whether the message ends with it.
+LAST_PART, PART_BEFORE_OTHERS = b".", b"+"
 
 
 class SoloTransport:
@@ -292,31 +298,54 @@ class StoreTransport:
         """See :class:`Carrier`."""
         seal = self.seal
         # Before the message counts: what cannot be written is not waited for.
-        message = plain_data.to_bytes(payload) if seal is None else pickle.dumps(payload)
+        body = memoryview(plain_data.to_bytes(payload) if seal is None else pickle.dumps(payload))
         key = self._key(self.rank, dest, channel)
-        if seal is not None:
+        parts = max(1, -(-len(body) // _PART_BYTES))
+        for number in range(parts):
+            start = number * _PART_BYTES
+            mark = LAST_PART if number == parts - 1 else PART_BEFORE_OTHERS
+            # Each waits for the one before it, so the process that keeps the store has one part in memory.
+            self._send_part(f"{key}/{number}", mark + body[start : start + _PART_BYTES], dest)
+
+    def _send_part(self, key: str, message: bytes, dest: int) -> None:
+        if (seal := self.seal) is not None:
             message = seal.close(self._place_of_message(key, dest), message)
-        self._store.set(key, message)  # type: ignore[arg-type]  # bytes work, though the stub declares str
+        with self._store_is_there(dest):
+            self._store.set(key, message)  # type: ignore[arg-type]  # bytes work, though the stub declares str
         self._await(key + "/received", dest)
         self._store.delete_key(key + "/received")
 
     def receive(self, source: int, channel: int) -> Any:
         """See :class:`Carrier`."""
-        seal, key = self.seal, self._key(source, self.rank, channel)
+        key = self._key(source, self.rank, channel)
+        parts = [self._receive_part(f"{key}/0", source)]
+        while parts[-1][:1] == PART_BEFORE_OTHERS:
+            parts.append(self._receive_part(f"{key}/{len(parts)}", source))
+        body = b"".join(memoryview(part)[1:] for part in parts)
+        return self._data_of(body, source) if self.seal is None else pickle.loads(body)
+
+    def _receive_part(self, key: str, source: int) -> bytes:
+        """Return a mark and the bytes behind it.
+
+        Raises:
+            SMPRuntimeError: they are not from a rank of this job.
+        """
+        seal = self.seal
         self._await(key, source)
-        message = self._store.get(key)
-        self._store.delete_key(key)
-        self._store.set(key + "/received", "1")
-        if seal is None:
-            return self._data_of(message, source)
+        with self._store_is_there(source):
+            message = self._store.get(key)
+            self._store.delete_key(key)
+            self._store.set(key + "/received", "1")
         try:
-            body = seal.open(self._place_of_message(key, self.rank), message)
+            part = message if seal is None else seal.open(self._place_of_message(key, self.rank), message)
+            if part[:1] not in (LAST_PART, PART_BEFORE_OTHERS):
+                raise ForgedError(f"{len(message):,} bytes have no mark of a part")
         except ForgedError:
             raise SMPRuntimeError(
                 f"{self._told(message, source)} is not from a rank of this job: another process writes to the store, or "
                 f"{SECRET_VARIABLE} is another on that host; keep the store's port from others, and give all hosts one secret"
             ) from None
-        return pickle.loads(body)
+        return part
 
     def _data_of(self, message: bytes, source: int) -> Any:
         try:
@@ -343,10 +372,19 @@ class StoreTransport:
 
     def _await(self, key: str, other: int) -> None:
         """Return when ``other`` has set the key. Not by the store's own wait, which sees nothing else meanwhile."""
+        with self._store_is_there(other), Wait(self, other, _STORE_PAUSE_SECONDS) as wait:
+            while not self._store.check([key]):
+                wait.pause()
+
+    @contextlib.contextmanager
+    def _store_is_there(self, other: int) -> Iterator[None]:
+        """Raise an error that names what this rank was doing if the store is lost inside.
+
+        Raises:
+            SMPRuntimeError: the process that keeps the store has ended.
+        """
         try:
-            with Wait(self, other, _STORE_PAUSE_SECONDS) as wait:
-                while not self._store.check([key]):
-                    wait.pause()
+            yield
         except self._lost as error:
             raise SMPRuntimeError(
                 f"rank {self.rank} waits in {self.call or script_s_call()} for rank {other}, but the store of this job is gone "
