@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 
 import pytest
 import torch
@@ -223,3 +224,43 @@ def test_rules_of_nccl(ranks, kind, says):
 
     with pytest.raises(RankFailed, match=says):
         ranks(_alike, 2, kind, init=False)
+
+
+def test_a_gradient_that_its_caller_keeps_is_copied_on_the_device():
+    """PyTorch takes other gradients as they are. It makes the copy with the options of the parameter."""
+    with emulated():
+        weight, gradient = nn.Parameter(torch.ones(3, device="cuda")), torch.ones(3, device="cuda")
+        for _ in range(2):
+            weight.backward(gradient)
+        assert weight.grad.is_cuda
+        assert weight.grad.tolist() == [2.0] * 3
+        assert not gradient.new_empty(2, device="cpu").is_cuda
+
+
+def test_backward_passes_of_the_engine_itself_run_on_the_thread_for_them():
+    """A module that was imported after the devices were installed takes the engine's function from there."""
+    threads = []
+    with emulated():
+        weight = torch.ones(3, device="cuda", requires_grad=True)
+        weight.register_hook(lambda gradient: threads.append(threading.current_thread().name))
+        run = torch.autograd.Variable._execution_engine.run_backward
+        run((weight.sum(),), (torch.ones((), device="cuda"),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert threads == ["emulated-backward"]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind, recwarn):
+    torch.manual_seed(0)
+    layer, x = kind(4, 5, num_layers=2, batch_first=True, bidirectional=True), torch.randn(3, 6, 4)
+    expected = layer(x)[0]
+    gradients = torch.autograd.grad(expected.sum(), layer.parameters())
+    had_onednn = torch.backends.mkldnn.enabled
+    with emulated():
+        layer.to("cuda")
+        found = layer(x.to("cuda"))[0]
+        found.sum().backward()
+        assert torch.allclose(found.detach().cpu(), expected, atol=1e-6)
+        for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+            assert torch.allclose(parameter.grad.cpu(), gradient, atol=1e-5)
+    assert torch.backends.mkldnn.enabled == had_onednn
+    assert not [each for each in recwarn if "cuDNN" in str(each.message)]

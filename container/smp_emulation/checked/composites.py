@@ -59,8 +59,24 @@ def _wrapped(devices: Devices, own: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def place_factory(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation; if it makes a tensor inside one of the functions, it makes it on the device."""
+#: Options that C++ passes together, where a Python program names the one that it changes.
+_ALL_OPTIONS = {"dtype", "layout", "device"}
+
+
+def place_factory(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation; if it makes a tensor inside one of the functions, it makes it on the device.
+
+    The same holds for autograd, which makes ``.grad`` with the options of the parameter. These say "cpu", since the tensors that
+    PyTorch sees are host tensors.
+    """
+    if _is_from_autograd(func, kwargs):
+        return {name: value for name, value in kwargs.items() if name != "device"}
     if _inside.number is None or tensors or "device" not in kwargs:
         return kwargs
     return {**kwargs, "device": torch.device("cuda", _inside.number)}
+
+
+def _is_from_autograd(func: Any, kwargs: dict[str, Any]) -> bool:
+    if func is not torch.ops.aten.new_empty_strided.default or not kwargs.keys() >= _ALL_OPTIONS:
+        return False
+    return torch.device(kwargs["device"]).type == "cpu"

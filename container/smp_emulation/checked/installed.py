@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo  # shapes of some operations need it, and it does not load while there seem to be GPUs
@@ -45,6 +45,12 @@ class Emulation:
         composites.install(self.devices, self._patches)
         collectives.install(self.devices, self._patches)
         self._engine()
+        # A GPU has none of oneDNN's kernels, which recurrent layers would take here; on the meta device these have other results.
+        self._has_onednn = torch.backends.mkldnn.enabled
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        self._patches.set(
+            torch.backends.cudnn, "is_acceptable", lambda tensor: False
+        )  # else it warns of a build without cuDNN
         self._patches.set(threading.Thread, "start", self._started(threading.Thread.start))
         self._mode.__enter__()
 
@@ -69,11 +75,10 @@ class Emulation:
         runs = lambda *args, **kwargs: backward.run(own, *args, **kwargs)  # noqa: E731 - set under two names
         self._patches.set(graph, "_engine_run_backward", runs)
         self._patches.set(torch.autograd, "_engine_run_backward", runs)
-        # Past these two: modules that call the engine itself have its function by name.
-        engine = torch.autograd.Variable._execution_engine
-        self._patches.in_modules(
-            engine.run_backward, lambda *args, **kwargs: backward.run(engine.run_backward, *args, **kwargs)
-        )
+        # Past these two: modules that call the engine itself. Those that are imported already have its function by name.
+        engine = _Engine(torch.autograd.Variable._execution_engine, backward)
+        self._patches.in_modules(engine.own.run_backward, engine.run_backward)
+        self._patches.set(torch.autograd.Variable, "_execution_engine", engine)
 
     def _started(self, start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
         """Wrap ``Thread.start``, so that new threads run in the same mode."""
@@ -95,9 +100,24 @@ class Emulation:
         """Put all back."""
         self._mode.__exit__(None, None, None)
         self._patches.undo()
+        torch.backends.mkldnn.enabled = self._has_onednn
         self._backward.close()
         communicators.forget()
         self.devices.close()
+
+
+class _Engine:
+    """PyTorch's engine, whose backward passes run on the thread for them."""
+
+    def __init__(self, own: Any, backward: BackwardThread) -> None:
+        self.own = own
+        self._backward = backward
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._backward.run(self.own.run_backward, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
 
 #: How many ranks this machine has, by whoever has started them.

@@ -51,7 +51,7 @@ class Operations(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         places = [self._devices.memory.place_of(tensor) for tensor in tensors]
-        kwargs = composites.place_factory(tensors, kwargs)
+        kwargs = composites.place_factory(func, tensors, kwargs)
         asked = kwargs.get("device")
         to_device = asked is not None and torch.device(asked).type == "cuda"
         if not to_device and not any(place is not None and place.device is not None for place in places):
