@@ -32,7 +32,7 @@ MAY_IMPORT = {
 }
 #: Files that reach further, and only inside functions: commands that import the runtime when they run.
 COMMANDS = {
-    ROOT / "smp_estimator" / "cli" / "commands" / "checkpoint.py": {"smp_runtime"},
+    ROOT / "smp_estimator" / "cli" / "commands" / "checkpoint.py": {"smp_runtime", "smp_version2"},
     ROOT / "smp_estimator" / "cli" / "commands" / "numerics.py": {"smp_runtime", "smp_tools"},
 }
 #: Packages of others that must not be needed there.

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
 from smp_runtime.errors import SMPUserError
 from smp_version2.checkpoint.locations import is_s3_uri
+from smp_version2.split_parameters import SPLIT_FILE, SplitRecord
+from smp_version2.state import state
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
@@ -122,6 +124,10 @@ class DistributedFileSystemWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write the metadata, by which the checkpoint comes to be, and remove files of earlier saves to this folder."""
+        split = SplitRecord.of(state.joined).to_json(state.joined) if state.is_joined else None
+        if split is not None:
+            with self.fs.create_stream(self.fs.concat_path(self.path, SPLIT_FILE), "wb") as stream:
+                stream.write(split.encode())
         super().finish(metadata, results)
         names = {result.storage_data.relative_path for each in results for result in each}
         for found in self.fs.ls(self.path):

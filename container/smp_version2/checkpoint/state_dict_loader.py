@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Keys that a message names.
 _SHOWN = 5
+#: The file of a local checkpoint of the original library.
+OF_THE_ORIGINAL = ".local.metadata"
 
 
 def load(
@@ -62,7 +64,7 @@ def load(
     reader = _choose_reader(checkpoint_id, storage_reader, s3_region, s3client_config)
     problem: Exception | None = None
     try:
-        _check(state_dict, _read_metadata(reader), check_keys_matched)
+        _check(state_dict, read_metadata(reader), check_keys_matched)
     except CheckpointError as error:
         problem = error
     if dist.is_initialized():
@@ -105,17 +107,32 @@ def choose_planner(planner: LoadPlanner | None, check_keys_matched: bool) -> Loa
     return planner
 
 
-def _read_metadata(reader: StorageReader) -> Metadata:
+def read_metadata(reader: StorageReader) -> Metadata:
+    """Return what describes a checkpoint.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or one of the original library.
+    """
     where = getattr(reader, "checkpoint_id", "")
     try:
         return reader.read_metadata()
     except FileNotFoundError:
+        if os.path.exists(os.path.join(where, OF_THE_ORIGINAL)):
+            raise refusal_of_the_original(where) from None
         raise CheckpointError(
             f"there is no complete checkpoint in {where}: it has no .metadata, which is written last; name a checkpoint "
             "whose save has ended"
         ) from None
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"the checkpoint {where} cannot be read: {error}") from error
+
+
+def refusal_of_the_original(folder: str | os.PathLike[str]) -> CheckpointError:
+    """Return the error for a local checkpoint of the original library (``tp0_ep0_fsdp0``), whose parts have a form of its own."""
+    return CheckpointError(
+        f"{folder} is a local checkpoint of the original library (it has {OF_THE_ORIGINAL}), in a form that only it reads; load it "
+        "there, save a full state dict, and convert that or load it by from_pretrained"
+    )
 
 
 def _check(state_dict: Mapping[str, Any], metadata: Metadata, check_keys_matched: bool) -> None:

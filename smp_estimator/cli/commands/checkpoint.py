@@ -268,9 +268,9 @@ def verify(path: str, tag: str | None) -> None:
 @click.option(
     "--to",
     "form",
-    type=click.Choice(["transformers", "safetensors", "full"]),
+    type=click.Choice(["transformers", "safetensors", "full", "version2"]),
     required=True,
-    help="A folder for from_pretrained; one file of safetensors; one file of torch.save.",
+    help="A folder for from_pretrained; one file of safetensors; one file of torch.save; a folder for torch.sagemaker.",
 )
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="config.json of the model.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: as they were trained.")
@@ -282,8 +282,8 @@ def convert(
 
     transformers: a folder with model.safetensors and config.json, which AutoModel…from_pretrained(OUT) loads. full: a
     state under the module's names, for load_state_dict or resume_from_checkpoint(partial=False). PATH may also be full
-    weights: a file of torch.save or safetensors, or a folder of Transformers. One tensor at a time is in memory, but
-    with --to full all are.
+    weights: a file of torch.save or safetensors, or a folder of Transformers; or a sharded checkpoint of version 2 of the
+    library. version2: such a checkpoint, {"model": …}. One tensor at a time is in memory, but with full and version2 all are.
     """
     from smp_runtime.checkpoint.files.transformers_format import bytes_in
     from smp_runtime.checkpoint.full import conversion
@@ -294,6 +294,10 @@ def convert(
     try:
         size = bytes_in(largest_file)
         source = conversion.full_weights(Path(path), config) if tag is None else None
+        if source is None and tag is None and _has_files_of_version_2(Path(path)):
+            from smp_version2.checkpoint.conversion import read_weights_of_version_2
+
+            source = read_weights_of_version_2(Path(path), config)
         if source is None:
             parent, found = _find(path)
             chosen = _choose(parent, found, tag, may_be_broken=False)
@@ -301,7 +305,12 @@ def convert(
                 raise AssertionError("a whole checkpoint has a manifest")
             source = conversion.assemble_weights(chosen.folder, chosen.manifest, config, dtype)
             click.echo(f"from {chosen.folder}")
-        files, count = conversion.write(source, target, form, dtype=dtype, largest_file=size)
+        if form == "version2":
+            from smp_version2.checkpoint.conversion import write_as_version_2
+
+            files, count = write_as_version_2(source, target, dtype)
+        else:
+            files, count = conversion.write(source, target, form, dtype=dtype, largest_file=size)
     except OSError as error:
         raise ConfigError(f"{error.filename or out} cannot be written or read: {error.strerror}") from None
     except ValueError as error:
@@ -335,6 +344,11 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
         return folder.parent, [inspect_folder(folder)]
     if found := checkpoints_in(folder):
         return folder, found
+    if _has_files_of_version_2(folder):
+        raise ConfigError(
+            f"PATH is {path}, which has sharded checkpoints of version 2 of the library (torch.sagemaker); convert reads them, "
+            "without --tag, and the other commands are for version 1"
+        )
     partial = (p for p in folder.rglob(f"*{PARTIAL}") if p.is_dir() and len(p.relative_to(folder).parts) <= _DEPTH)
     below = sorted({p.parent for p in partial})
     if len(below) > 1:
@@ -348,6 +362,11 @@ def _find(path: str) -> tuple[Path, list[FoundCheckpoint]]:
             "path that the script hands to smp.save_checkpoint, or the estimator's checkpoint_s3_uri"
         )
     return below[0], checkpoints_in(below[0])
+
+
+def _has_files_of_version_2(path: Path) -> bool:
+    """Return whether a folder has sharded checkpoints of version 2 of the library, or of the original's."""
+    return path.is_dir() and any(any(path.rglob(name)) for name in (".metadata", ".local.metadata"))
 
 
 def _choose(

@@ -309,3 +309,63 @@ def run_page(code: str, folder: Path) -> int:
         exec(code, {"tsm": tsm, "FSDP": FullyShardedDataParallel, "model": training.model, "step": 7})
         load_state(found := {"step": 0}, checkpoint_id="checkpoints/model-10steps")
         return found["step"]
+
+
+# -- conversion --------------------------------------------------------------------------------------------------------
+
+
+def _make_wrapped(tsm: Any) -> Any:
+    import functools
+
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    from smp_version2.layer_classes import TransformerLayer
+    from support.models.version2 import make_llama
+
+    model = tsm.transform(make_llama().double())
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerLayer})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
+
+
+def _whole(model: Any) -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    ):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def save_split(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
+    """Save a split model as scripts do: a folder for each tensor parallel rank; rank 0 returns the whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    with joined(config) as tsm:
+        from torch.sagemaker.distributed.checkpoint import state_dict_saver
+
+        torch.manual_seed(3)
+        model = _make_wrapped(tsm)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": model.state_dict(), "steps": 3}
+        folder = root / f"tp{tsm.state.tp_size}-{tsm.state.tp_rank}" / "ep1-0"
+        group = model.process_group
+        if tsm.state.ranker.get_rep_rank(tsm.state.rank) == 0:
+            state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
+        return _whole(model)
+
+
+def load_converted(config: dict[str, Any], root: Path) -> dict[str, torch.Tensor]:
+    """Load a converted checkpoint into another model; rank 0 returns the whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    with joined(config) as tsm:
+        from torch.sagemaker.distributed.checkpoint.state_dict_loader import load as load_state
+
+        torch.manual_seed(4)
+        model = _make_wrapped(tsm)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            state = {"model": model.state_dict()}
+            load_state(state, checkpoint_id=root, process_group=model.process_group)
+            model.load_state_dict(state["model"])
+        return _whole(model)

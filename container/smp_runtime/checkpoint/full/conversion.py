@@ -66,7 +66,7 @@ def full_weights(path: Path, config: str | None) -> Weights | None:
         return None
     state = {name: value for name, value in read_weights(path).items() if isinstance(value, torch.Tensor)}
     names = names_of_each(state)
-    found = _config(config, path if path.is_dir() else path.parent)
+    found = read_config(config, path if path.is_dir() else path.parent)
     family = str((found or {}).get("model_type", "")).replace("_", "")  # as the family's file is called
     return Weights(
         {first: TranslatedTensor.leaf(first, record_of(state[first])) for first, *_ in names},
@@ -96,7 +96,7 @@ def assemble_weights(folder: Path, manifest: Manifest, config: str | None, dtype
         {name: TranslatedTensor.leaf(name, record) for name, record in records.items()},
         value,
         {name: record.aliases for name, record in records.items()},
-        _config(config, folder),
+        read_config(config, folder),
         manifest.translations,
     )
 
@@ -113,12 +113,7 @@ def write(
     Raises:
         SMPUserError: the model's configuration is unknown, or the format does not have one of the types.
     """
-    translated: dict[str, Any] = dict(source.tensors)
-    for translate in translations_to_theirs(source.translations):
-        translated = dict(translate(translated))
-    if dtype is not None:
-        kind = getattr(torch, dtype)
-        translated = {name: v.to(kind) if v.is_floating_point() else v for name, v in translated.items()}
+    translated = translate(source, dtype)
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.value(source.value) if isinstance(tensor, TranslatedTensor) else tensor
@@ -132,17 +127,44 @@ def write(
         weights = each_once(translated)
         return write_transformers(target / SAFETENSORS, weights, source.config, largest_file, make), len(weights)
     if form == "safetensors":
+        if target.suffix != ".safetensors":  # the name decides on the form of the file
+            raise SMPUserError(f"OUT is {target}; a file of safetensors has a name that ends in .safetensors: add it")
         weights = each_once(translated)
         return write_transformers(target, weights, None, 2**62, make), len(weights)
-    whole = {name: make(value) for name, value in translated.items()}
-    for name, others in source.aliases.items():
-        whole |= {other: whole[name] for other in others if name in whole and other not in whole}
+    whole = make_whole(source, translated)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(whole, target)
     return [target], len(whole)
 
 
-def _config(file: str | None, folder: Path) -> dict[str, Any] | None:
+def translate(source: Weights, dtype: str | None) -> dict[str, Any]:
+    """Return the tensors under the names that they are written under, without values, and of the type that is wanted."""
+    translated: dict[str, Any] = dict(source.tensors)
+    for rename in translations_to_theirs(source.translations):
+        translated = dict(rename(translated))
+    if dtype is None:
+        return translated
+    kind = getattr(torch, dtype)
+    return {name: v.to(kind) if v.is_floating_point() else v for name, v in translated.items()}
+
+
+def make_whole(source: Weights, translated: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return all tensors with their values, under each of their names."""
+    whole = {
+        name: value.value(source.value) if isinstance(value, TranslatedTensor) else value
+        for name, value in translated.items()
+    }
+    for name, others in source.aliases.items():
+        whole |= {other: whole[name] for other in others if name in whole and other not in whole}
+    return whole
+
+
+def read_config(file: str | None, folder: Path) -> dict[str, Any] | None:
+    """Return the model's configuration from ``file``, or from a folder of weights; None if there is none.
+
+    Raises:
+        SMPUserError: the file is no JSON object.
+    """
     path = folder / CONFIG if file is None else Path(file)
     if not path.is_file():
         return None

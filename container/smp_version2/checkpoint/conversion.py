@@ -1,0 +1,220 @@
+"""Whole weights of a sharded checkpoint of version 2, read without its job; and whole weights written as such a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from smp_runtime.checkpoint.files.manifest import TensorRecord
+from smp_runtime.checkpoint.files.name_translation import TranslatedTensor
+from smp_runtime.checkpoint.full.conversion import Weights, make_whole, read_config, translate
+from smp_runtime.errors import CheckpointError
+from smp_runtime.parameters.registry import intervals
+from smp_version2.checkpoint.filesystem import (
+    DATA_ENDING,
+    METADATA,
+    DistributedFileSystemReader,
+    DistributedFileSystemWriter,
+)
+from smp_version2.checkpoint.local_shards import LocalShard
+from smp_version2.checkpoint.state_dict_loader import OF_THE_ORIGINAL, read_metadata, refusal_of_the_original
+from smp_version2.split_parameters import SPLIT_FILE
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import Metadata
+
+#: Keys under which scripts put the model's state, in the order in which they are looked for.
+_MODEL_KEYS = ("model", "state_dict", "module")
+#: What wrappers of modules add to names.
+_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+#: Names of folders in scripts: the degree, and the rank.
+_EXPERTS, _TENSOR = re.compile(r"ep(\d+)-\d+"), re.compile(r"tp(\d+)-\d+")
+#: Folders that a message names.
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the ranks with one tensor coordinate have saved.
+
+    Attributes:
+        keys: in the checkpoint, by the names in the model.
+        split: the content of :data:`SPLIT_FILE`; empty without tensor parallelism.
+    """
+
+    folder: Path
+    metadata: Metadata
+    keys: dict[str, str]
+    split: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Part:
+        """Read what describes a part.
+
+        Raises:
+            CheckpointError: it holds no model, or local shards.
+        """
+        metadata = read_metadata(DistributedFileSystemReader(folder))
+        file = folder / SPLIT_FILE
+        split = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return cls(folder, metadata, _find_model(folder, metadata), split)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Return the tensor parallel rank and degree."""
+        return self.split.get("tensor_parallel_rank", 0), self.split.get("tensor_parallel_degree", 1)
+
+    def value(self, name: str) -> torch.Tensor:
+        """Return this part of a tensor."""
+        key = self.keys[name]
+        saved: Any = self.metadata.state_dict_metadata[key]
+        made = torch.empty(saved.size, dtype=saved.properties.dtype)
+        planner = DefaultLoadPlanner(flatten_sharded_tensors=False)
+        reader = DistributedFileSystemReader(self.folder)
+        with _alone():
+            checkpoint.load({key: made}, storage_reader=reader, planner=planner, no_dist=True)
+        return made
+
+
+def read_weights_of_version_2(path: Path, config: str | None) -> Weights | None:
+    """Return the model's weights of a sharded checkpoint; None if there is none of version 2.
+
+    Args:
+        path: the checkpoint, or the folder with one for each tensor parallel rank.
+        config: file with the model's configuration; default: ``config.json`` in ``path``.
+
+    Raises:
+        CheckpointError: several checkpoints, a part of one, or one whose tensors cannot be joined.
+    """
+    for found in sorted(path.rglob(OF_THE_ORIGINAL) if path.is_dir() else ()):
+        raise refusal_of_the_original(found.parent)
+    folders = sorted({found.parent for found in path.rglob(METADATA)}) if path.is_dir() else []
+    if not folders:
+        return None
+    parts = sorted((_Part.read(folder) for folder in folders), key=lambda part: part.place)
+    _check(path, parts)
+    records = {name: _describe(parts, name) for name in parts[0].keys}
+    return Weights(
+        {name: TranslatedTensor.leaf(name, record) for name, record in records.items()},
+        functools.partial(_join, parts),
+        config=read_config(config, path),
+    )
+
+
+def write_as_version_2(source: Weights, target: Path, dtype: str | None) -> tuple[list[Path], int]:
+    """Write weights as a sharded checkpoint ``{"model": …}``, which loads at any ``hybrid_shard_degree``.
+
+    Returns:
+        The files, and the number of tensors under each of their names.
+    """
+    whole = make_whole(source, translate(source, dtype))
+    with _alone():
+        checkpoint.save({"model": whole}, storage_writer=DistributedFileSystemWriter(target), no_dist=True)
+    return sorted(path for path in target.iterdir() if path.name == METADATA or path.suffix == DATA_ENDING), len(whole)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Leave out PyTorch's warning that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _find_model(folder: Path, metadata: Metadata) -> dict[str, str]:
+    """Return the keys of the model's tensors, by their names in it."""
+    tensors = {key for key, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)}
+    if any(LocalShard.of_key(key) for key in metadata.state_dict_metadata):
+        raise CheckpointError(
+            f"{folder} has a local shard (SM_LOCAL_STATE_DICT), which only a job with the degrees of the save reads; load it "
+            "there, and save with SHARDED_STATE_DICT"
+        )
+    paths = {key: tuple(map(str, path)) for key, path in (metadata.planner_data or {}).items()}
+    tops = {path[0] for path in paths.values()}
+    top = next((name for name in _MODEL_KEYS if name in tops), None)
+    if top is None and any(len(path) > 1 for path in paths.values()):
+        raise CheckpointError(
+            f"{folder} has the keys {', '.join(sorted(tops))}, and none of {', '.join(_MODEL_KEYS)}, under which a model is looked "
+            'for; save {"model": model.state_dict()}'
+        )
+    named = (
+        (key, ".".join(paths.get(key, (key,))[0 if top is None else 1 :]))
+        for key in tensors
+        if top is None or paths[key][0] == top
+    )
+    return {_WRAPPERS.sub("", name): key for key, name in named}
+
+
+def _check(path: Path, parts: list[_Part]) -> None:
+    """Raise an error unless the parts are all of one checkpoint."""
+    shown = ", ".join(str(part.folder) for part in parts[:_SHOWN])
+    for part in parts:
+        experts = max((int(found[1]) for found in map(_EXPERTS.fullmatch, part.folder.parts) if found), default=1)
+        if experts > 1:
+            raise CheckpointError(
+                f"{part.folder} has the experts of one of {experts} expert parallel ranks, which are not joined here: save a full "
+                "state dict in the job"
+            )
+        tensor = max((int(found[1]) for found in map(_TENSOR.fullmatch, part.folder.parts) if found), default=1)
+        if tensor > 1 and not part.split:
+            raise CheckpointError(
+                f"{part.folder} is of one of {tensor} tensor parallel ranks and has no {SPLIT_FILE}, which says how tensors were "
+                "split: save with torch.sagemaker.distributed.checkpoint.state_dict_saver, or a full state dict"
+            )
+    places = [part.place for part in parts]
+    degree = places[0][1]
+    if places == [(rank, degree) for rank in range(degree)]:
+        return
+    if len(parts) > degree:
+        raise CheckpointError(f"{path} has {len(parts)} checkpoints: give one of them, such as {shown}")
+    raise CheckpointError(
+        f"{path} has the parts of {len(parts)} of {degree} tensor parallel ranks ({shown}): give the folder that has all"
+    )
+
+
+def _slices(parts: list[_Part], name: str) -> Iterator[tuple[_Part, dict[str, Any]]]:
+    """Yield the parts of a split tensor, with their places."""
+    for part in parts:
+        if name in part.split.get("unknown", ()):
+            raise CheckpointError(
+                f"{name} is in two models of the job that {part.folder} is of, split in different ways; save a full state dict"
+            )
+        where = part.split.get("slices", {}).get(name)
+        if where is not None:
+            yield part, where
+
+
+def _describe(parts: list[_Part], name: str) -> TensorRecord:
+    saved: Any = parts[0].metadata.state_dict_metadata[parts[0].keys[name]]
+    split = next((where for _, where in _slices(parts, name)), None)
+    shape = tuple(saved.size if split is None else split["shape"])
+    return TensorRecord(shape, str(saved.properties.dtype).removeprefix("torch."))
+
+
+def _join(parts: list[_Part], name: str) -> torch.Tensor:
+    """Return a whole tensor from all parts."""
+    split = list(_slices(parts, name))
+    if not split:
+        return parts[0].value(name)
+    whole: torch.Tensor | None = None
+    for part, where in split:
+        mine, dim, at = part.value(name), where["dim"], 0
+        if whole is None:
+            whole = torch.empty(where["shape"], dtype=mine.dtype)
+        for start, stop in intervals(where["bounds"]):
+            whole.narrow(dim, start, stop - start).copy_(mine.narrow(dim, at, stop - start))
+            at += stop - start
+    assert whole is not None
+    return whole
