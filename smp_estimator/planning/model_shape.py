@@ -145,8 +145,8 @@ class ModelShape:
         """Return one of the published shapes in :data:`SHAPES`; raise ConfigError for an unknown name."""
         if name not in SHAPES:
             raise ConfigError(
-                f"there is no model named {name!r}{suggest(name, SHAPES)}; known are {', '.join(SHAPES)}: use one of "
-                "these, or give layers, hidden, heads, vocabulary and sequence, or the path of a configuration of Transformers"
+                f"there is no model named {name!r}{suggest(name, SHAPES)}; {_count_in(name)}known are {', '.join(SHAPES)}: use one "
+                "of these, or give layers, hidden, heads, vocabulary and sequence, or the path of a configuration of Transformers"
             )
         return SHAPES[name]
 
@@ -240,6 +240,18 @@ def _count(parameters: float) -> str:
     unit, letter = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
     number = parameters / unit
     return f"{number:,.0f}{letter}" if number >= 100 else f"{number:.3g}{letter}"
+
+
+_COUNT_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[bm])(?![^\W_])", re.IGNORECASE)
+
+
+def _count_in(name: str) -> str:
+    """Return advice for a name of a model hub, such as ``"meta-llama/Llama-3.1-8B"``: no hub is asked for a shape."""
+    if "/" not in name:
+        return ""
+    found = _COUNT_IN_NAME.search(name)
+    advice = "it is not looked up in a model hub: give the path of its config.json"
+    return f"{advice}, or its size, {found[1].lower()!r}; " if found else f"{advice}; "
 
 
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)(?:\.|$)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -87,29 +88,33 @@ def run(tmp_path: Path) -> Any:
     return start
 
 
+def _notes(error: BaseException) -> list[str]:
+    """Return the lines that Python prints below an error, such as its code."""
+    return list(getattr(error, "__notes__", ()))
+
+
 @pytest.fixture
 def fit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     """``fit(script)``: the output of ``SMPEstimator.fit()``, with the message of its exception behind ``Error:``."""
     pytest.importorskip("sagemaker.estimator", reason="version 2 of the SDK")
     from sagemaker.exceptions import UnexpectedStatusException
 
-    from smp_estimator import SMPEstimator
+    from smp_estimator import ConfigError, SMPEstimator
 
-    def start(script: str) -> str:
+    def start(script: str, channels: Any = None, parameters: str = '{"ddp": true}', **environment: str) -> str:
         path = tmp_path / "train.py"
         path.write_text(script)
-        estimator = SMPEstimator(
-            entry_point=str(path),
-            instance_type="local",
-            distribution={
-                "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"ddp": True}}},
-                "mpi": {"enabled": True, "processes_per_host": 2},
-            },
-        )
-        with pytest.raises(UnexpectedStatusException) as raised:
-            estimator.fit()
+        distribution = {
+            "smdistributed": {"modelparallel": {"enabled": True, "parameters": json.loads(parameters)}},
+            "mpi": {"enabled": True, "processes_per_host": 2},
+        }
+        with pytest.raises((UnexpectedStatusException, ConfigError)) as raised:
+            SMPEstimator(
+                entry_point=str(path), instance_type="local", environment=environment, distribution=distribution
+            ).fit(channels)
         shown = capfd.readouterr()
-        return f"{shown.out}{shown.err}\nError: {str(raised.value).removeprefix('Error for ')}"
+        codes = re.findall(r" \[SMP\d+\]", f" {' '.join(_notes(raised.value))}")
+        return f"{shown.out}{shown.err}\nError: {str(raised.value).removeprefix('Error for ')}{''.join(codes)}"
 
     return start
 
@@ -174,8 +179,34 @@ def test_a_file_that_a_channel_lacks(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.job
-def test_fit_reports_a_failure_once(fit: Any) -> None:
-    check(fit(NO_CHANNEL), "SMP319", "--channel train=FOLDER of smp-estimator run", "3, in <module>")
+@pytest.mark.parametrize(
+    ("script", "reason", "place"),
+    [
+        (NO_CHANNEL, "fit({'train': 'file:///folder'})", "3, in <module>: os.environ"),
+        pytest.param(NO_FILE, "a relative path begins at", "1, in <module>: open(", marks=pytest.mark.full),
+        pytest.param(NO_PACKAGE, "-m pip install not_installed_here", "1, in <module>", marks=pytest.mark.full),
+    ],
+    ids=["channel", "file", "package"],
+)
+def test_fit_reports_a_failure_once(fit: Any, script: str, reason: str, place: str) -> None:
+    check(fit(script), "SMP319", reason, place)
+
+
+@pytest.mark.parametrize(
+    ("channels", "parameters", "code", "reason"),
+    [
+        (None, '{"pipeline_paralel_degree": 2}', "SMP101", "did you mean 'pipeline_parallel_degree'?"),
+        (None, '{"pipeline_parallel_degree": 3, "ddp": true}', "SMP102", "set processes_per_host to 3"),
+        ({"train": "file:///nowhere"}, '{"ddp": true}', "SMP114", "/nowhere, which does not exist"),
+    ],
+    ids=["misspelt", "degrees", "folder"],
+)
+def test_fit_refuses_before_a_process_starts(fit: Any, channels: Any, parameters: str, code: str, reason: str) -> None:
+    said = fit("", channels, parameters)
+    lines = failure_of(said)
+    assert len(lines) <= 6
+    assert reason in lines[0]
+    assert said.count(f"[{code}]") == 1
 
 
 @pytest.mark.job
@@ -230,9 +261,33 @@ def test_what_is_no_mistake_here(run: Any, script: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
+    ("script", "environment", "code", "reason"),
+    [
+        (LATE, {}, "SMP302", "call model.backward(loss) in that function"),
+        (training("inputs.to(", "inputs[:15].to("), {}, "SMP302", "use a batch of 12 or 16 samples"),
+        (
+            training("inputs.to(smp.state.device)", "inputs.cuda()"),
+            {"SMP_EMULATE_CUDA": "0"},
+            "SMP601",
+            "instead of .cuda()",
+        ),
+        (training(SAVE, f"if smp.rank() == 0:\n    {SAVE}"), {}, "SMP502", "while rank 0 waits in smp.save_checkpoint"),
+    ],
+    ids=["backward", "batch", "no CUDA", "saved on one rank"],
+)
+def test_fit_reports_mistakes_of_a_training_script(
+    fit: Any, tmp_path: Path, script: str, environment: dict[str, str], code: str, reason: str
+) -> None:
+    script = script.replace('os.environ["SMP_CHECKPOINT_DIR"]', repr(str(tmp_path / "saved")))
+    check(fit(script, parameters=PIPELINE, **environment), code, reason)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
     ("script", "options", "code", "reason"),
     [
         (training("inputs.to(", "inputs[:15].to("), (), "SMP302", "use a batch of 12 or 16 samples"),
+        (training("inputs.to(", "inputs[:3].to("), (), "SMP302", "use a batch of 4 or more samples"),
         (
             training("inputs.to(smp.state.device)", "inputs.cuda()"),
             ("--env", "SMP_EMULATE_CUDA=0"),
@@ -253,7 +308,14 @@ def test_what_is_no_mistake_here(run: Any, script: str) -> None:
             "make the same calls on every rank",
         ),
     ],
-    ids=["batch", "no CUDA", "saved on one rank", "gathered on one rank", "saved on one rank between steps"],
+    ids=[
+        "batch",
+        "small batch",
+        "no CUDA",
+        "saved on one rank",
+        "gathered on one rank",
+        "saved on one rank between steps",
+    ],
 )
 def test_mistakes_of_a_training_script(run: Any, script: str, options: tuple[str, ...], code: str, reason: str) -> None:
     check(run(script, *options), code, reason)

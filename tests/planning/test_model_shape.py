@@ -44,6 +44,12 @@ def test_a_shape_for_a_count(count: float) -> None:
 def test_wrong_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'gpt-neox-20b'"):
         plan("gpt-neo-20b", "ml.p4d.24xlarge")
+    with pytest.raises(ConfigError, match="path of its config.json, or its size, '8b'; known are gpt2"):
+        plan("meta-llama/Llama-3.1-8B", "ml.p4d.24xlarge")
+    with pytest.raises(ConfigError, match="path of its config.json, or its size, '0.6b'; known are gpt2"):
+        plan("Qwen/Qwen3-0.6B-Base", "ml.p4d.24xlarge")
+    with pytest.raises(ConfigError, match="path of its config.json; known are gpt2"):
+        plan("openai-community/gpt2", "ml.p4d.24xlarge")
     with pytest.raises(ConfigError, match="20e9"):
         plan(20, "ml.p4d.24xlarge")
     with pytest.raises(ConfigError, match="word embedding alone"):

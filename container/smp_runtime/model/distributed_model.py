@@ -172,8 +172,9 @@ class DistributedModel(WrappedModule):
         if self.partitioned:
             self._place()
             if ranks.rank == 0:
-                name, elements = type(self.module).__name__, f"{self.registry.elements:,}"
-                logger.info("Partition assignments:\n  %s: %s parameters, rank 0", name, elements)
+                logger.info(
+                    "Model: %s, %s parameters, one stage", type(self.module).__name__, f"{self.registry.elements:,}"
+                )
         self._late_writes = LateWrites(self.module)
         self._replicas.follow_loads()
 

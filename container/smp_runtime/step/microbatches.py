@@ -56,10 +56,11 @@ def _slice_tensor(name: str, tensor: torch.Tensor, count: int, index: int, axis:
         )
     size = tensor.shape[axis]
     if size % count:
+        more = (size // count + 1) * count
+        enough = f"{more - count} or {more}" if size > count else f"{more} or more"
         raise SMPUserError(
             f"argument {name!r} has {size} samples along axis {axis} (shape {list(tensor.shape)}), which cannot be "
-            f"divided into {count} microbatches of equal size; use a batch of "
-            f"{size // count * count or count} or {(size // count + 1) * count} samples (a data loader's drop_last=True "
+            f"divided into {count} microbatches of equal size; use a batch of {enough} samples (a data loader's drop_last=True "
             "drops a short last batch), or change microbatches"
         )
     return tensor.narrow(axis, index * (size // count), size // count)
