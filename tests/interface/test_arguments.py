@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.import_graph import nodes
 from torch import nn
 
 import smdistributed
@@ -47,7 +48,7 @@ def _attributes_read():
     """Name and owner's name of all attributes that the runtime reads."""
     found = set()
     for path in [*(CONTAINER / "smp_runtime").rglob("*.py"), *(CONTAINER / "smp_tools").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = node.value
                 found.add((node.attr, owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")))
@@ -242,7 +243,7 @@ def test_an_argument_without_effect_is_warned_about_once(told, name):
 def _read_of_settings():
     found = set()
     for path in (CONTAINER / "smp_runtime" / "nn").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("settings", "self.settings"):
                 found.add(node.attr)
     return found
@@ -257,7 +258,7 @@ def test_every_setting_of_a_layer_is_read_or_warned_about():
     used = {
         node.id
         for path in (CONTAINER / "smp_runtime" / "nn").glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
     silent = set(LayerSettings.names()) - _read_of_settings() - used

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.documents import error_code_page
+from support.import_graph import nodes
 from support.platform.command_line import call, flat
 
 from smp_config import ConfigError, Topology
@@ -36,11 +37,7 @@ def _module(path: Path) -> str:
 @functools.cache
 def _trees() -> dict[str, list[ast.AST]]:
     """What each module's code is made of; read when a test asks, since every worker collects this file."""
-    return {
-        _module(path): list(ast.walk(ast.parse(path.read_text())))
-        for folder in FOLDERS
-        for path in sorted(folder.rglob("*.py"))
-    }
+    return {_module(path): nodes(path) for folder in FOLDERS for path in sorted(folder.rglob("*.py"))}
 
 
 @functools.cache

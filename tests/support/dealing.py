@@ -13,17 +13,26 @@ ROOT = Path(__file__).parents[2]
 _TRANSFORMERS = re.compile(
     r"\branks\b[\s\S]*transformers|transformers[\s\S]*\branks\b|\bfrom crossings\.|\btiny_families\b"
 )
+#: What a file has in it whose tests read all source files, which are parsed once in a process.
+_READS_SOURCES = re.compile(r"\bimport_graph\b|\bfrom runner\.near\b")
 
 
 class FewImports(LoadFileScheduling):  # type: ignore[misc]
-    """Each file to one worker, and to the same one all whose ranks import Transformers: these take seconds on each rank."""
+    """Each file to one worker, with two exceptions.
+
+    All files whose ranks import Transformers, which takes seconds on each rank, go to one worker. So do those that parse all
+    source files.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = str(super()._split_scope(nodeid))
-        return "Transformers" if _imports_transformers(file) else file
+        return _shared_scope(file) or file
 
 
 @functools.cache
-def _imports_transformers(file: str) -> bool:
+def _shared_scope(file: str) -> str:
     path = ROOT / file
-    return path.is_file() and _TRANSFORMERS.search(path.read_text(encoding="utf-8")) is not None
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if _TRANSFORMERS.search(text):
+        return "Transformers"
+    return "sources" if _READS_SOURCES.search(text) else ""
