@@ -63,7 +63,11 @@ def catalogue() -> dict[str, Code]:
 
 @functools.cache
 def _by_class() -> dict[str, str]:
-    return {name: row.code for row in catalogue().values() for name in row.errors}
+    codes: dict[str, str] = {}
+    for row in catalogue().values():
+        for name in row.errors:
+            codes[name] = row.code
+    return codes
 
 
 @functools.cache
@@ -120,8 +124,10 @@ def code_of(error: BaseException) -> str | None:
     given = getattr(error, _GIVEN, None)
     if isinstance(given, str):
         return given
+    if not isinstance(error, Coded):
+        return None
     # No code is stored if ``Coded.__init__`` did not run: another base class, such as AttributeError, may come first.
-    return code_for(type(error), "") if isinstance(error, Coded) else None
+    return code_for(type(error), "")
 
 
 def give_code(error: BaseException, code: str) -> None:

@@ -120,9 +120,10 @@ class JobSettings(BaseModel):
 
         The launcher of this project starts the ranks of version 2 in this way too, with torchrun's variables.
         """
-        return bool(
-            (self.mpi and self.mpi.enabled) or (self.data_parallel and self.data_parallel.enabled) or self.version_2
-        )
+        mpi, data_parallel = self.mpi, self.data_parallel
+        has_mpi = mpi is not None and mpi.enabled
+        has_data_parallel = data_parallel is not None and data_parallel.enabled
+        return has_mpi or has_data_parallel or self.version_2 is not None
 
     @classmethod
     def from_distribution(cls, distribution: Mapping[str, Any] | None, instance_type: str | None = None) -> JobSettings:

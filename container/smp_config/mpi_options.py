@@ -102,7 +102,10 @@ class MergedOptions:
 
     def arguments(self) -> list[str]:
         """Return the command-line words of all options."""
-        return [word for option in self.options for word in option.arguments()]
+        words = []
+        for option in self.options:
+            words += option.arguments()
+        return words
 
     def raise_for_conflicts(self) -> None:
         """Raise ConfigError, naming each with its values, for options given twice with different values."""
@@ -199,7 +202,12 @@ def check_mpi_options(text: str) -> list[MpiOption]:
 
 def exported_variables(options: Iterable[MpiOption]) -> dict[str, str]:
     """Return the variables that ``-x NAME=VALUE`` sets for the ranks (not the bare ``-x NAME``)."""
-    return {o.key: o.value for o in options if o.name == _VARIABLE_OPTION and o.value is not None}
+    exported = {}
+    for option in options:
+        is_variable = option.name == _VARIABLE_OPTION
+        if is_variable and option.value is not None:
+            exported[option.key] = option.value
+    return exported
 
 
 def _one(words: list[str], at: int) -> tuple[MpiOption, int]:
@@ -215,20 +223,23 @@ def _one(words: list[str], at: int) -> tuple[MpiOption, int]:
         )
     at += 1
     name, equals, value = name.partition("=")
-    if equals and (name == _VARIABLE_OPTION or name in _PARAMETER_OPTIONS):
+    takes_words = name == _VARIABLE_OPTION or name in _PARAMETER_OPTIONS
+    if equals and takes_words:
         words.insert(at, value)  # mpirun would take the sign for a part of what follows
     if name in _PARAMETER_OPTIONS:
         return _parameter(word, name, words, at)
     if name == _VARIABLE_OPTION:
         return _variable(words, at)
-    bare = len(words) <= at or words[at].startswith("-")
-    if name == _TOOLKIT_VARIABLE:
-        if not equals and bare:
-            raise ConfigError(f"'{word}' in custom_mpi_options needs a value, and none follows; write '-x {name}=INFO'")
-        return (MpiOption(_VARIABLE_OPTION, name, value if equals else words[at]), at if equals else at + 1)
+    is_toolkit_variable = name == _TOOLKIT_VARIABLE
     if equals:
-        return MpiOption(name, "", value), at
-    if name in _FLAGS or bare:
+        option = MpiOption(_VARIABLE_OPTION, name, value) if is_toolkit_variable else MpiOption(name, "", value)
+        return option, at
+    has_value = len(words) > at and not words[at].startswith("-")
+    if is_toolkit_variable:
+        if not has_value:
+            raise ConfigError(f"'{word}' in custom_mpi_options needs a value, and none follows; write '-x {name}=INFO'")
+        return MpiOption(_VARIABLE_OPTION, name, words[at]), at + 1
+    if name in _FLAGS or not has_value:
         return MpiOption(name), at
     return MpiOption(name, "", words[at]), at + 1
 

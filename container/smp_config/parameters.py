@@ -352,32 +352,34 @@ class ModelParallelParameters(BaseModel):
 
     def warnings(self) -> list[str]:
         """Return warnings of settings that are allowed but ignored or not recommended, one sentence each."""
-        said = []
+        found = []
+        given = self.model_fields_set
         tensor = self.tensor_parallel_degree
         if tensor & (tensor - 1):
-            said.append(
-                f"tensor_parallel_degree is {tensor}; powers of two are recommended, "
-                f"for example {1 << tensor.bit_length() - 1}"
+            example = 1 << tensor.bit_length() - 1
+            found.append(f"tensor_parallel_degree is {tensor}; powers of two are recommended, for example {example}")
+        is_sharded = self.sharded_data_parallel_degree > 1
+        ignored = [] if is_sharded else [name for name in SHARDING_OPTIONS if name in given]
+        if ignored:
+            found.append(f"{', '.join(ignored)} ignored: sharded_data_parallel_degree is 1, so nothing is sharded")
+        if self.auto_partition and "default_partition" in given and self.default_partition:
+            found.append(f"default_partition={self.default_partition} ignored: auto_partition is true")
+        found += self._of_pieces()
+        if self.offload_activations and self.microbatches == 1 and not is_sharded:
+            found.append(
+                "offload_activations hides its transfers only behind other microbatches, but microbatches is 1"
             )
-        if self.sharded_data_parallel_degree == 1:
-            ignored = [name for name in SHARDING_OPTIONS if name in self.model_fields_set]
-            if ignored:
-                said.append(f"{', '.join(ignored)} ignored: sharded_data_parallel_degree is 1, so nothing is sharded")
-        if self.auto_partition and "default_partition" in self.model_fields_set and self.default_partition:
-            said.append(f"default_partition={self.default_partition} ignored: auto_partition is true")
-        said += self._of_pieces()
-        if self.offload_activations and self.microbatches == 1 and self.sharded_data_parallel_degree == 1:
-            said.append("offload_activations hides its transfers only behind other microbatches, but microbatches is 1")
-        if "activation_loading_horizon" in self.model_fields_set and not self.offload_activations:
-            said.append("activation_loading_horizon ignored: offload_activations is false")
-        if "active_microbatches" in self.model_fields_set and (self.active_microbatches or 0) > self.microbatches:
-            said.append(
-                f"active_microbatches is {self.active_microbatches}, but microbatches is {self.microbatches}, the most that can be "
+        if "activation_loading_horizon" in given and not self.offload_activations:
+            found.append("activation_loading_horizon ignored: offload_activations is false")
+        active = self.active_microbatches or 0
+        if "active_microbatches" in given and active > self.microbatches:
+            found.append(
+                f"active_microbatches is {active}, but microbatches is {self.microbatches}, the most that can be "
                 "in flight: it counts as that"
             )
         if self.prescaled_batch and tensor == 1:
-            said.append("prescaled_batch ignored: tensor_parallel_degree is 1")
-        return said + self._of_compiling() + self._without_effect()
+            found.append("prescaled_batch ignored: tensor_parallel_degree is 1")
+        return found + self._of_compiling() + self._without_effect()
 
     def _of_pieces(self) -> list[str]:
         """Return warnings of settings for stages with several pieces that have no effect."""

@@ -44,13 +44,12 @@ _DOCUMENTED_RANKS_PER_NODE = 8
 
 def is_automatic(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
     """Return whether ``ddp_dist_backend="auto"`` selects SMDDP: several hosts, sharded, no tensor parallelism."""
-    return (
-        parameters.ddp_dist_backend == "auto"
-        and parameters.sharded_data_parallel_degree > 1
-        and parameters.tensor_parallel_degree == 1
-        and instance_type == SUPPORTED_INSTANCE
-        and hosts > 1
-    )
+    if parameters.ddp_dist_backend != "auto":
+        return False
+    is_sharded = parameters.sharded_data_parallel_degree > 1
+    has_whole_tensors = parameters.tensor_parallel_degree == 1
+    is_supported = instance_type == SUPPORTED_INSTANCE and hosts > 1
+    return is_sharded and has_whole_tensors and is_supported
 
 
 def is_chosen(parameters: ModelParallelParameters, instance_type: str | None, hosts: int) -> bool:
@@ -69,15 +68,16 @@ def host_rows(host_of: Sequence[Hashable]) -> tuple[tuple[int, ...], ...] | str:
     hosts: dict[Hashable, list[int]] = {}
     for number, name in enumerate(host_of):
         hosts.setdefault(name, []).append(number)
-    counts = {name: len(ranks) for name, ranks in hosts.items()}
-    if len(hosts) == 1:
+    rows = tuple(tuple(ranks) for ranks in hosts.values())
+    if len(rows) == 1:
         return f"all {len(host_of)} ranks of the group are on one host, {host_of[0]}"
-    if len(set(counts.values())) > 1:
-        shown = ", ".join(f"{count} on {name}" for name, count in counts.items())
+    widths = {len(row) for row in rows}
+    if len(widths) > 1:
+        shown = ", ".join(f"{len(ranks)} on {name}" for name, ranks in hosts.items())
         return f"its hosts have different numbers of the group's ranks: {shown}"
-    if len(hosts) == len(host_of):
-        return f"each of its {len(hosts)} hosts has one rank of the group, so nothing would be sent twice"
-    return tuple(tuple(ranks) for ranks in hosts.values())
+    if len(rows) == len(host_of):
+        return f"each of its {len(rows)} hosts has one rank of the group, so nothing would be sent twice"
+    return rows
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def leave_working_folder(package: str) -> None:
 
 
 def _is_run_as_module() -> bool:
-    return sys.argv[:1] == ["-m"] and any(word.split(".")[0] == "smp_launch" for word in sys.orig_argv)
+    names = {word.split(".")[0] for word in sys.orig_argv}
+    return sys.argv[:1] == ["-m"] and "smp_launch" in names
 
 
 def end_without_packages() -> None:

@@ -360,9 +360,13 @@ def moment_line(moment: RecordedMoment) -> str:
 
 
 def _plain(item: Any) -> Any:
-    if isinstance(item, float):
-        return item if math.isfinite(item) else str(item)
-    return [_plain(part) for part in item] if isinstance(item, tuple) else item
+    if isinstance(item, tuple):
+        return [_plain(part) for part in item]
+    # JSON has no NaN and no infinity.
+    is_unwritable = isinstance(item, float) and not math.isfinite(item)
+    if is_unwritable:
+        return str(item)
+    return item
 
 
 def parse(lines: Iterable[str], name: str) -> tuple[Head, list[RecordedMoment]]:
@@ -450,4 +454,6 @@ def _value(item: list[Any]) -> RecordedValue:
 
 
 def _is_count(number: Any, most: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= most
+    if isinstance(number, bool) or not isinstance(number, int):
+        return False
+    return 0 <= number <= most

@@ -102,8 +102,12 @@ class RankRecord:
     @property
     def line(self) -> ScriptLine:
         """Return the script's line that was noted last."""
-        noted = [call.line for call in self.calls if call.line] + [w.line for w in self.waits if w.line]
-        return noted[-1] if noted else ScriptLine("", 0)
+        noted = [call.line for call in self.calls]
+        noted += [wait.line for wait in self.waits]
+        known = [line for line in noted if line]
+        if not known:
+            return ScriptLine("", 0)
+        return known[-1]
 
 
 @dataclass(frozen=True)

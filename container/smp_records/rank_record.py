@@ -431,6 +431,9 @@ def read_all(folder: Path) -> dict[int, RankRecord]:
     found = {}
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            if path.name.isdecimal() and (record := read(path)) is not None:
+            if not path.name.isdecimal():
+                continue
+            record = read(path)
+            if record is not None:
                 found[record.rank] = record
     return dict(sorted(found.items()))

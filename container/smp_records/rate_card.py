@@ -413,7 +413,10 @@ def sent_bytes(kind: str, ranks: int, size: float) -> float:
     if kind in ("broadcast", "reduce"):
         return size
     once = (ranks - 1) / ranks * size
-    return 2 * once if kind == "all_reduce" else once
+    # An all-reduce is a reduce-scatter and an all-gather.
+    if kind == "all_reduce":
+        return 2 * once
+    return once
 
 
 __all__ = [

@@ -236,7 +236,9 @@ class Rehearsal(BaseModel):
     @property
     def has_times(self) -> bool:
         """Return whether the report has the times of the ranks' computations."""
-        return bool(self.step_seconds) and any(kind.pipeline_blocks or kind.blocks for kind in self.kinds)
+        if not self.step_seconds:
+            return False
+        return any(kind.pipeline_blocks or kind.blocks for kind in self.kinds)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -254,8 +256,12 @@ class Rehearsal(BaseModel):
         if planned is None or planned.pipeline_seconds is None:
             return max(kind.step_seconds for kind in self.kinds)
         makespan = planned.pipeline_runs * planned.pipeline_seconds
-        busy = {kind.stage: makespan * (1 - planned.pipeline_idle.get(kind.stage, 0.0)) for kind in self.kinds}
-        return makespan + max(0.0, *(kind.step_seconds - busy[kind.stage] for kind in self.kinds))
+        longest = 0.0  # work of a stage outside the pipeline's runs
+        for kind in self.kinds:
+            idle = planned.pipeline_idle.get(kind.stage, 0.0)
+            busy = makespan * (1 - idle)
+            longest = max(longest, kind.step_seconds - busy)
+        return makespan + longest
 
     def most_bytes(self, kind: KindReport) -> int:
         """Return the most bytes that a stage holds if its microbatches run in another order than the planned one.

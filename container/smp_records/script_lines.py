@@ -42,13 +42,19 @@ def is_runtime_module(name: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_standard(file: str) -> bool:
     """Return whether a source file belongs to the interpreter, or is none (``<frozen runpy>``, ``<string>``)."""
-    return file.startswith("<") or (file.startswith(_STANDARD) and not any(f in file for f in _INSTALLED))
+    if file.startswith("<"):
+        return True
+    is_installed = any(folder in file for folder in _INSTALLED)
+    return file.startswith(_STANDARD) and not is_installed
 
 
 @functools.lru_cache(maxsize=4096)
 def is_script_s(file: str) -> bool:
     """Return whether a source file is the user's own."""
-    return not (is_ours(file) or is_standard(file) or any(part in _INSTALLED for part in file.split(os.sep)))
+    if is_ours(file) or is_standard(file):
+        return False
+    folders = file.split(os.sep)
+    return not any(folder in _INSTALLED for folder in folders)
 
 
 def script_line(depth: int = 1) -> tuple[str, int]:

@@ -78,9 +78,11 @@ class RankTimeline(BaseModel):
     def _is_whole(self) -> RankTimeline:
         for step in self.steps:
             for name, _, _, path, start, stop in step.actions:
-                if not (0 <= name < len(self.names) and 0 <= path < len(self.paths)):
+                has_names = 0 <= name < len(self.names) and 0 <= path < len(self.paths)
+                if not has_names:
                     raise ValueError(f"step {step.number} refers to a name that the file does not hold")
-                if not (math.isfinite(start) and start <= stop < math.inf):
+                is_span = math.isfinite(start) and start <= stop < math.inf
+                if not is_span:
                     raise ValueError(f"step {step.number} has an action from {start} to {stop}")
         return self
 

@@ -8,21 +8,28 @@ from collections.abc import Iterable
 
 def ranks_text(members: Iterable[int]) -> str:
     """Abbreviate a list of ranks: ``0-3,8-14/2,20``."""
+    return ",".join(_run_text(run) for run in _runs(members))
+
+
+def _runs(members: Iterable[int]) -> list[list[int]]:
+    """Cut a list of ranks into runs in which neighbors have the same distance."""
     runs: list[list[int]] = []
     for rank in members:
         run = runs[-1] if runs else []
-        if len(run) == 1 or (len(run) > 1 and rank - run[-1] == run[1] - run[0]):
+        is_next = len(run) > 1 and rank - run[-1] == run[1] - run[0]
+        if len(run) == 1 or is_next:
             run.append(rank)
         else:
             runs.append([rank])
-    words = []
-    for run in runs:
-        if len(run) < 3:
-            words += [str(rank) for rank in run]
-        else:
-            stride = run[1] - run[0]
-            words.append(f"{run[0]}-{run[-1]}" + (f"/{stride}" if stride != 1 else ""))
-    return ",".join(words)
+    return runs
+
+
+def _run_text(run: list[int]) -> str:
+    if len(run) < 3:
+        return ",".join(map(str, run))
+    stride = run[1] - run[0]
+    text = f"{run[0]}-{run[-1]}"
+    return text if stride == 1 else f"{text}/{stride}"
 
 
 def ranks_of(text: str) -> tuple[int, ...]:

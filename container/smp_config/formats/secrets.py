@@ -73,21 +73,33 @@ def masked_text(text: str) -> str:
 
 def masked_words(words: Sequence[str]) -> list[str]:
     """Mask secrets in the words of a command line, including ``--name value`` and ``--name=value``."""
-    said, name = [], ""
+    masked = []
+    name = ""  # of the option before the word
     for word in words:
-        said.append(mask_secrets(name, word) if name else masked_text(word))
-        name = word.lstrip("-") if word.startswith("-") and "=" not in word else ""
-    return said
+        if name:
+            masked.append(mask_secrets(name, word))
+        else:
+            masked.append(masked_text(word))
+        is_option = word.startswith("-") and "=" not in word
+        name = word.lstrip("-") if is_option else ""
+    return masked
 
 
 def shown_value(name: Any, value: Any, levels: int = 3) -> str:
     """Return a value as messages show it (see :func:`smp_config.errors.show_value`), with secrets masked."""
     if isinstance(value, Mapping) and value and levels:
-        inside = (
-            f"{show_value(key)}: {shown_value(key, inner, levels - 1)}" for key, inner in islice(value.items(), 20)
-        )
-        return f"{{{', '.join(inside)}}}"
-    if isinstance(name, str) and is_secret_name(name):
-        quote = "'" if isinstance(value, str) else ""
-        return f"{quote}{mask_secrets(name, value if isinstance(value, str) else show_value(value))}{quote}"
-    return masked_text(show_value(value))
+        return _shown_mapping(value, levels)
+    is_secret = isinstance(name, str) and is_secret_name(name)
+    if not is_secret:
+        return masked_text(show_value(value))
+    if isinstance(value, str):
+        hidden = mask_secrets(name, value)
+        return f"'{hidden}'"
+    return mask_secrets(name, show_value(value))
+
+
+def _shown_mapping(value: Mapping[Any, Any], levels: int) -> str:
+    entries = []
+    for key, inner in islice(value.items(), 20):
+        entries.append(f"{show_value(key)}: {shown_value(key, inner, levels - 1)}")
+    return f"{{{', '.join(entries)}}}"

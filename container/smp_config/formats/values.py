@@ -56,7 +56,8 @@ def why_no_path(path: Any) -> str | None:
 
 def is_count(text: str) -> bool:
     """Return whether a text is a whole number of at most nine digits; ``²``, a digit in Python, does not count."""
-    return text.isascii() and text.isdigit() and len(text) < 10
+    is_ascii_number = text.isascii() and text.isdigit()
+    return is_ascii_number and len(text) < 10
 
 
 def parse_dictionary(value: str, what: str) -> dict[str, Any]:

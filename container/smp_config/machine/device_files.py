@@ -11,8 +11,12 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 def nvidia_devices(folder: Path = Path("/dev")) -> list[str]:
     """Return the files of NVIDIA's GPUs, by number."""
-    names = [path.name.removeprefix("nvidia") for path in folder.glob("nvidia[0-9]*")]
-    return [str(folder / f"nvidia{number}") for number in sorted(int(name) for name in names if name.isdigit())]
+    numbers = []
+    for path in folder.glob("nvidia[0-9]*"):
+        name = path.name.removeprefix("nvidia")
+        if name.isdigit():
+            numbers.append(int(name))
+    return [str(folder / f"nvidia{number}") for number in sorted(numbers)]
 
 
 def count_visible(devices: int, environ: Mapping[str, str]) -> int:
@@ -24,5 +28,6 @@ def count_visible(devices: int, environ: Mapping[str, str]) -> int:
     visible = environ.get(VISIBLE_VARIABLE)
     if visible is None:
         return devices
-    chosen = [word for word in visible.split(",") if word.strip() and word.strip() != "-1"]
+    words = [word.strip() for word in visible.split(",")]
+    chosen = [word for word in words if word not in ("", "-1")]
     return min(len(chosen), devices)

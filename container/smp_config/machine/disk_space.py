@@ -25,8 +25,13 @@ def why_full(error: BaseException) -> str | None:
         if isinstance(found, OSError) and found.errno in _FULL:
             return _FULL[found.errno]
         found = found.__cause__
-    text = str(error) if isinstance(error, OSError) else ""
-    return next((said for number, said in _FULL.items() if os.strerror(number) in text), None)
+    if not isinstance(error, OSError):
+        return None
+    text = str(error)
+    for number, reason in _FULL.items():
+        if os.strerror(number) in text:
+            return reason
+    return None
 
 
 def note_room(error: BaseException, folder: Path) -> None:
@@ -41,7 +46,10 @@ def has_room(folder: Path, needed: int) -> bool:
         about = os.statvfs(folder)
     except OSError:
         return True
-    return about.f_bavail * about.f_frsize >= needed and (about.f_favail > 0 or not about.f_files)
+    has_bytes = about.f_bavail * about.f_frsize >= needed
+    # A file system that does not count files, such as btrfs, reports 0 of 0.
+    has_files = about.f_favail > 0 or not about.f_files
+    return has_bytes and has_files
 
 
 def free_space(folder: Path) -> str:
@@ -67,7 +75,8 @@ def full_disk(error: BaseException, path: Path) -> str | None:
     Returns:
         None if the error has another cause.
     """
-    if (why := why_full(error)) is None:
+    why = why_full(error)
+    if why is None:
         return None
     folder = path if path.is_dir() else path.parent
     room = getattr(error, "room", None) or free_space(folder)

@@ -19,8 +19,13 @@ def install_command(extra: str) -> str:
         lines = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         lines = []
-    packages = [line.partition(";")[0].strip() for line in lines if _extra_of(line) == extra]
-    return "pip install " + shlex.join(packages or [f"{_DISTRIBUTION}[{extra}]"])
+    packages = []
+    for line in lines:
+        if _extra_of(line) == extra:
+            packages.append(line.partition(";")[0].strip())
+    if not packages:
+        packages = [f"{_DISTRIBUTION}[{extra}]"]
+    return "pip install " + shlex.join(packages)
 
 
 def _extra_of(requirement: str) -> str:

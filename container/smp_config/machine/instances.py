@@ -168,7 +168,10 @@ def has_gpus(name: str | None) -> bool | None:
         return None
     if instance(name) is not None:
         return True
-    return None if name.split(".")[1].startswith(("p", "g", "trn", "inf")) else False
+    family = name.split(".")[1]
+    # The catalogue has no types of these families that came after it.
+    may_have_some = family.startswith(("p", "g", "trn", "inf"))
+    return None if may_have_some else False
 
 
 def instances() -> list[Instance]:

@@ -94,21 +94,22 @@ def started_by(environ: Mapping[str, str]) -> Started | None:
     """
     torch = place_of(Launcher.TORCH, environ)
     mpi = place_of(Launcher.OPEN_MPI, environ)
-    if torch is not None and _is_from_inside(torch, environ) and not (mpi and torch.is_same_place(mpi)):
+    if torch is not None and _is_from_inside(torch, environ) and not _is_same(torch, mpi):
         return _several(torch)
     slurm = place_of(Launcher.SLURM, environ) if "SLURM_STEP_NUM_TASKS" in environ else None
-    if mpi is None and (slurm is None or _missing_meeting_place(environ)):
+    is_slurm_s = slurm is not None and not _missing_meeting_place(environ)
+    if mpi is None and not is_slurm_s:
         mpi = place_of(Launcher.PMI, environ)
     outer = mpi or slurm
-    if torch is not None and outer is not None and not _may_be_inside(torch, outer):
+    if torch is None:
+        return _several(outer)
+    if outer is not None and not _may_be_inside(torch, outer):
         raise ConfigError(
             f"two launchers say what this process is: {outer.said} come from {outer.launcher.value}, {torch.said} from "
             "another, or from the shell in which the job was started; ranks that believe one would wait for ranks of the "
             f"other: unset {' and '.join(VARIABLES[torch.launcher])} before the job starts, or start the ranks with one launcher"
         )
-    if torch is not None and not (mpi and torch.is_same_place(mpi)):
-        return _several(torch)
-    return _several(outer)
+    return _several(outer if _is_same(torch, mpi) else torch)
 
 
 def place_of(launcher: Launcher, environ: Mapping[str, str]) -> Started | None:
@@ -198,8 +199,11 @@ def _missing_meeting_place(environ: Mapping[str, str]) -> list[str]:
 
 def _is_from_inside(torch: Started, environ: Mapping[str, str]) -> bool:
     """Return whether ``RANK`` and ``WORLD_SIZE`` certainly come from the launcher of this very process."""
-    own = tuple(environ.get(name) for name in OWN_VARIABLES) == (str(torch.rank), str(torch.size))
-    return ELASTIC_VARIABLE in environ or (own and ADDRESS_VARIABLE in environ)
+    if ELASTIC_VARIABLE in environ:
+        return True
+    own = tuple(environ.get(name) for name in OWN_VARIABLES)
+    is_own = own == (str(torch.rank), str(torch.size))
+    return is_own and ADDRESS_VARIABLE in environ
 
 
 def _may_be_inside(torch: Started, outer: Started) -> bool:
@@ -209,5 +213,11 @@ def _may_be_inside(torch: Started, outer: Started) -> bool:
     return outer.launcher is Launcher.SLURM and torch.size > outer.size
 
 
+def _is_same(torch: Started, mpi: Started | None) -> bool:
+    return mpi is not None and torch.is_same_place(mpi)
+
+
 def _several(started: Started | None) -> Started | None:
-    return started if started is not None and started.size > 1 else None
+    if started is None or started.size == 1:
+        return None
+    return started

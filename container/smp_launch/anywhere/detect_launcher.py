@@ -131,20 +131,19 @@ def recognise(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLa
     Raises:
         ConfigError: the environment is incomplete or contradicts itself, or the command line contradicts it.
     """
-    if given.hosts is not None or given.host_rank is not None or given.master is not None:
+    is_given = any(option is not None for option in (given.hosts, given.host_rank, given.master))
+    if is_given:
         return _of_options(environ, given)
     if _is_pod(environ):
         return _of_pod(environ, given)
-    # One task of a step for each host is a host; several are ranks.
     # A step always has a place to meet, so that its tasks need no MPI, whatever srun sets for one.
     has_place = {ADDRESS_VARIABLE: "the first host", PORT_VARIABLE: "1"} if environ.get("SLURM_STEP_ID") else {}
     started = started_by({**has_place, **environ})
-    if started is None or (started.launcher is Launcher.SLURM and _tasks_are_hosts(environ)):
-        if place_of_step(environ) is not None:
-            return _of_hosts_of_step(environ, given)
-        if environ.get("SLURM_JOB_ID") and not environ.get(ELASTIC_VARIABLE):
-            return DetectedLauncher(LauncherKind.SLURM_ALLOCATION, _host_name(environ), 0, 0, 0)
-        return _of_sagemaker(environ, given) or _of_machine(environ, given)
+    if started is None:
+        return _without_ranks(environ, given)
+    # One task of a step for each host is a host; several are ranks.
+    if started.launcher is Launcher.SLURM and _tasks_are_hosts(environ):
+        return _without_ranks(environ, given)
     if (given.processes or 1) > 1:
         raise ConfigError(
             f"--processes is {given.processes}, but {started.said}: {started.launcher.value} has started one process for each rank "
@@ -154,14 +153,27 @@ def recognise(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLa
     return _of_rank(started, environ)
 
 
+def _without_ranks(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
+    """Detect a batch system or service that has started one process for each host, or none."""
+    if place_of_step(environ) is not None:
+        return _of_hosts_of_step(environ, given)
+    is_inside_torchrun = bool(environ.get(ELASTIC_VARIABLE))
+    if environ.get("SLURM_JOB_ID") and not is_inside_torchrun:
+        return DetectedLauncher(LauncherKind.SLURM_ALLOCATION, _host_name(environ), 0, 0, 0)
+    return _of_sagemaker(environ, given) or _of_machine(environ, given)
+
+
 def place_of_step(environ: Mapping[str, str]) -> Started | None:
     """Return this process's place among the tasks of its SLURM step, or None outside a step.
 
     A step may have only one task.
     """
-    if not environ.get("SLURM_STEP_ID") or not environ.get("SLURM_STEP_NUM_TASKS"):
+    if not environ.get("SLURM_STEP_ID"):
         return None
-    if environ["SLURM_STEP_NUM_TASKS"] == "1":
+    tasks = environ.get("SLURM_STEP_NUM_TASKS")
+    if not tasks:
+        return None
+    if tasks == "1":
         return Started(Launcher.SLURM, 0, 1)
     return place_of(Launcher.SLURM, environ)
 
@@ -214,10 +226,14 @@ def _of_options(environ: Mapping[str, str], given: LauncherSettings) -> Detected
 
 def _is_pod(environ: Mapping[str, str]) -> bool:
     """Return whether an operator has numbered this pod among several and no ranks run in it yet."""
-    if ELASTIC_VARIABLE in environ or "LOCAL_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+    has_ranks = not environ.keys().isdisjoint((ELASTIC_VARIABLE, "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"))
+    if has_ranks:
         return False
-    told = _POD_RANK in environ or _RENDEZVOUS in environ or POD_PROCESSES_VARIABLE in environ
-    return told or ("KUBERNETES_SERVICE_HOST" in environ and "RANK" in environ and "WORLD_SIZE" in environ)
+    is_numbered = not environ.keys().isdisjoint((_POD_RANK, _RENDEZVOUS, POD_PROCESSES_VARIABLE))
+    if is_numbered:
+        return True
+    # Operators before 1.6 set only the names that torchrun uses too, so these count in a cluster alone.
+    return environ.keys() >= {"KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE"}
 
 
 def _of_pod(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher:
@@ -231,21 +247,28 @@ def _of_pod(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLaun
     if not mine or not pods:  # operators before 1.6 set RANK and WORLD_SIZE only, of pods
         mine = mine or environ.get("RANK", "")
         pods = pods or environ.get("WORLD_SIZE", "")
-    if not (is_count(mine) and is_count(pods) and int(mine) < int(pods)):
+    has_numbers = is_count(mine) and is_count(pods)
+    if not has_numbers or int(mine) >= int(pods):
         raise ConfigError(
             f"this pod is number {mine!r} of {pods!r}, by {_POD_RANK} and {_PODS}, or by RANK and WORLD_SIZE; the operator sets "
             "them where the job has a Master replica: give it one, or say --hosts, --host-rank and --master"
         )
-    address = environ.get(_POD_ADDRESS) or environ.get(ADDRESS_VARIABLE) or ""
-    port = environ.get(_POD_PORT) or environ.get(PORT_VARIABLE) or ""
-    if int(pods) > 1 and not (address and is_count(port)):
+    address = environ.get(_POD_ADDRESS) or environ.get(ADDRESS_VARIABLE, "")
+    port = environ.get(_POD_PORT) or environ.get(PORT_VARIABLE, "")
+    has_place = bool(address) and is_count(port)
+    if int(pods) > 1 and not has_place:
         raise ConfigError(
             f"this is pod {mine} of {pods}, but {ADDRESS_VARIABLE} is {address!r} and {PORT_VARIABLE} is {port!r}; the operator "
             "sets both where the job has a Master replica with a container named pytorch: give it one, or set them"
         )
-    asked = environ.get(POD_PROCESSES_VARIABLE, "")
-    ranks = given.processes or (int(asked) if is_count(asked) and int(asked) else _ranks(environ, given))
+    ranks = given.processes or _processes_of_pod(environ) or _ranks(environ, given)
     return _of_hosts(LauncherKind.KUBERNETES, environ, ranks, int(pods), int(mine), address, int(port or 0))
+
+
+def _processes_of_pod(environ: Mapping[str, str]) -> int:
+    """Return the number of processes that the operator asks for in this pod, or 0."""
+    asked = environ.get(POD_PROCESSES_VARIABLE, "")
+    return int(asked) if is_count(asked) else 0
 
 
 def _tasks_are_hosts(environ: Mapping[str, str]) -> bool:
@@ -268,19 +291,21 @@ def _meeting_place_of_step(environ: Mapping[str, str]) -> tuple[str, int]:
     Raises:
         ConfigError: SLURM's variables do not name the hosts or the step, and the user has not set the address or the port.
     """
-    hosts = (
-        environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
-    )
+    node_lists = [environ.get(name) for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")]
+    hosts = next(filter(None, node_lists), "")
     address = environ.get(ADDRESS_VARIABLE) or first_host(hosts)
     names = [environ.get(name, "") for name in _STEP_VARIABLES]
     port = environ.get(PORT_VARIABLE)
-    if not address or not (port or all(names)):
+    can_derive_port = all(names)
+    if not address or not (port or can_derive_port):
         raise ConfigError(
             f"this is a task of SLURM, but {' and '.join(_STEP_VARIABLES)} are {names} and SLURM_STEP_NODELIST is {hosts!r}; "
             "srun sets them, and the host and port where the ranks meet come of them: start it with srun, or set "
             f"{ADDRESS_VARIABLE} and {PORT_VARIABLE}"
         )
-    return address, _port(port) if port else derived_port(*names)
+    if port:
+        return address, _port(port)
+    return address, derived_port(*names)
 
 
 def _of_rank(started: Started, environ: Mapping[str, str]) -> DetectedLauncher:
@@ -320,9 +345,13 @@ def _tasks_here(environ: Mapping[str, str]) -> str:
     counts: list[str] = []
     for word in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         count, _, times = word.partition("(x")
-        counts += [count] * int(times.rstrip(")") or 1) if is_count(count) else []
+        if is_count(count):
+            repeats = int(times.rstrip(")") or 1)
+            counts += [count] * repeats
     here = environ.get("SLURM_NODEID", "")
-    return counts[int(here)] if is_count(here) and int(here) < len(counts) else ""
+    if is_count(here) and int(here) < len(counts):
+        return counts[int(here)]
+    return ""
 
 
 def _of_sagemaker(environ: Mapping[str, str], given: LauncherSettings) -> DetectedLauncher | None:
@@ -360,11 +389,14 @@ def _of_hosts(
 
 
 def _ranks(environ: Mapping[str, str], given: LauncherSettings) -> int:
-    return given.processes or gpu_count(environ) or 1
+    if given.processes:
+        return given.processes
+    return gpu_count(environ) or 1
 
 
 def _host_name(environ: Mapping[str, str]) -> str:
-    return environ.get("SMP_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
+    given = environ.get("SMP_HOST") or environ.get("SLURMD_NODENAME")
+    return given or socket.gethostname()
 
 
 def _port(text: str) -> int:

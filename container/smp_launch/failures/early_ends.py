@@ -23,7 +23,9 @@ _NO_DEBUGGER = (
 
 def is_of_debugger(error: BaseException) -> bool:
     """Return whether a debugger has ended the script, for want of commands."""
-    return type(error).__name__ == "BdbQuit" or (isinstance(error, SystemExit) and _last_module(error) in _DEBUGGERS)
+    if type(error).__name__ == "BdbQuit":
+        return True
+    return isinstance(error, SystemExit) and _last_module(error) in _DEBUGGERS
 
 
 def why_no_input(error: BaseException) -> str | None:
@@ -32,10 +34,14 @@ def why_no_input(error: BaseException) -> str | None:
         return _NO_DEBUGGER
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, EOFError) and (str(found) == "EOF when reading a line" or _last_module(found) in _ASKING):
+        if isinstance(found, EOFError) and _is_from_prompt(found):
             return _NO_INPUT
         found = found.__cause__ or found.__context__
     return None
+
+
+def _is_from_prompt(error: EOFError) -> bool:
+    return str(error) == "EOF when reading a line" or _last_module(error) in _ASKING
 
 
 def why_hidden(error: BaseException, folders: Iterable[str]) -> str | None:
@@ -57,16 +63,21 @@ def _is_about(error: ImportError | AttributeError, name: str, path: Path) -> boo
     if {str(path), str(path / "__init__.py")} & files:
         return True
     if isinstance(error, ImportError):
-        return (error.name or "").partition(".")[0] == name
-    return getattr(error.obj, "__name__", None) == name or f"module '{name}'" in str(error)
+        missing = error.name or ""
+        return missing.partition(".")[0] == name
+    is_its_attribute = getattr(error.obj, "__name__", None) == name
+    return is_its_attribute or f"module '{name}'" in str(error)
 
 
 def _like_own_modules(folders: Iterable[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in map(Path, folders):
-        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not folder.is_dir():
+            continue
+        for path in sorted(folder.iterdir()):
             is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
             if is_module and path.stem in sys.stdlib_module_names:
+                # Python imports from the first folder that has the name.
                 found.setdefault(path.stem, path)
     return found
 

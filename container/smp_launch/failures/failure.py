@@ -114,7 +114,9 @@ class FailureCollector:
     @property
     def failing(self) -> bool:
         """Return whether a rank is known to have failed."""
-        return bool(self.records or self._ended(_BY_SIGNAL) or self._ended(_BY_CODE))
+        if self.records:
+            return True
+        return self._ended(_BY_SIGNAL) is not None or self._ended(_BY_CODE) is not None
 
     def take(self, line: OutputLine) -> list[str]:
         """Process one line of output.
@@ -204,25 +206,12 @@ class FailureCollector:
                 started it reported them.
         """
         record = self._first_record()
-        death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
-        if death is None and code is None and first_failed is not None:
-            rank, number = first_failed
-            death, code = (None, first_failed) if number > 0 else ((rank, -number), None)
-        is_told = code is not None
-        if death is None and code is None and first_ended is not None:
-            # mpirun does not always report it, but its exit code is that of the first rank that failed.
-            code = (first_ended, returncode) if 0 < returncode <= 128 else None
-            if returncode < 0 or returncode > 128:
-                death = first_ended, -returncode if returncode < 0 else returncode - 128
-        if death is not None:
+        death, code, is_reported = self._first_end(returncode, first_ended, first_failed)
+        if death is not None and (record is None or self._caused_others(death, stopped_by, ended_unheard)):
             rank, number = death
-            own = any(r.rank == rank for r in self.records)
-            # One that was stopped before it could handle that makes others fail, which are still at work.
-            stopped = stopped_by is not None and number in _STOPS and rank in (ended_unheard or ())
-            if record is None or ((stopped or number in _FIRST_CAUSES) and not own):
-                early = None if stopped_by else self._ended_early(rank, -number)
-                return early or self._killed(rank, number, stopped_by)
-        if code is not None and (record is None or self._came_first(code, is_told, ended_unheard)):
+            early = None if stopped_by else self._ended_early(rank, -number)
+            return early or self._killed(rank, number, stopped_by)
+        if code is not None and (record is None or self._came_first(code, is_reported, ended_unheard)):
             rank, number = code
             return self._ended_early(rank, number) or self._ended_silently(rank, number)
         if record is not None:
@@ -231,9 +220,49 @@ class FailureCollector:
             return Cause(_one_line(record.headline(), mark), detail, record.error_type, record.rank)
         if stopped_by:
             return Cause(f"the job was stopped by {stopped_by} before its script ended")
+        return self._end_of_program(program, returncode)
+
+    def _first_end(
+        self, returncode: int, first_ended: int | None, first_failed: tuple[int, int] | None
+    ) -> tuple[tuple[int, int] | None, tuple[int, int] | None, bool]:
+        """Return the first rank that failed, with its signal, or else with its exit code, and whether it was reported.
+
+        An end that was not reported is a guess. See :meth:`first_cause` for the arguments.
+        """
+        death, code = self._ended(_BY_SIGNAL), self._ended(_BY_CODE)
+        if death is not None or code is not None:
+            return death, code, code is not None
+        if first_failed is not None:
+            rank, number = first_failed
+            if number > 0:
+                return None, first_failed, True
+            return (rank, -number), None, False
+        if first_ended is None:
+            return None, None, False
+        # mpirun does not always report it, but its exit code is that of the first rank that failed.
+        if returncode < 0:
+            return (first_ended, -returncode), None, False
+        if returncode > 128:  # as shells report signals
+            return (first_ended, returncode - 128), None, False
+        return None, (first_ended, returncode) if returncode else None, False
+
+    def _caused_others(
+        self, death: tuple[int, int], stopped_by: str | None, ended_unheard: Collection[int] | None
+    ) -> bool:
+        """Return whether a rank's death by a signal has caused the failures that other ranks reported."""
+        rank, number = death
+        has_reported = any(record.rank == rank for record in self.records)
+        # One that was stopped before it could handle that makes others fail, which are still at work.
+        is_unheard = ended_unheard is not None and rank in ended_unheard
+        was_stopped = stopped_by is not None and number in _STOPS and is_unheard
+        return (was_stopped or number in _FIRST_CAUSES) and not has_reported
+
+    def _end_of_program(self, program: str, returncode: int) -> Cause:
+        """Return the end of the program that ran the ranks as the cause, or the output of a rank that had not begun."""
         how = f"was killed by {_signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
-        silent = self._first_early() if not self.messages else None
-        if silent is not None and (cause := self._ended_early(silent, returncode)) is not None:
+        silent = None if self.messages else self._first_early()
+        cause = None if silent is None else self._ended_early(silent, returncode)
+        if cause is not None:
             return cause
         known = f": {self.messages[0]}" if self.messages else "; its messages are in the log"
         return Cause(_one_line(f"{program} {how}{known}"), "\n".join(self.messages))
@@ -251,10 +280,11 @@ class FailureCollector:
         words = [text for text in self._early.get(rank, ()) if text.strip()]
         if rank in self.started or not words:
             return None
-        named = [text for text in words if _NAMES_ERROR.search(text)]
-        said = (named or words)[-1].strip()
+        with_error = [text for text in words if _NAMES_ERROR.search(text)]
+        candidates = with_error or words
+        last = candidates[-1].strip()
         how = f"was killed by signal {-number}" if number < 0 else f"ended with exit code {number}"
-        headline = f"rank {rank} ({self.host_of(rank)}): {how} before its script began: {said}"
+        headline = f"rank {rank} ({self.host_of(rank)}): {how} before its script began: {last}"
         return Cause(_one_line(headline), "\n".join(words), rank=rank)
 
     def _first_early(self) -> int | None:
@@ -268,26 +298,36 @@ class FailureCollector:
         If all records blame other ranks, return the record of the rank that is blamed most.
         Clocks of hosts differ, so a consequence may seem to come first.
         """
-        own = {r.rank for r in self.records if not r.accused}
+        own = {record.rank for record in self.records if not record.accused}
         if own or not self.records:
-            causes = [r for r in self.records if not own.intersection(r.accused)]
-            return min(causes, key=lambda r: r.when or float("inf"), default=None)
+            causes = [record for record in self.records if not own.intersection(record.accused)]
+            return min(causes, key=_time_of, default=None)
+        return self._most_accused()
+
+    def _most_accused(self) -> FailureRecord:
+        """Return the record of the rank that the others blame most, if no rank has failed on its own account."""
         # Who has lost all others is more likely to be cut off itself than all others are.
         votes: dict[int, float] = defaultdict(float)
         for record in self.records:
             for rank in record.accused:
                 votes[rank] += 1 / len(record.accused)
-        tellers = {r.rank for r in self.records}
-        # Among equal votes, prefer a rank without a report.
-        # A rank that reported blames another one, which may be its cause.
-        blamed, *others = sorted(votes, key=lambda rank: (-votes[rank], rank in tellers))
-        if others and (votes[others[0]], others[0] in tellers) == (votes[blamed], blamed in tellers):
-            return min(self.records, key=lambda r: r.when or float("inf"))  # each blames the other
-        if (itself := next((r for r in self.records if r.rank == blamed), None)) is not None:
-            return itself
-        first = min((r for r in self.records if blamed in r.accused), key=lambda r: r.when or float("inf"))
-        words = f"as rank {first.rank} tells: {first.message}"
-        return first.model_copy(update={"rank": blamed, "host": self.host_of(blamed), "message": words})
+        reporters = {record.rank for record in self.records}
+
+        def standing(rank: int) -> tuple[float, bool]:
+            # Among equal votes, prefer a rank without a report.
+            # A rank that reported blames another one, which may be its cause.
+            return -votes[rank], rank in reporters
+
+        blamed, *others = sorted(votes, key=standing)
+        if others and standing(others[0]) == standing(blamed):
+            return min(self.records, key=_time_of)  # each blames the other
+        for record in self.records:
+            if record.rank == blamed:
+                return record
+        accusers = [record for record in self.records if blamed in record.accused]
+        first = min(accusers, key=_time_of)
+        message = f"as rank {first.rank} tells: {first.message}"
+        return first.model_copy(update={"rank": blamed, "host": self.host_of(blamed), "message": message})
 
     def _came_first(self, code: tuple[int, int], is_told: bool, ended_unheard: Collection[int] | None) -> bool:
         """Return whether a rank's silent end came before the failures that others reported, and caused them.
@@ -297,10 +337,15 @@ class FailureCollector:
             is_told: whether mpirun, or what replaces it, reported the code; otherwise it is a guess.
         """
         rank, number = code
-        if any(r.rank == rank for r in self.records) or (ended_unheard is not None and rank not in ended_unheard):
+        reporters = {record.rank for record in self.records}
+        was_heard = ended_unheard is not None and rank not in ended_unheard
+        if rank in reporters or was_heard:
             return False
+        if is_told:
+            return True
         # A rank that raises ends with 1. So another code is not from a rank that has reported its exception.
-        return is_told or (number != 1 and not any(r.error_type in _OWN_CODES for r in self.records))
+        have_own_code = any(record.error_type in _OWN_CODES for record in self.records)
+        return number != 1 and not have_own_code
 
     def _where(self, rank: int) -> str:
         return f" {self.last_seen[rank]}" if rank in self.last_seen else ""
@@ -349,6 +394,11 @@ def write_failure(path: Path, cause: Cause) -> bool:
     finally:
         temporary.unlink(missing_ok=True)
     return True
+
+
+def _time_of(record: FailureRecord) -> float:
+    """Return when a failure happened; those without a time come last."""
+    return record.when or float("inf")
 
 
 def _one_line(text: str, end: str = "") -> str:

@@ -187,14 +187,19 @@ def abort(code: int, failed: BaseException) -> NoReturn:
 def flush_files() -> None:
     """Write out what open files hold back, as their ends would: text first, as it lies above bytes."""
     found = [o for o in gc.get_objects() if issubclass(type(o), io.IOBase)]
+    # Text files first: they write into the files of bytes below them.
     for kind in (io.TextIOBase, io.BufferedIOBase):
         for file in found:
             if issubclass(type(file), kind):
-                try:
-                    if not file.closed and file.writable():
-                        file.flush()
-                except Exception:
-                    pass  # the script or a library owns this file, which may be in any state
+                _flush(file)
+
+
+def _flush(file: io.IOBase) -> None:
+    try:
+        if not file.closed and file.writable():
+            file.flush()
+    except Exception:
+        pass  # the script or a library owns this file, which may be in any state
 
 
 def _flush_streams() -> None:

@@ -131,9 +131,10 @@ def _why_no_gradient(error: BaseException) -> str | None:
     """Return why a backward pass outside a step has nothing to start from; None for another error."""
     if not isinstance(error, RuntimeError) or not str(error).startswith(_WITHOUT_GRADIENT):
         return None
-    modules = set(_modules(error))
-    inside = any(name.startswith("smp_runtime.step.") for name in modules)
-    return _BACKWARD_OUTSIDE if "smp_runtime.step" in sys.modules and not inside else None
+    if "smp_runtime.step" not in sys.modules:
+        return None
+    is_inside = any(name.startswith("smp_runtime.step.") for name in _modules(error))
+    return None if is_inside else _BACKWARD_OUTSIDE
 
 
 def _why_no_channel(error: BaseException, environ: Mapping[str, str]) -> str | None:
@@ -151,8 +152,11 @@ def _why_no_channel(error: BaseException, environ: Mapping[str, str]) -> str | N
 
 def _why_no_gpu(error: BaseException, environ: Mapping[str, str]) -> str | None:
     """Return what to do about code that wants a GPU where there is none; None for another error."""
-    if environ.get(emulation.VARIABLE, "0") == "0":
-        return _NOT_EMULATED if _WITHOUT_GPU.search(str(error)[:_LOOKED_AT]) and error.__traceback__ else None
+    is_emulated = environ.get(emulation.VARIABLE, "0") != "0"
+    if not is_emulated:
+        wants_gpu = _WITHOUT_GPU.search(str(error)[:_LOOKED_AT]) is not None
+        has_traceback = error.__traceback__ is not None
+        return _NOT_EMULATED if wants_gpu and has_traceback else None
     if "Cannot access accelerator device" in str(error):
         return _BARE_NUMBER
     return _NO_GPU if _wants_gpu(error) else None
@@ -190,17 +194,17 @@ def _why_no_file(error: BaseException, environ: Mapping[str, str]) -> str | None
 
     A job gets a copy of the script's folder, and its data as channels. So a path that was right before may lead nowhere.
     """
-    name = error.filename if isinstance(error, FileNotFoundError) else None
-    if not isinstance(name, str) or error.errno != errno.ENOENT or _CHANNELS_VARIABLE not in environ:  # type: ignore[attr-defined]
+    if not isinstance(error, FileNotFoundError) or error.errno != errno.ENOENT:
+        return None
+    name = error.filename
+    if not isinstance(name, str) or _CHANNELS_VARIABLE not in environ:
         return None
     if "subprocess" in set(_modules(error)):  # a program that is missing
         return None
     path = Path(name)
     for channel, folder in _channels(environ):
         if path.is_relative_to(folder):
-            held = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
-            more = ", …" if len(held) > _SHOWN_FILES else ""
-            return f"channel {channel!r} holds {', '.join(held[:_SHOWN_FILES]) or 'nothing'}{more}: correct the name or the folder"
+            return f"channel {channel!r} holds {_contents(folder)}: correct the name or the folder"
     as_channel = (
         "give the folder as a channel, fit({'train': 'file:///folder'}) or --channel train=FOLDER of smp-estimator run, and read "
         "os.environ['SM_CHANNEL_TRAIN']"
@@ -208,6 +212,15 @@ def _why_no_file(error: BaseException, environ: Mapping[str, str]) -> str | None
     if path.is_absolute():
         return f"there is no such path where the job runs; correct it, or {as_channel}"
     return f"a relative path begins at the job's copy of the script's folder, {Path.cwd()}; {as_channel}"
+
+
+def _contents(folder: Path) -> str:
+    """Return the first names in a folder."""
+    names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    if not names:
+        return "nothing"
+    shown = ", ".join(names[:_SHOWN_FILES])
+    return f"{shown}, …" if len(names) > _SHOWN_FILES else shown
 
 
 def _channels(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:

@@ -53,17 +53,25 @@ def usable_interface(
     """
     is_missing = known.is_dir() and not (known / interface).exists()
     if one_machine:
-        return LOOPBACK if interface == "lo" or is_missing else interface
-    return (_default_interface(routes) or interface) if is_missing else interface
+        # The platform writes "lo" on every system.
+        is_loopback = interface == "lo"
+        return LOOPBACK if is_loopback or is_missing else interface
+    if not is_missing:
+        return interface
+    return _default_interface(routes) or interface
 
 
 def _default_interface(routes: Path) -> str | None:
     """Return the interface of the system's default route, or None if it has none or does not report it."""
     try:
-        rows = [line.split() for line in routes.read_text(encoding="utf-8").splitlines()[1:]]
+        lines = routes.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    return next((row[0] for row in rows if len(row) > 1 and row[1] == "00000000"), None)
+    for line in lines[1:]:  # below the header
+        words = line.split()
+        if len(words) > 1 and words[1] == "00000000":
+            return words[0]
+    return None
 
 
 def shared_memory_warning(ranks: int, folder: Path = Path("/dev/shm")) -> str | None:

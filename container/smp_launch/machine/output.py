@@ -108,7 +108,8 @@ class LineAssembler:
         self._cut_of = line.rank
 
     def _line(self, rank: int, raw: bytes) -> OutputLine:
-        if self.tags == "lines" and (tag := _TAG.match(raw)):
+        tag = _TAG.match(raw) if self.tags == "lines" else None
+        if tag is not None:
             rank = int(tag[1])
             raw = raw[tag.end() :].removeprefix(b" ")
         elif self._cut_of is not None:

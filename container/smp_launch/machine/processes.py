@@ -94,12 +94,16 @@ def kill_descendants(spare: Collection[int] = (), apart: Collection[int] = ()) -
 
 def reap(keep: Collection[int] = ()) -> None:
     """Collect the exit status of adopted children, except those in ``keep``, which another caller collects."""
+    own = os.getpid()
     for process in all_processes():
-        if process.ended and process.parent == os.getpid() and process.pid not in keep:
-            try:
-                os.waitpid(process.pid, os.WNOHANG)
-            except ChildProcessError:
-                pass
+        is_dead_child = process.ended and process.parent == own
+        if not is_dead_child or process.pid in keep:
+            continue
+        # Another thread may have collected it since the list was read.
+        try:
+            os.waitpid(process.pid, os.WNOHANG)
+        except ChildProcessError:
+            pass
 
 
 def watch_end(pid: int) -> int | None:

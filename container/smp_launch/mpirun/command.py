@@ -265,7 +265,9 @@ def check_size(command: Sequence[str], environ: Mapping[str, str]) -> None:
 def as_root(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment for mpirun that lets root run it and has no variables of an outer mpirun."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_MPI)}
-    if not kept.get("HOME"):  # mpirun does not start without one, as in a service or a container with its own user
+    # mpirun does not start without a home, as in a service or a container with its own user.
+    if not kept.get("HOME"):
+        # With an empty HOME, "~" would expand to the root folder.
         home = os.path.expanduser(f"~{os.geteuid()}" if "HOME" in kept else "~")
         kept["HOME"] = home if os.path.isabs(home) else tempfile.gettempdir()
     if os.geteuid() == 0:
@@ -280,8 +282,9 @@ def without_scheduler(environ: Mapping[str, str]) -> dict[str, str]:
 
     Folders for temporary files (``SLURM_TMPDIR`` and the like) stay.
     """
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.endswith("_TMPDIR") or not (name.startswith(_SCHEDULERS) or name == _GRID_ENGINE)
-    }
+    kept = {}
+    for name, value in environ.items():
+        is_scheduler_s = name == _GRID_ENGINE or name.startswith(_SCHEDULERS)
+        if name.endswith("_TMPDIR") or not is_scheduler_s:
+            kept[name] = value
+    return kept

@@ -144,15 +144,20 @@ class Job:
                 hosts.append(spares.pop(0))
         if not hosts or hosts[0] != self.layout.leader:
             return None
-        layout, parameters, readers_ = self.layout.over(hosts), self.parameters, self.readers
-        if layout.kind is ScriptKind.VERSION_2 and layout.world_size < self.layout.world_size:
+        layout = self.layout.over(hosts)
+        parameters, readers_ = self.parameters, self.readers
+        is_smaller = layout.world_size < self.layout.world_size
+        if is_smaller and layout.kind is ScriptKind.VERSION_2:
             return None  # PyTorch shards, and its degrees are not changed while a job runs
-        if parameters is not None and layout.world_size < self.layout.world_size:
-            if (fitting := shrink_to(parameters, layout.world_size)) is None:
+        if is_smaller and parameters is not None:
+            fitting = shrink_to(parameters, layout.world_size)
+            if fitting is None:
                 return None
             readers_ = readers_ or count_readers(parameters, self.layout.world_size)
             parameters = fitting
-        given = None if readers_ is None or parameters is None else parameters.to_mp_parameters()
+        given = None
+        if readers_ is not None and parameters is not None:
+            given = parameters.to_mp_parameters()
         training = self.training.over(hosts, given)
         return replace(
             self, training=training, layout=layout, parameters=parameters, spares=tuple(spares), readers=readers_

@@ -75,22 +75,32 @@ def list_installed(modules: Mapping[str, ModuleType], folders: Sequence[str]) ->
     They come from the standard library, an installed package or this project. Modules of the user's own folders are left
     out, and modules that join a job when they are imported.
     """
-    roots = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    scheme = ("stdlib", "platstdlib", "purelib", "platlib")
+    roots = {os.path.realpath(sysconfig.get_path(name)) for name in scheme}
     roots.add(os.path.realpath(_OWN))
-
-    def is_installed(name: str, module: object) -> bool:
+    names = []
+    for name, module in list(modules.items()):
+        if name == "__main__" or name.partition(".")[0] in _JOINS:
+            continue
         spec = getattr(module, "__spec__", None)
-        if not isinstance(spec, ModuleSpec) or spec.name != name or name.partition(".")[0] in _JOINS:
-            return False
-        if not spec.has_location:
-            return spec.origin in ("built-in", "frozen")
-        origin = os.path.realpath(str(spec.origin))
-        below = [folder for folder in folders if origin.startswith(folder + os.sep)]
-        own = [root for root in roots if origin.startswith(root + os.sep)]
-        # The environment may lie in the user's folder, or the other way round: the innermost folder owns the file.
-        return bool(own) and max(map(len, own)) > max(map(len, below), default=0)
+        if not isinstance(spec, ModuleSpec) or spec.name != name:
+            continue
+        if spec.has_location:
+            is_installed = _is_installed(str(spec.origin), roots, folders)
+        else:
+            is_installed = spec.origin in ("built-in", "frozen")
+        if is_installed:
+            names.append(name)
+    return names
 
-    return [name for name, module in list(modules.items()) if name != "__main__" and is_installed(name, module)]
+
+def _is_installed(file: str, roots: Iterable[str], folders: Sequence[str]) -> bool:
+    """Return whether a module's file belongs to one of the roots of installed packages, not to the user's folders."""
+    file = os.path.realpath(file)
+    above = [len(folder) for folder in folders if file.startswith(folder + os.sep)]
+    own = [len(root) for root in roots if file.startswith(root + os.sep)]
+    # The environment may lie in the user's folder, or the other way round: the innermost folder owns the file.
+    return max(own, default=0) > max(above, default=0)
 
 
 class _Slowly:
@@ -154,14 +164,14 @@ class Shared:
             return f"what the script imports has started {threads - 1} thread(s)"
         now = Shared.now()
         for name in sorted(now.files - self.files):
-            if not name.startswith("/") or name.startswith("/dev/"):
+            is_plain_file = name.startswith("/") and not name.startswith("/dev/")
+            if not is_plain_file:
                 return f"what the script imports has opened {name.partition(':')[0]}"
         if now.handlers != self.handlers:
             return "what the script imports handles signals"
         if "mpi4py.MPI" in sys.modules:
             return "what the script imports has joined MPI"
-        torch = sys.modules.get("torch")
-        if torch is not None and (torch.cuda.is_initialized() or torch.distributed.is_initialized()):
+        if _uses_torch():
             return "what the script imports has begun to use a GPU, or joined a process group"
         if _has_begun_driver():
             return "what the script imports has initialized the CUDA driver"
@@ -179,10 +189,19 @@ def _has_begun_driver() -> bool:
     return ctypes.CDLL(f"{_DRIVER}.1").cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED
 
 
+def _uses_torch() -> bool:
+    """Return whether PyTorch holds a GPU or a process group, neither of which survives a fork."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    return bool(torch.cuda.is_initialized() or torch.distributed.is_initialized())
+
+
 def _mapped_files() -> Iterator[str]:
     """Yield the files that are mapped into this process, its libraries included."""
     with open("/proc/self/maps") as file:
         for line in file:
+            # Address, permissions, offset, device and inode; anonymous memory has no sixth field.
             fields = line.rstrip().split(maxsplit=5)
             if len(fields) == 6:
                 yield fields[5]

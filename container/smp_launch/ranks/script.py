@@ -302,5 +302,6 @@ def _strip_own_frames(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
+    # A syntax error names the script's line itself; the frames of compile() would only hide it.
     if trace is not None or isinstance(error, SyntaxError):
         error.__traceback__ = trace

@@ -159,9 +159,11 @@ def _watch(job: Job, records: Path, others: OtherHosts | None, passed: dict[str,
 
     ``passed`` gets the variable that names the folder for the ranks' records.
     """
-    if job.patience.watches or job.restarts:
+    watches = job.patience.watches
+    # Restarts need the records too: they have the step that each start has reached.
+    if watches or job.restarts:
         passed[FOLDER_VARIABLE] = str(records)
-    if not job.patience.watches:
+    if not watches:
         return None
     there = others.ranks(job.layout.ranks_of()) if others is not None else ()
     return HangWatch([LocalRanks(records, wakes=True), *there], job.patience)
@@ -174,13 +176,16 @@ def _verdict(
     if outcome.hang is not None:
         write_report(job.training.tree.output_data_dir, outcome.hang)
         return 1, cause_of_hang(outcome.hang, job.layout.host_of)
+    lost = lost_of(job, others)
     # If the daemon of a host is gone, mpirun may end with 0 as if the ranks had succeeded.
-    if outcome.returncode == 0 and not collector.records and not lost_of(job, others):
+    if outcome.returncode == 0 and not collector.records and not lost:
         return 0, None
-    if others is not None and (cause := _lost_host(lost_of(job, others), others.lost_when, collector)) is not None:
-        return exit_code(outcome), cause
-    program = job.mpi.path.name if job.mpi else job.entry_point
-    return exit_code(outcome), cause_of(collector, outcome, program)
+    lost_when = None if others is None else others.lost_when
+    cause = _lost_host(lost, lost_when, collector)
+    if cause is None:
+        program = job.mpi.path.name if job.mpi else job.entry_point
+        cause = cause_of(collector, outcome, program)
+    return exit_code(outcome), cause
 
 
 def _lost_host(lost: list[str], when: float | None, collector: FailureCollector) -> Cause | None:
@@ -188,8 +193,12 @@ def _lost_host(lost: list[str], when: float | None, collector: FailureCollector)
 
     A lost host makes ranks on other hosts fail.
     """
-    if not lost or when is None or any(r.host in lost or 0 < r.when < when - _SAME_MOMENT for r in collector.records):
+    if not lost or when is None:
         return None
+    for record in collector.records:
+        came_before = 0 < record.when < when - _SAME_MOMENT
+        if record.host in lost or came_before:
+            return None
     return Cause(
         f"host {', '.join(lost)} is gone: its connection to the leader ended while the ranks were running; "
         "see its own log; often the machine ran out of memory, or the container was stopped",

@@ -61,14 +61,18 @@ class Neighbours:
     @classmethod
     def of(cls, job: Job, status: StatusDir) -> Neighbours | None:
         """Return the neighbours of a job, or None if the job would not go on without one of them."""
+        if not job.restarts or not job.layout.simulated:
+            return None
         hosts = [host for host in (*job.layout.hosts, *job.spares) if host != job.layout.leader]
-        return cls(hosts, status) if hosts and job.restarts and job.layout.simulated else None
+        return cls(hosts, status) if hosts else None
 
     def lost(self) -> list[str]:
         """See :class:`OtherHosts`."""
         here = {host for host in self.hosts if self.status.is_followed_by(host)}
         self._seen |= here
-        lost = [host for host in self.hosts if host in self._seen - here]
+        # A host that has not come yet is not lost.
+        gone = self._seen - here
+        lost = [host for host in self.hosts if host in gone]
         if lost and self.lost_when is None:
             self.lost_when = time.time()
         return lost
@@ -97,15 +101,18 @@ class RemainingHosts:
 
     def job_now(self) -> Job:
         """Return the job for the next start, without the hosts that are gone, and log how it goes on."""
-        gone = self.others.lost() if self.others is not None else []
+        if self.others is None:
+            return self.job
+        gone = self.others.lost()
         lost = lost_of(self.job, self.others)
         now = self.job.without(gone) if gone else None
-        if self.others is None or now is None:
+        if now is None:
             return self.job  # if the job cannot go on, the next start reports why
         former, self.job = self.job, now
         self.others.drop(gone)
-        for host in gone:
-            if self.memory is not None and now.layout.simulated:
+        # On one machine that plays several hosts, a lost host's memory goes with it.
+        if self.memory is not None and now.layout.simulated:
+            for host in gone:
                 shutil.rmtree(Path(self.memory, host), ignore_errors=True)
         if lost:
             write_own_line(f"host {', '.join(lost)} is lost; {_going_on(former, now)}")
@@ -118,7 +125,9 @@ class RemainingHosts:
 
 def lost_of(job: Job, others: OtherHosts | None) -> list[str]:
     """Return the lost hosts on which a job has ranks."""
-    return [host for host in others.lost() if host in job.layout.hosts] if others is not None else []
+    if others is None:
+        return []
+    return [host for host in others.lost() if host in job.layout.hosts]
 
 
 def _going_on(former: Job, now: Job) -> str:

@@ -85,11 +85,14 @@ class _Connection:
         data = os.read(process.stdout.fileno(), _READ_BYTES)
         *lines, rest = (self._heard + data).split(b"\n")
         self._heard = rest[-_KEPT_BYTES:]
-        if any(line.strip() == READY.encode() for line in lines):
+        is_ready = any(line.strip() == READY.encode() for line in lines)
+        if is_ready:
             self.ready = True
-        elif said := _last_line(rest) or _last_line(b"\n".join(lines)):
+            return True
+        last = _last_line(rest) or _last_line(b"\n".join(lines))
+        if last:
             self._said = True
-            self.last_error = f"it said {said!r}, but not that it is ready"
+            self.last_error = f"it said {last!r}, but not that it is ready"
         return self.ready or not data
 
     def retry(self) -> None:
@@ -217,10 +220,13 @@ class RemoteHosts:
 
     def drop(self, hosts: Sequence[str]) -> None:
         """Go on without these hosts."""
+        kept = []
         for connection in self._connections:
             if connection.host in hosts:
                 connection.close()
-        self._connections = [c for c in self._connections if c.host not in hosts]
+            else:
+                kept.append(connection)
+        self._connections = kept
         self.lost_when = None
 
     def ranks(self, ranks_of: Mapping[str, Collection[int]]) -> list[OtherHost]:
@@ -230,9 +236,12 @@ class RemoteHosts:
             ranks_of: by host, the numbers of its ranks; spare hosts have none.
         """
         found = []
-        for c in self._connections:
-            if c.host in ranks_of and c.process is not None and c.process.stdin and c.process.stdout:
-                found.append(OtherHost(c.process.stdin, c.process.stdout, ranks_of[c.host]))
+        for connection in self._connections:
+            process = connection.process
+            if process is None or connection.host not in ranks_of:
+                continue
+            if process.stdin and process.stdout:
+                found.append(OtherHost(process.stdin, process.stdout, ranks_of[connection.host]))
         return found
 
     def lost(self) -> list[str]:

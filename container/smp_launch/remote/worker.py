@@ -156,7 +156,8 @@ def _outcome(status: LeaderStatus | None, host: str, leader: str) -> tuple[int, 
         return 1, Cause(f"the leader {leader} died without a word while {host} waited for it; it was probably killed")
     if status.exit_code == 0:
         return 0, None
-    return status.exit_code, Cause(status.headline or f"the leader {leader} ended with code {status.exit_code}")
+    headline = status.headline or f"the leader {leader} ended with code {status.exit_code}"
+    return status.exit_code, Cause(headline)
 
 
 class _Waiter(threading.Thread):

@@ -293,7 +293,9 @@ def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
 
 def cpu_count() -> int:
     """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def gpu_count(environ: Mapping[str, str]) -> int:
@@ -360,9 +362,11 @@ def words_of(hyperparameters: Mapping[str, Any], *, as_json: bool = False) -> li
     words = []
     for name, value in sorted(hyperparameters.items()):
         if as_json and name != MP_PARAMETERS:
-            words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += [f"--{name}", text]
         else:
-            words += [("--" if len(name) > 1 else "-") + name, _argument(value)]
+            dashes = "--" if len(name) > 1 else "-"
+            words += [dashes + name, _argument(value)]
     return words
 
 

@@ -112,18 +112,24 @@ class Restarts:
         """
         if self.limit == 0 or attempt.cause is None or attempt.is_final:
             return ""
-        if not attempt.is_host_lost and attempt.cause.error in _OF_THE_SCRIPT and not attempt.step:
-            return "before the first step, such an error would come again: the ranks are not started again"
-        if not attempt.is_host_lost and any(attempt.fault == former.fault for former in self._failed):
-            return f"the same fault came {_at(attempt)} before: the ranks are not started again"
+        # A lost host is no fault of the script's.
+        if not attempt.is_host_lost:
+            is_script_s = attempt.cause.error in _OF_THE_SCRIPT
+            if is_script_s and not attempt.step:
+                return "before the first step, such an error would come again: the ranks are not started again"
+            is_repeated = any(attempt.fault == former.fault for former in self._failed)
+            if is_repeated:
+                return f"the same fault came {_at(attempt)} before: the ranks are not started again"
         if len(self._failed) >= self.limit:
             return f"all {self.limit} restarts of {RESTARTS_VARIABLE} are used up"
         return None
 
     def _is_further(self, attempt: Attempt) -> bool:
         """Return whether the job came further than at its last failures. The next restart then need not wait."""
-        former = max((failed.step or 0 for failed in self._failed), default=-1)
-        return (attempt.step or 0) > former
+        steps = [failed.step or 0 for failed in self._failed]
+        furthest = max(steps, default=-1)
+        step = attempt.step or 0
+        return step > furthest
 
     def _pause(self, seconds: float) -> str | None:
         """Wait, and return who asked to stop meanwhile or before, if anyone did."""

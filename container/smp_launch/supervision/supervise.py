@@ -214,7 +214,10 @@ class Supervisor:
         self._expect_quiet(_DRAIN_PATIENCE, "kept the output open after the job's end")
 
     def _look_for_failure(self) -> None:
-        if not self._failure_seen and (self.collector.failing or self.failing() or self._outcome.first_failed):
+        if self._failure_seen:
+            return
+        has_failed = self.collector.failing or self.failing() or self._outcome.first_failed
+        if has_failed:
             self._failure_seen = True
             self._expect(self.failure_patience, "did not end after a rank had failed")
 
@@ -252,18 +255,25 @@ class Supervisor:
         """Read the output of the program, and of ranks that have no pipes of their own."""
         data = os.read(pipe, _READ_BYTES)
         lines = assembler.feed(data) if data else assembler.finish()
-        show([shown for line in lines for shown in self._take(line)], descriptor)
+        shown: list[str] = []
+        for line in lines:
+            shown += self._take(line)
+        show(shown, descriptor)
         if not data:
             self._close_pipe(pipe)
 
     def _on_rank_output(self, pipe: int, whole_lines: WholeLines, descriptor: int, rank: int) -> None:
         data = os.read(pipe, _READ_BYTES)
         lines = whole_lines.feed(data) if data else whole_lines.finish()
-        if rank in self.collector.started and not any(mark in lines for mark in _MARKS):
+        has_mark = any(mark in lines for mark in _MARKS)
+        # Most output passes as bytes: decoding it line by line costs much.
+        if rank in self.collector.started and not has_mark:
             write(lines, descriptor)
         else:
-            texts = lines.decode("utf-8", "replace").split("\n")[:-1]
-            show([shown for text in texts for shown in self._take(OutputLine(text, rank))], descriptor)
+            shown: list[str] = []
+            for text in lines.decode("utf-8", "replace").split("\n")[:-1]:
+                shown += self._take(OutputLine(text, rank))
+            show(shown, descriptor)
         if not data:
             self._close_pipe(pipe)
 

@@ -52,5 +52,8 @@ def other_variable(one: Mapping[str, str], other: Mapping[str, str]) -> str | No
 
     Only variables that imports may have read count.
     """
-    names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
-    return next((name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)), None)
+    for name in sorted({*one, *other}):
+        is_free = name in _FREE or name.startswith(_FREE_PREFIXES)
+        if not is_free and one.get(name) != other.get(name):
+            return name
+    return None

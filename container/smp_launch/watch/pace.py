@@ -39,12 +39,18 @@ class Seen:
 
 def read_records(folder: Path) -> dict[int, Seen]:
     """Return, by rank, the ranks that keep records in a folder and are in their job."""
+    if not folder.is_dir():
+        return {}
     found = {}
-    for name in os.listdir(folder) if folder.is_dir() else ():
-        seen = read_glance(folder / name) if name.isdecimal() else None
-        if seen is not None and seen.pace is not None and not seen.has_left and os.path.isdir(f"/proc/{seen.pid}"):
-            memory = seen.pace.device_bytes or memory_of(seen.pid)
-            found[int(name)] = Seen(seen.pid, seen.pace, processor_seconds_of(seen.pid), memory)
+    for name in os.listdir(folder):
+        glance = read_glance(folder / name) if name.isdecimal() else None
+        if glance is None or glance.pace is None or glance.has_left:
+            continue
+        # The record of a rank that was killed stays.
+        if not os.path.isdir(f"/proc/{glance.pid}"):
+            continue
+        memory = glance.pace.device_bytes or memory_of(glance.pid)
+        found[int(name)] = Seen(glance.pid, glance.pace, processor_seconds_of(glance.pid), memory)
     return dict(sorted(found.items()))
 
 
@@ -72,8 +78,14 @@ def gpu_shares(pids: Collection[int]) -> dict[int, float]:
     """Return how much of the last moments each process's GPU was busy; empty if the driver's program is missing."""
     if not pids:
         return {}
-    busy = {uuid: int(share) / 100 for uuid, share in _asked("--query-gpu=uuid,utilization.gpu") if share.isdigit()}
-    using = {int(pid): uuid for pid, uuid in _asked("--query-compute-apps=pid,gpu_uuid") if pid.isdigit()}
+    busy = {}
+    for uuid, share in _asked("--query-gpu=uuid,utilization.gpu"):
+        if share.isdigit():
+            busy[uuid] = int(share) / 100
+    using = {}
+    for pid, uuid in _asked("--query-compute-apps=pid,gpu_uuid"):
+        if pid.isdigit():
+            using[int(pid)] = uuid
     return {pid: busy[using[pid]] for pid in pids if using.get(pid) in busy}
 
 

@@ -68,7 +68,9 @@ class RankPosition:
     @property
     def whom(self) -> tuple[int, ...]:
         """Return the other ranks that it waits for, if they are known."""
-        return tuple(rank for rank in self.wait.whom if rank != self.rank) if self.wait is not None else ()
+        if self.wait is None:
+            return ()
+        return tuple(rank for rank in self.wait.whom if rank != self.rank)
 
     def at(self) -> str:
         """Return the script's line with its source, as in ``train.py:12 (for batch in loader:)``."""
@@ -99,17 +101,17 @@ def position_of(
     seconds = max(0.0, now - where.when)
     wait = where.waits[0] if where.waits else None
     standing, line, doing, call, compiling = Standing.WAITING, where.line, "", "", False
-    if state.is_stopped:
-        doing = "is stopped (by SIGSTOP, or by a debugger)"
-        standing = Standing.STOPPED
-        if (thread := _of_script(threads, where.main_thread)) is not None:
-            line = _line(thread) or line
-    elif where.left or state.has_ended:
-        doing = "has left the job"
-        standing = Standing.LEFT
-    elif (thread := _of_script(threads, where.main_thread)) is not None:
-        standing, doing = _standing(thread, wait)
+    has_left = bool(where.left) or state.has_ended
+    # The stacks of a rank that has left are those of its shutdown.
+    thread = None if has_left and not state.is_stopped else _of_script(threads, where.main_thread)
+    if thread is not None:
         line = _line(thread) or line
+    if state.is_stopped:
+        standing, doing = Standing.STOPPED, "is stopped (by SIGSTOP, or by a debugger)"
+    elif has_left:
+        standing, doing = Standing.LEFT, "has left the job"
+    elif thread is not None:
+        standing, doing = _standing(thread, wait)
         call = wait.what if wait is not None else _call(thread)
         compiling = any(part in frame.file for frame in thread.frames for part in _COMPILER)
     elif wait is None:
@@ -124,9 +126,13 @@ def position_of(
 def _of_script(threads: Sequence[Thread], main: int) -> Thread | None:
     """Return the thread that runs the script: a pipeline's thread in the script's code, else the main thread."""
     for thread in threads:
-        if any(_PIPELINE in frame.file for frame in thread.frames) and _is_in_script(thread):
+        is_pipeline_s = any(_PIPELINE in frame.file for frame in thread.frames)
+        if is_pipeline_s and _is_in_script(thread):
             return thread
-    return next((thread for thread in threads if thread.ident == main and thread.frames), None)
+    for thread in threads:
+        if thread.ident == main and thread.frames:
+            return thread
+    return None
 
 
 def _significant(thread: Thread) -> Frame | None:
@@ -145,7 +151,8 @@ def _standing(thread: Thread, wait: Waiting | None) -> tuple[Standing, str]:
     frame = _significant(thread)
     if frame is None or _is_in_script(thread):
         return Standing.SCRIPT, _doing(thread)
-    if wait is None and is_ours(frame.file):
+    is_own_work = wait is None and is_ours(frame.file)
+    if is_own_work:
         return Standing.SCRIPT, f"is in this library's {frame.function}"
     return Standing.WAITING, ""
 
@@ -175,6 +182,8 @@ def _call(thread: Thread) -> str:
     for frame in thread.frames:
         if is_script_s(frame.file):
             break
-        if _DISTRIBUTED in frame.file and frame.function != "wrapper":
+        # PyTorch wraps its collectives to log them.
+        is_wrapper = frame.function == "wrapper"
+        if _DISTRIBUTED in frame.file and not is_wrapper:
             found = f"torch.distributed.{frame.function}"
     return found or "another rank's message"

@@ -12,7 +12,7 @@ from smp_config.formats.rank_lists import ranks_text
 from smp_config.limits import HANG_VARIABLE
 from smp_launch.failures.failure import Cause
 from smp_launch.watch import stacks
-from smp_launch.watch.position import describe_moment, position_of
+from smp_launch.watch.position import Standing, describe_moment, position_of
 from smp_launch.watch.states import State
 from smp_records import rank_record
 
@@ -51,9 +51,13 @@ def describe(position: RankPosition) -> str:
     """Describe in one line where a rank stands."""
     where = position.where
     step = f"step {where.step}, " if where.step else ""
-    doing = f"waits in {position.call}" if position.standing.value == "waiting" else position.doing or "goes on"
-    whom = f" for {_listed(position.whom)}" if position.whom and position.standing.value == "waiting" else ""
-    return f"rank {position.rank}: {step}{where.phase}, {position.seconds:.0f} s: {doing}{whom}, at {position.at()}"
+    if position.standing is Standing.WAITING:
+        doing = f"waits in {position.call}"
+        if position.whom:
+            doing += f" for {_listed(position.whom)}"
+    else:
+        doing = position.doing or "goes on"
+    return f"rank {position.rank}: {step}{where.phase}, {position.seconds:.0f} s: {doing}, at {position.at()}"
 
 
 def last_seen(folder: Path) -> dict[int, str]:
@@ -63,10 +67,13 @@ def last_seen(folder: Path) -> dict[int, str]:
     """
     found = {}
     for rank, where in rank_record.read_all(folder).items():
-        if where.step or where.line:
-            threads = stacks.left_by_crash(folder, rank)
-            position = position_of(where, State("S"), threads, where.when, is_active=False)
-            found[rank] = f"{describe_moment(where)}, {'at' if threads else 'last seen at'} {position.at()}"
+        if not where.step and not where.line:
+            continue
+        threads = stacks.left_by_crash(folder, rank)
+        position = position_of(where, State("S"), threads, where.when, is_active=False)
+        # Without stacks of the crash, the place is the last one that the rank noted.
+        seen = "at" if threads else "last seen at"
+        found[rank] = f"{describe_moment(where)}, {seen} {position.at()}"
     return found
 
 
@@ -75,9 +82,14 @@ def last_step(folder: Path, rank: int | None) -> int | None:
 
     If the rank has no record here, return the step of the rank that came furthest.
     """
-    glances = {int(path.name): rank_record.read_glance(path) for path in folder.iterdir() if path.name.isdecimal()}
-    steps = {number: glance.step for number, glance in glances.items() if glance is not None}
-    return (steps[rank] if rank in steps else max(steps.values(), default=0)) or None
+    steps = {}
+    for path in folder.iterdir():
+        glance = rank_record.read_glance(path) if path.name.isdecimal() else None
+        if glance is not None:
+            steps[int(path.name)] = glance.step
+    furthest = max(steps.values(), default=0)
+    step = furthest if rank is None else steps.get(rank, furthest)
+    return step or None
 
 
 def write_report(folder: Path, hang: Hang) -> Path | None:

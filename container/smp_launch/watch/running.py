@@ -59,14 +59,15 @@ def find_running_job(name: str) -> RunningJob:
         ConfigError: there is none, or there are several.
     """
     jobs = running_jobs()
-    chosen = [job for job in jobs if job.name == name] or [job for job in jobs if job.name.startswith(name)]
+    chosen = [job for job in jobs if job.name == name]
+    if not chosen:
+        chosen = [job for job in jobs if job.name.startswith(name)]
     if len(chosen) == 1:
         return chosen[0]
-    there = ", ".join(job.name or "one without a name" for job in jobs) or "none"
+    named = f"{name!r} " if name else ""
     if not jobs:
-        raise ConfigError(
-            f"no job {f'{name!r} ' if name else ''}of yours runs as processes of this machine: start one, or give its name"
-        )
+        raise ConfigError(f"no job {named}of yours runs as processes of this machine: start one, or give its name")
+    there = ", ".join(job.name or "one without a name" for job in jobs)
     if not chosen:
         raise ConfigError(f"no job {name!r} of yours runs as processes of this machine; there are: {there}")
     raise ConfigError(f"{len(chosen)} running jobs have names that begin with {name!r}; say which: {there}")

@@ -56,8 +56,9 @@ def find(positions: Mapping[int, RankPosition], seconds: float) -> HangVerdict:
 
 def _is_deadlock(everyone: Collection[RankPosition]) -> bool:
     """Return whether all ranks wait for each other in different calls, so that none can come to the other's."""
-    all_wait = all(p.standing is Standing.WAITING and p.whom for p in everyone)
-    return all_wait and len({p.call for p in everyone}) > 1
+    all_wait = all(position.standing is Standing.WAITING and position.whom for position in everyone)
+    calls = {position.call for position in everyone}
+    return all_wait and len(calls) > 1
 
 
 def _stopped(position: RankPosition) -> str:
@@ -73,21 +74,32 @@ def _of_script(in_script: Sequence[RankPosition], everyone: Sequence[RankPositio
 
     A rank that does not compute comes first, then the one that has been there longest.
     """
-    awaited = {rank for p in everyone for rank in p.whom}
-    blamed = [p for p in in_script if p.rank in awaited] or list(in_script)
-    # On a GPU collectives are queued, and a rank waits for them wherever it reads a value: it is ahead of one that has not come.
-    blamed = [p for p in blamed if not any(_is_ahead(p, other) for other in blamed)] or blamed
-    # If ranks wait for one that computes and another that does not, blame the second: it cannot arrive.
-    first = min(blamed, key=lambda p: (p.is_active, -p.seconds, p.rank))
-    others = [p for p in in_script if p.rank != first.rank and p.line == first.line]
-    also = f" (and so {_ranks(p.rank for p in others)})" if others else ""
-    doing = "computes, or moves data, but does not go on" if first.is_active else first.doing or "does not go on"
+    first = _blamed(in_script, everyone)
+    others = [p.rank for p in in_script if p.rank != first.rank and p.line == first.line]
+    also = f" (and so {_ranks(others)})" if others else ""
+    doing = first.doing or "does not go on"
+    if first.is_active:
+        doing = "computes, or moves data, but does not go on"
     text = f"has been at {first.at()} for {first.seconds:.0f} s{also}, {describe_moment(first.where)}: it {doing}"
-    return HangVerdict(
-        first.rank,
-        text + _waiting(everyone, {p.rank for p in in_script}),
-        is_certain=not (first.is_active or first.is_compiling),
-    )
+    waiting = _waiting(everyone, {p.rank for p in in_script})
+    is_uncertain = first.is_active or first.is_compiling
+    return HangVerdict(first.rank, text + waiting, is_certain=not is_uncertain)
+
+
+def _blamed(in_script: Sequence[RankPosition], everyone: Sequence[RankPosition]) -> RankPosition:
+    """Return the rank in the script's code that holds the others up."""
+    awaited: set[int] = set()
+    for position in everyone:
+        awaited.update(position.whom)
+    candidates = [p for p in in_script if p.rank in awaited] or list(in_script)
+    # On a GPU collectives are queued, and a rank waits for them wherever it reads a value: it is ahead of one that has not come.
+    behind = [p for p in candidates if not any(_is_ahead(p, other) for other in candidates)]
+
+    # If ranks wait for one that computes and another that does not, blame the second: it cannot arrive.
+    def order(position: RankPosition) -> tuple[bool, float, int]:
+        return position.is_active, -position.seconds, position.rank
+
+    return min(behind or candidates, key=order)
 
 
 def _uneven(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
@@ -151,18 +163,23 @@ def _missing_collective(positions: Mapping[int, RankPosition]) -> HangVerdict | 
 
 def _other_call(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
     """Return the verdict if ranks called different functions of this library as their n-th call, else None."""
-    public = {rank: {c.number: c for c in p.where.calls if c.kind == PUBLIC} for rank, p in positions.items()}
-    numbers = sorted(set.union(*(set(calls) for calls in public.values()))) if public else []
-    for number in numbers:
+    public: dict[int, dict[int, JoinedCall]] = {}
+    for rank, position in positions.items():
+        public[rank] = {call.number: call for call in position.where.calls if call.kind == PUBLIC}
+    numbers = {number for calls in public.values() for number in calls}
+    for number in sorted(numbers):
         calls = {rank: found[number] for rank, found in public.items() if number in found}
-        if len({call.name for call in calls.values()}) < 2:
+        names = {call.name for call in calls.values()}
+        if len(names) < 2:
             continue
         odd = _deviant(calls, lambda call: call.name)
         other = next(rank for rank in calls if calls[rank].name != calls[odd].name)
-        # Of two ranks, if the next call of one is the present call of the other, then the other has left a call out.
-        goes_on_as_other = _next_name(public[odd], number) == calls[other].name
-        if len(calls) == 2 and goes_on_as_other and _next_name(public[other], number) != calls[odd].name:
-            odd, other = other, odd
+        if len(calls) == 2:
+            # Of two ranks, if the next call of one is the present call of the other, then the other has left a call out.
+            goes_on_as_other = _next_name(public[odd], number) == calls[other].name
+            other_goes_on = _next_name(public[other], number) == calls[odd].name
+            if goes_on_as_other and not other_goes_on:
+                odd, other = other, odd
         made, missed = calls[odd], calls[other]
         return HangVerdict(
             odd,
@@ -174,14 +191,17 @@ def _other_call(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
 
 def _circle(everyone: Sequence[RankPosition], seconds: float) -> HangVerdict:
     """Return the verdict if all ranks wait and no rank is known to be at fault."""
-    lines = Counter((p.call, p.line) for p in everyone)
-    first = min(everyone, key=lambda p: (lines[p.call, p.line], -p.rank))
+    places = Counter((position.call, position.line) for position in everyone)
+
+    def order(position: RankPosition) -> tuple[int, int]:
+        return places[position.call, position.line], -position.rank
+
+    first = min(everyone, key=order)
     text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, {describe_moment(first.where)}"
-    others = [p for p in everyone if p.rank != first.rank]
-    if len(lines) == 1 and others:
+    if len(places) == 1 and len(everyone) > 1:
         text += f"; all ranks wait there for {seconds:.0f} s: the connection between them may be broken"
-    is_certain = not any(p.is_active for p in everyone)
-    return HangVerdict(first.rank, text + _waiting(everyone, {first.rank}), is_certain)
+    any_active = any(position.is_active for position in everyone)
+    return HangVerdict(first.rank, text + _waiting(everyone, {first.rank}), is_certain=not any_active)
 
 
 def _open_collectives(positions: Mapping[int, RankPosition]) -> list[tuple[tuple[int, ...], int]]:
@@ -193,22 +213,28 @@ def _open_collectives(positions: Mapping[int, RankPosition]) -> list[tuple[tuple
 def _collective(
     positions: Mapping[int, RankPosition], rank: int, members: tuple[int, ...], number: int
 ) -> JoinedCall | None:
-    calls: Iterable[JoinedCall] = positions[rank].where.calls if rank in positions else ()
-    return next(
-        (c for c in calls if c.kind == COLLECTIVE and c.members == members and c.number == number),
-        None,
-    )
+    if rank not in positions:
+        return None
+    for call in positions[rank].where.calls:
+        is_wanted = call.kind == COLLECTIVE and call.number == number
+        if is_wanted and call.members == members:
+            return call
+    return None
 
 
 def _count(where: RankRecord, members: tuple[int, ...]) -> int:
     """Return how many collectives of a group a rank has begun, according to its record."""
-    return max((c.number for c in where.calls if c.kind == COLLECTIVE and c.members == members), default=0)
+    numbers = [call.number for call in where.calls if call.kind == COLLECTIVE and call.members == members]
+    return max(numbers, default=0)
 
 
 def _is_ahead(position: RankPosition, other: RankPosition) -> bool:
     """Return whether a rank has begun a collective that another rank of the same group has not."""
-    groups = {call.members for call in position.where.calls if call.kind == COLLECTIVE and other.rank in call.members}
-    return any(_count(position.where, members) > _count(other.where, members) for members in groups)
+    for call in position.where.calls:
+        is_shared = call.kind == COLLECTIVE and other.rank in call.members
+        if is_shared and _count(position.where, call.members) > _count(other.where, call.members):
+            return True
+    return False
 
 
 def _deviant(calls: Mapping[int, JoinedCall], key: Callable[[JoinedCall], str]) -> int:
@@ -224,12 +250,20 @@ def _next_name(calls: Mapping[int, JoinedCall], number: int) -> str:
 def _waiting(everyone: Iterable[RankPosition], apart: Collection[int]) -> str:
     """Describe which ranks wait where, for the end of a sentence."""
     places: dict[str, list[int]] = defaultdict(list)
-    for p in everyone:
-        if p.rank not in apart and p.standing is Standing.WAITING:
-            places[f"in {p.call or 'a call'} at {p.line or 'no line of the script'}"].append(p.rank)
-    told = [f"{_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in places.items()]
-    more = f"; and {len(told) - _SHOWN_GROUPS} more" if len(told) > _SHOWN_GROUPS else ""
-    return "; " + "; ".join(told[:_SHOWN_GROUPS]) + more if told else ""
+    for position in everyone:
+        if position.rank not in apart and position.standing is Standing.WAITING:
+            call = position.call or "a call"
+            line = position.line or "no line of the script"
+            places[f"in {call} at {line}"].append(position.rank)
+    if not places:
+        return ""
+    groups = []
+    for place, ranks in places.items():
+        verb = "waits" if len(ranks) == 1 else "wait"
+        groups.append(f"{_ranks(ranks)} {verb} {place}")
+    text = "; " + "; ".join(groups[:_SHOWN_GROUPS])
+    hidden = len(groups) - _SHOWN_GROUPS
+    return f"{text}; and {hidden} more" if hidden > 0 else text
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,7 +84,9 @@ class HangWatch:
 
     def _quiet(self, now: float) -> dict[int, float]:
         """Return the seconds since the last sign of life of each rank that has not left."""
-        self._glances = {rank: glance for ranks in self._machines for rank, glance in ranks.glances().items()}
+        self._glances = {}
+        for ranks in self._machines:
+            self._glances.update(ranks.glances())
         if self._glances:
             first = self._glances[min(self._glances)]
             self._patience.saw(first.step, first.when)
@@ -121,9 +123,14 @@ class HangWatch:
         """
         positions = self.positions()
         still = self.standing_still(positions)
-        if not still or (len(positions) < self._size and all(p.standing is Standing.WAITING for p in still.values())):
+        if not still:
             return None
-        seconds = max((p.seconds for p in still.values() if p.standing is not Standing.LEFT), default=0.0)
+        all_wait = all(position.standing is Standing.WAITING for position in still.values())
+        # They may wait for a rank without a record, of which nothing is known.
+        if all_wait and len(positions) < self._size:
+            return None
+        waited = [position.seconds for position in still.values() if position.standing is not Standing.LEFT]
+        seconds = max(waited, default=0.0)
         return Hang(find(still, seconds), seconds, positions)
 
     def positions(self) -> dict[int, RankPosition]:
@@ -140,47 +147,64 @@ class HangWatch:
 
         Ranks that have left are included if those wait for them.
         """
-        patience = min(self._patience.seconds, _LEFT_SECONDS) * 0.8
-        gone = {rank for rank, p in positions.items() if p.standing is Standing.LEFT}
-        still = {
-            rank
-            for rank, p in positions.items()
-            if rank not in gone
-            and p.seconds >= (patience if gone.intersection(p.whom) else self._patience.seconds * 0.8)
-        }
+        gone = {rank for rank, position in positions.items() if position.standing is Standing.LEFT}
+        still = self._long_quiet(positions, gone)
         while True:
             moving = positions.keys() - still - gone
-            # The target of one of PyTorch's own waits is unknown: it may be any rank that goes on.
-            held = {
-                rank
-                for rank in still
-                if positions[rank].standing is Standing.WAITING
-                and moving.intersection(positions[rank].whom if positions[rank].whom else positions.keys())
-            }
+            held = {rank for rank in still if _waits_for(positions[rank], moving)}
             if not held:
                 break
             still -= held
-        awaited = {other for rank in still for other in positions[rank].whom}
-        if len(still) < len(positions) - len(gone) and not any(
-            positions[rank].standing is not Standing.SCRIPT for rank in still
-        ):
+        if not still:
+            return {}
+        all_in_script = all(positions[rank].standing is Standing.SCRIPT for rank in still)
+        if all_in_script and len(still) < len(positions) - len(gone):
             return {}  # a rank that no other rank waits for may take its time while others go on
-        return {rank: positions[rank] for rank in sorted(still | (gone & awaited))} if still else {}
+        awaited: set[int] = set()
+        for rank in still:
+            awaited.update(positions[rank].whom)
+        return {rank: positions[rank] for rank in sorted(still | (gone & awaited))}
+
+    def _long_quiet(self, positions: Mapping[int, RankPosition], gone: set[int]) -> set[int]:
+        """Return the ranks that have given no sign of life for most of their timeout."""
+        patience = self._patience.seconds * 0.8
+        # A rank that has left does not come back, so there is less to wait for.
+        patience_with_left = min(self._patience.seconds, _LEFT_SECONDS) * 0.8
+        found = set()
+        for rank, position in positions.items():
+            limit = patience_with_left if gone.intersection(position.whom) else patience
+            if rank not in gone and position.seconds >= limit:
+                found.add(rank)
+        return found
 
     def _is_due(self, hang: Hang, now: float) -> bool:
         """Return whether the hang has lasted longer than its timeout."""
-        if hang.verdict.rank is None:
+        verdict, patience = hang.verdict, self._patience
+        if verdict.rank is None:
             return True
-        blamed = hang.positions[hang.verdict.rank]
+        blamed = hang.positions[verdict.rank]
         if blamed.where.long_until > now:
             return False
         if blamed.standing is Standing.LEFT:
             return True
         if blamed.standing is Standing.STOPPED:
-            return hang.seconds >= self._patience.seconds
-        awaited = any(blamed.rank in position.whom for position in hang.positions.values())
-        if not (hang.verdict.is_certain or awaited or self._patience.is_given):
+            return hang.seconds >= patience.seconds
+        is_awaited = any(blamed.rank in position.whom for position in hang.positions.values())
+        may_compute = not verdict.is_certain and not is_awaited
+        if may_compute and not patience.is_given:
             return False  # it may compute as long as it likes
-        is_early = not self._patience.has_stepped and not hang.verdict.is_deadlock
-        is_slow = not hang.verdict.is_certain or is_early
-        return hang.seconds >= (self._patience.longer if is_slow else self._patience.seconds)
+        # The first step also compiles and allocates; a deadlock does not pass with time.
+        is_early = not patience.has_stepped and not verdict.is_deadlock
+        is_slow = is_early or not verdict.is_certain
+        limit = patience.longer if is_slow else patience.seconds
+        return hang.seconds >= limit
+
+
+def _waits_for(position: RankPosition, moving: Set[int]) -> bool:
+    """Return whether a rank waits, and one of the ranks that go on may end its wait."""
+    if position.standing is not Standing.WAITING:
+        return False
+    # The target of one of PyTorch's own waits is unknown: it may be any rank that goes on.
+    if not position.whom:
+        return bool(moving)
+    return not moving.isdisjoint(position.whom)
