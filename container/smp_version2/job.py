@@ -15,12 +15,13 @@ from pydantic import PrivateAttr
 from smp_config import Group, ModelParallelParameters
 from smp_config.errors import kind_of
 from smp_config.version2.parameters import Version2Parameters
+from smp_records.rehearsal import REHEARSAL_VARIABLE
 from smp_runtime.errors import SMPUserError
 from smp_runtime.job import session
 from smp_runtime.job.ranks import PARAMETERS_VARIABLE
 from smp_runtime.tensor_parallel.group import TensorGroup
 from smp_runtime.tensor_parallel.random_tracker import RandomTracker, mix_seeds
-from smp_version2 import cache_flushes, recomputation, sharded_modules
+from smp_version2 import cache_flushes, recomputation, sharded_modules, updates
 from smp_version2.state import state
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
 
     Raises:
         ConfigError: a parameter that cannot work, or not with this number of processes.
-        SMPUserError: version 1 of the library has begun in this process with other degrees.
+        SMPUserError: version 1 of the library has begun in this process, or the script is rehearsed.
 
     Example:
         >>> import torch.sagemaker as tsm  # doctest: +SKIP
@@ -52,6 +53,11 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
             "smp.init() has been called in this process, and a process trains with one version of the library: call smp.shutdown() "
             "before tsm.init(), or remove one of the two"
         )
+    if REHEARSAL_VARIABLE in os.environ:
+        raise SMPUserError(
+            "tsm.init() was called in a rehearsal, and a rehearsal is for scripts of version 1 of the library: run a few steps of "
+            "this script as processes of this machine instead, with smp-estimator run or instance_type='local'"
+        )
     parameters = _read(config)
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     topology = parameters.topology(size)
@@ -60,6 +66,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     joined.at_leave.append(state.leave)
     joined.at_leave.append(sharded_modules.install(parameters, joined.ranks))
     joined.at_leave.append(recomputation.install())
+    joined.at_leave.append(updates.install(joined))
     if parameters.fsdp_cache_flush_warnings:
         joined.at_leave.append(cache_flushes.install(joined.ranks.device))
     _seed_split_numbers(parameters.random_seed, joined.ranks)

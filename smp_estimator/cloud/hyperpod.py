@@ -11,6 +11,8 @@ from typing import Any
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.machine.instances import instance
 from smp_config.machine.launchers import SECRET_VARIABLE
+from smp_config.version2.parameters import Version2Parameters
+from smp_config.version2.which_version import choose_version
 from smp_records.records import PACE_PREFIX, USAGE_PREFIX
 from smp_records.tracking import RECORDS_VARIABLE
 
@@ -98,7 +100,9 @@ class HyperPodJob:
             raise ConfigError(
                 f"processes is {self.processes}, but {self.instance_type} has {known.gpus} GPUs: use at most one process for each"
             )
-        ModelParallelParameters.from_mp_parameters(dict(self.parameters)).topology(self.nodes * self.processes)
+        of_2 = choose_version(self.parameters, self.script).is_2  # the script may be on this machine, too
+        kind = Version2Parameters.from_parameters if of_2 else ModelParallelParameters.from_mp_parameters
+        kind(dict(self.parameters)).topology(self.nodes * self.processes)
 
     def manifest(self) -> dict[str, Any]:
         """Return the object that `kubectl apply` takes."""

@@ -59,13 +59,20 @@ def strategy_of(node: ast.AST | None, values: Values) -> str:
 
 
 def translate_distribution(
-    source: ScriptSource, node: ast.expr, indent: int, more: list[tuple[str, str]], names: ScriptNames
+    source: ScriptSource,
+    node: ast.expr,
+    indent: int,
+    more: list[tuple[str, str]],
+    names: ScriptNames,
+    *,
+    is_ours: bool = False,
 ) -> tuple[str, set[str]]:
     """Return the value of ``distributed=`` for a distribution.
 
     Args:
         indent: number of spaces before the line that the value is on.
         more: further arguments of ModelParallel.
+        is_ours: whether version 2 of the library is this package's, as for SMPEstimator.
 
     Returns:
         The text, and the names that it uses. Both are empty if SDK v3 has no counterpart or the strategy is off.
@@ -76,7 +83,7 @@ def translate_distribution(
     if strategy in ("modelparallel", "unknown"):
         return _of_this_library(source, node, indent, more, names)
     if strategy == "modelparallel 2":
-        return _version_2(source, node, indent, values), {"Torchrun", "SMP"}
+        return _version_2(source, node, indent, values, is_ours), {"Torchrun", "SMP"}
     if strategy == "dataparallel":
         source.note(
             node,
@@ -116,13 +123,14 @@ def _of_this_library(
     return _model_parallel(source, name, model, mpi, indent, more), {name.partition(".")[0]}
 
 
-def _version_2(source: ScriptSource, node: ast.expr, indent: int, values: Values) -> str:
+def _version_2(source: ScriptSource, node: ast.expr, indent: int, values: Values, is_ours: bool) -> str:
     """Return version 2 of the library as SDK v3 has it, and note which library trains."""
-    source.note(
-        node,
-        "this is version 2 of the model parallel library (torch.sagemaker): Torchrun(smp=SMP(…)) trains with the library in the "
-        "image that is named; without training_image, ModelTrainer of smp_estimator.model_trainer trains with its own",
-    )
+    if not is_ours:
+        source.note(
+            node,
+            "this is version 2 of the model parallel library (torch.sagemaker): Torchrun(smp=SMP(…)) trains with the library in "
+            "the image that is named; without training_image, ModelTrainer of smp_estimator.model_trainer trains with its own",
+        )
     model, text = _entry(source, *_entry(source, node, "", "smdistributed"), "modelparallel")
     known = _items(values.resolve(model))
     if known is not None and "parameters" not in known:

@@ -284,7 +284,8 @@ class EstimatorCall:
                 )
             return mode
         torch = versions["pytorch_version"] or versions["framework_version"]
-        if self._strategy in ("modelparallel", "unknown") and self._is_too_old(literal_value(torch)):
+        is_ours = self._strategy in ("modelparallel", "unknown") or self._trains_version_2_here
+        if is_ours and self._is_too_old(literal_value(torch)):
             self.source.note(
                 self.node,
                 f"PyTorch {literal_value(torch)} is older than the runtime's 2.4: no training_image is given, and the newest "
@@ -314,7 +315,7 @@ class EstimatorCall:
         if "py_version" in text:
             words.append(("py_version", text["py_version"]))
         words.append(("instance_type", kind))
-        if self._strategy == "modelparallel 2":
+        if self._strategy == "modelparallel 2" and not self._trains_version_2_here:
             # retrieve() of SDK v3 does not look for the images of the library; this function does.
             older = {"version": "framework_version"}
             named = [(older.get(name, name), value) for name, value in words if name != "base_framework_version"]
@@ -324,6 +325,11 @@ class EstimatorCall:
             return call("image_uris.get_training_image_uri", arguments, self._indent + 4)
         words.append(("image_scope", '"training"'))
         return call("image_uris.retrieve", words, self._indent + 4)
+
+    @property
+    def _trains_version_2_here(self) -> bool:
+        """Return whether the job's version 2 of the library is this package's, and not that of an image."""
+        return self._strategy == "modelparallel 2" and self.kind.startswith("SMP")
 
     @property
     def _compute_type(self) -> str:
@@ -348,7 +354,9 @@ class EstimatorCall:
                 f"only a run knows what {self.source.segment(node)} is, and it is read as one of the model parallel library: give "
                 "distributed=Torchrun() or MPI() for another strategy",
             )
-        text, names = translate_distribution(self.source, node, self._indent + 4, more, self._names)
+        text, names = translate_distribution(
+            self.source, node, self._indent + 4, more, self._names, is_ours=self._trains_version_2_here
+        )
         self.needed |= names
         return [("distributed", text)] if text else []
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_config.parameters import ModelParallelParameters
+from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.local.bootstrap import is_foreign
 from smp_estimator.numerics.comparison import Comparison, compare
 from smp_estimator.numerics.script_run import launch_command, run_recorded
@@ -79,6 +80,7 @@ class Verification:
         Raises:
             ConfigError: parameters that are invalid, or do not fit the number of processes.
         """
+        refuse_version_2(given, "verify with --parameters")
         wanted = ModelParallelParameters.from_mp_parameters(dict(given))
         least = wanted.pipeline_parallel_degree * wanted.tensor_parallel_degree
         if processes is None:

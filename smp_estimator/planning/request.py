@@ -13,6 +13,7 @@ from typing import Any
 from smp_config import ConfigError, ModelParallelParameters, smddp
 from smp_config.errors import kind_of, suggest
 from smp_config.machine.instances import instance, instances, refuse_neuron
+from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.planning.model_config import read_shape, shape_of
 from smp_estimator.planning.model_shape import SHAPES, ModelShape
 
@@ -227,6 +228,7 @@ def request_for(
             f"or leave it out for {otherwise}"
         )
     if not isinstance(parameters, ModelParallelParameters):
+        refuse_version_2(parameters, "a plan")
         parameters = ModelParallelParameters.from_mp_parameters({"ddp": True} if parameters is None else parameters)
     script = dict(workload)
     if script.get("batch") is None:

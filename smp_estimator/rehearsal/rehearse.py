@@ -20,6 +20,7 @@ from smp_config.formats.values import parse_dictionary
 from smp_config.job import MPI_ENABLED
 from smp_config.machine.emulation import VARIABLE as EMULATION_VARIABLE
 from smp_config.machine.instances import require_usable
+from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.rehearsal.result import RehearsalFailed, Rehearsed, gpu_memory_of
 from smp_estimator.timeline.files import read_ranks
 from smp_records.rate_card import RateCard
@@ -114,6 +115,7 @@ def rehearse(  # noqa: PLR0913 - most have defaults, and each is an option of th
     given = parse_dictionary(parameters, "parameters") if isinstance(parameters, str) else parameters
     kinds = 1
     if given is not None:
+        refuse_version_2(given, "a rehearsal")
         kinds = ModelParallelParameters.from_mp_parameters(dict(given)).topology(ranks * instance_count).pipeline
     card = _card(instance_type, ranks, rates, measured)
     with tempfile.TemporaryDirectory(prefix="smp-rehearsal-") as folder:

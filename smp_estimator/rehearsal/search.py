@@ -14,6 +14,7 @@ from typing import Any
 from smp_config import ConfigError, ModelParallelParameters
 from smp_config.machine.instances import instance, require_usable
 from smp_config.schedules import DOCUMENTED, TRAITS
+from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.planning.forecast import TIGHT_ABOVE, Verdict
 from smp_estimator.planning.report import Cell, ColouredText, Grid, Lines, Report, Shown
 from smp_estimator.planning.search.branch_and_bound import Evaluated, Found, Judged, Search, SearchRegion
@@ -208,6 +209,7 @@ def suggest_for_script(  # noqa: PLR0913 - most have defaults, and each is an op
         )
     card = RateCard.of_instance(instance_type, processes_per_host=processes_per_host, usd_per_hour=usd_per_hour)
     per_host, memory = card.gpus_per_host, gpu_memory_bytes or gpu_memory_of(instance_type)
+    refuse_version_2(parameters, "a search for degrees")
     given = {"ddp": True, **(parameters or {})}
     settings = ModelParallelParameters.from_mp_parameters(given)
     refuse_pieces(settings)

@@ -154,6 +154,40 @@ def test_validate_says_that_parameters_are_of_both_versions(tmp_path: Path) -> N
         assert (said in words, "warning" in words) == (True, bool(said)), words
 
 
+@pytest.mark.parametrize("tool", ["plan", "suggest", "rehearse", "suggest of a script", "verify"])
+def test_tools_for_version_1_name_parameters_of_version_2(tool: str, tmp_path: Path) -> None:
+    from smp_estimator import planning
+    from smp_estimator.numerics.verification import Verification
+    from smp_estimator.rehearsal.rehearse import rehearse
+    from smp_estimator.rehearsal.search import suggest_for_script
+
+    of_2 = {"hybrid_shard_degree": 2}
+    cluster = {"instance_type": "ml.p4d.24xlarge", "instance_count": 1}
+    (tmp_path / "train.py").touch()
+    script = str(tmp_path / "train.py")
+    calls: dict[str, Callable[[], object]] = {
+        "plan": lambda: planning.plan("gpt2", parameters=of_2, **cluster),
+        "suggest": lambda: planning.suggest("gpt2", parameters=of_2, **cluster),
+        "rehearse": lambda: rehearse(script, parameters=of_2, **cluster),
+        "suggest of a script": lambda: suggest_for_script(
+            script, arguments=("{batch}",), global_batch=8, parameters=of_2, **cluster
+        ),
+        "verify": lambda: Verification.plan(script, (), of_2, None, 3, 0, tmp_path),
+    }
+    with pytest.raises(ConfigError, match=r"are of version 2 of the library .* is for version 1"):
+        calls[tool]()
+
+
+def test_a_manifest_has_the_parameters_of_version_2() -> None:
+    from smp_estimator.cloud.hyperpod import HyperPodJob
+
+    given = {"name": "gpt", "image": "image", "script": "/code/train.py", "processes": 4}
+    made = HyperPodJob(**given, parameters={"hybrid_shard_degree": 2})
+    assert '{"hybrid_shard_degree": 2}' in json.dumps(made.manifest()).replace('\\"', '"')
+    with pytest.raises(ConfigError, match="hybrid_shard_degree is 3"):
+        HyperPodJob(**given, parameters={"hybrid_shard_degree": 3})
+
+
 def test_a_job_of_the_cloud_takes_the_runtime_along(cloud: Cloud, script: Path, tmp_path: Path) -> None:
     (script / "train.py").write_text(
         "import subprocess, sys\n"
@@ -221,11 +255,13 @@ def test_two_processes_train_from_end_to_end(script: Path, tmp_path: Path, capsy
         source_dir=str(script),
         instance_type="local",
         sagemaker_session=ProcessSession(root=tmp_path / "jobs"),
+        hyperparameters={"max_steps": 2},
         distribution=version_2(2, hybrid_shard_degree=2, random_seed=7),
     ).fit()
     said = capsys.readouterr().out
     assert "version 2" in said
     assert said.count("step 1 of 2 ranks, sharded over 2, seed 7") == 2
+    assert "step 2/2 |" in said  # progress counts the optimizer's updates
 
 
 @pytest.mark.job

@@ -414,3 +414,22 @@ def test_an_import_of_one_cell_stays_for_another() -> None:
     assert "import sagemaker\n" in before
     assert after == f"{MARK} SDK v3 has no sagemaker.model.Model\n{second}"
     assert [note.text for note in notes] == ["SDK v3 has no sagemaker.model.Model"]
+
+
+@pytest.mark.parametrize(("kind", "module"), [("SMPEstimator", "smp_estimator"), ("PyTorch", "sagemaker.pytorch")])
+def test_version_2_of_the_library_stays_that_of_its_estimator(kind: str, module: str) -> None:
+    """SMPEstimator trains with this package's, the SDK's own class with that of an image."""
+    distribution = (
+        '{"torch_distributed": {"enabled": True}, "smdistributed": {"modelparallel": {"enabled": True, "parameters": '
+        '{"hybrid_shard_degree": 4}}}}'
+    )
+    text = estimator(
+        f"{CLOUD}, framework_version='2.4.1', py_version='py311', distribution={distribution}", kind, module
+    )
+    found = made(migrated(text))
+    assert found["distributed"] == "Torchrun(smp=SMP(hybrid_shard_degree=4))"
+    is_ours = kind == "SMPEstimator"
+    assert found["training_image"].startswith(
+        "image_uris.retrieve(" if is_ours else "image_uris.get_training_image_uri("
+    )
+    assert any("version 2 of the model parallel library" in note for note in notes(text)) != is_ours

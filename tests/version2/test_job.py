@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from smp_runtime.job import session
+
 
 @pytest.fixture
 def tsm() -> Any:
@@ -52,6 +54,34 @@ def test_a_cache_that_is_emptied_is_reported(monkeypatch: Any, caplog: Any) -> N
     assert [record.getMessage().partition(" in a step")[0] for record in caplog.records] == [
         "the memory allocator of cuda:0 emptied its cache 2 times"
     ]
+
+
+def test_updates_of_one_optimizer_are_the_steps_of_the_job(tsm: Any, monkeypatch: Any) -> None:
+    from smp_records import rank_record
+
+    notes = rank_record.Notes()
+    monkeypatch.setattr(rank_record, "current_record", lambda: notes)
+    monkeypatch.setattr("smp_version2.updates.current_record", lambda: notes)
+    tsm.init()
+    progress = session.current_session().progress
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    generator, other = (torch.optim.SGD([parameter], lr=0.1) for _ in range(2))
+    for _ in range(3):
+        parameter.grad = torch.ones(1)
+        generator.step()
+        other.step()  # as of a second network
+    assert (notes.step, progress.step) == (3, 3)
+    tsm.shutdown()
+    generator.step()
+    assert (notes.step, progress.step) == (3, 3)
+
+
+def test_a_rehearsal_is_refused_by_name(tsm: Any, monkeypatch: Any) -> None:
+    from smp_runtime.errors import SMPUserError
+
+    monkeypatch.setenv("SMP_REHEARSAL", "8")
+    with pytest.raises(SMPUserError, match="a rehearsal is for scripts of version 1"):
+        tsm.init()
 
 
 def test_it_begins_and_ends_like_version_1(tsm: Any) -> None:

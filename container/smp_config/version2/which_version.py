@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smp_config.errors import ConfigError
 from smp_config.parameters import KEYS, are_of_version_2
 from smp_config.version2.parameters import Version2Parameters
 
@@ -70,6 +71,22 @@ def choose_version(parameters: Any, script: str | Path | None) -> VersionChoice:
     return VersionChoice(
         False, f"{which}; {why} ({OF_VERSION_1}); for version 2 ({OF_VERSION_2}) add hybrid_shard_degree, 0 by default"
     )
+
+
+def refuse_version_2(parameters: Any, what: str) -> None:
+    """Raise an error if parameters are of version 2, for a tool that is for version 1.
+
+    Args:
+        what: the tool, as the subject of a sentence in the singular.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if are_of_version_2(parameters):
+        raise ConfigError(
+            f"the parameters are of version 2 of the library (import {OF_VERSION_2}), and {what} is for version 1: "
+            "run a few steps of the script as processes of this machine instead, with smp-estimator run or instance_type='local'"
+        )
 
 
 def find_imports(script: Path) -> frozenset[str]:

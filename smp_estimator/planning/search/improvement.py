@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_config import ModelParallelParameters
 from smp_config.schedules import TRAITS
+from smp_config.version2.which_version import refuse_version_2
 from smp_estimator.planning.search.branch_and_bound import Found, Search
 from smp_estimator.planning.search.planned import configuration_of, plan_of, region_of, space_of
 from smp_estimator.planning.step_time import unknown_because
@@ -87,6 +88,7 @@ def find_improvements(
     """
     if unknown_because(request) is not None:
         return ()
+    refuse_version_2(parameters, "a search for degrees")
     given = ModelParallelParameters.from_mp_parameters({"ddp": True, **parameters})
     if not TRAITS[given.pipeline].trains:  # the schedule decides that this job does not train
         request = request.changed({"pipeline": given.pipeline})
