@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models.version2 import make_gpt2, make_llama
+from support.models.version2 import make_gpt2, make_llama, make_mixtral
 
 
 def _start(make: Any, config: dict[str, Any], from_rank0: bool = False) -> dict[str, torch.Tensor]:
@@ -61,7 +61,23 @@ def test_every_topology_starts_with_the_same_weights(ranks: Any, make: Any) -> N
     assert float(weights.std()) == pytest.approx(0.02, rel=0.05)  # initializer_range of the models
 
 
-@pytest.mark.parametrize("config", [{"tensor_parallel_degree": 2}, {"hybrid_shard_degree": 2}])
-def test_weights_of_rank_0_reach_all_ranks(ranks: Any, config: dict[str, Any]) -> None:
-    found = ranks(lambda: _start(make_llama, config, from_rank0=True), 4, init=False, timeout=120)
+def test_experts_that_are_shared_out_start_as_others(ranks: Any) -> None:
+    one, *_ = ranks(lambda: _start(make_mixtral, {"hybrid_shard_degree": 2}), 2, init=False, timeout=120)
+    two, *_ = ranks(lambda: _start(make_mixtral, {"expert_parallel_degree": 2}), 2, init=False, timeout=120)
+    assert one.keys() == two.keys()
+    assert any("experts" in name for name in one)
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), name
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (make_llama, {"tensor_parallel_degree": 2}),
+        (make_llama, {"hybrid_shard_degree": 2}),
+        (make_mixtral, {"expert_parallel_degree": 2}),
+    ],
+)
+def test_weights_of_rank_0_reach_all_ranks(ranks: Any, make: Any, config: dict[str, Any]) -> None:
+    found = ranks(lambda: _start(make, config, from_rank0=True), 4, init=False, timeout=120)
     assert len(found[0]) > 10

@@ -20,11 +20,29 @@ class SharedExperts(nn.Module):
         experts: how many there are on all ranks; each has as many, in the order of the ranks.
         group: the ranks that share them out.
         is_sharded: whether FSDP averages their gradients over the ranks that have the same experts.
+        is_tried: whether tokens are run in two parts, as those of two ranks may be.
     """
 
     experts: int
     group: ExpertGroup
     is_sharded: bool
+    is_tried: bool
+
+    def begin(self, experts: int) -> None:
+        """Have all experts on this rank, until :meth:`share_out` is called."""
+        self.experts, self.group, self.is_sharded, self.is_tried = experts, ExpertGroup(1, 0, None), False, False
+
+    def run(self, rows: torch.Tensor, own: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """Run this rank's experts; see :data:`smp_version2.moe.exchange.LocalExperts`."""
+        if not self.is_tried:
+            return self._run(rows, own, sizes)
+        made = torch.empty_like(rows)
+        for part in (slice(0, None, 2), slice(1, None, 2)):
+            made[part] = self._run(rows[part], own[part], own[part].bincount(minlength=len(self.here)).tolist())
+        return made
+
+    def _run(self, rows: torch.Tensor, own: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        raise NotImplementedError
 
     @property
     def here(self) -> range:
@@ -59,7 +77,7 @@ class ListedExperts(SharedExperts):
         for name, expert in whole.named_children():
             self.add_module(name, expert)
         self.names = [name for name, _ in whole.named_children()]
-        self.experts, self.group, self.is_sharded = len(self.names), ExpertGroup(1, 0, None), False
+        self.begin(len(self.names))
 
     def share_out(self, group: ExpertGroup) -> None:
         """Drop the experts of other ranks."""
@@ -71,7 +89,7 @@ class ListedExperts(SharedExperts):
     def forward(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Return the results of the experts ``numbers``, ``[r]``, for the rows ``[r, h]``; all ranks of the group call it."""
         self.check()
-        return run_experts(rows, numbers, self.experts, self.group, self._run)
+        return run_experts(rows, numbers, self.experts, self.group, self.run)
 
     def _run(self, rows: torch.Tensor, own: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         order = torch.argsort(own, stable=True)
@@ -118,7 +136,7 @@ class TabledExperts(SharedExperts):
     def make_whole(self, device: torch.device) -> nn.Module:
         """Return a module like this one was before, with parameters of all experts without values."""
         made = copy.copy(self)
-        made.__class__ = type(self).__mro__[2]
+        made.__class__ = type(self).__bases__[1]  # see class_in_front
         vars(made).update(self.whole_numbers if self.group.size > 1 else {})
         made._parameters = {}
         for name, parameter in self.named_parameters(recurse=False):
@@ -131,7 +149,7 @@ class TabledExperts(SharedExperts):
         self.check()
         k = choices.shape[-1]
         rows = repeat_rows(hidden_states.reshape(-1, hidden_states.shape[-1]), k)
-        results = run_experts(rows, choices.flatten(), self.experts, self.group, self._run)
+        results = run_experts(rows, choices.flatten(), self.experts, self.group, self.run)
         return combine(results, weights.reshape(-1, k)).view_as(hidden_states)
 
     def _run(self, rows: torch.Tensor, own: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -167,7 +185,7 @@ def to_tables(module: nn.Module, experts: int) -> TabledExperts:
     """Let a module with parameters of many experts run those of one rank, all of them for now."""
     module.__class__ = class_in_front(TabledExperts, type(module))
     made: Any = module
-    made.experts, made.group, made.is_sharded = experts, ExpertGroup(1, 0, None), False
+    made.begin(experts)
     found: TabledExperts = made
     return found
 

@@ -100,6 +100,7 @@ def convert(model: nn.Module, config: MoEConfig | None) -> list[nn.Module]:
             "module with parameters [experts, …] that takes tokens, choices and weights: leave it out for this model"
         )
     for mixture in found:
+        _require_own_forward(mixture)
         _require_whole_tables(mixture)
         if mixture.count % group.size:
             fitting = ", ".join(str(n) for n in range(1, mixture.count + 1) if not mixture.count % n)
@@ -109,6 +110,19 @@ def convert(model: nn.Module, config: MoEConfig | None) -> list[nn.Module]:
             )
         _convert_one(mixture, config if balances else None, group)
     return [mixture.module for mixture in found]
+
+
+def _require_own_forward(mixture: Mixture) -> None:
+    """Raise an error if something has replaced the ``forward`` of one of the modules, which would come before the new one."""
+    parts = {"": mixture.module} | {
+        name: mixture.module.get_submodule(name) for name in (mixture.router, mixture.experts)
+    }
+    replaced = [f"{mixture.path}.{name}".strip(".") for name, part in parts.items() if "forward" in vars(part)]
+    if replaced:
+        raise SMPUserError(
+            f"{', '.join(replaced)} has a forward of its own beside that of its class, as hooks of accelerate have: remove it "
+            "before tsm.transform"
+        )
 
 
 def _require_whole_tables(mixture: Mixture) -> None:
@@ -129,20 +143,23 @@ def _convert_one(mixture: Mixture, config: MoEConfig | None, group: ExpertGroup)
     trial = MixtureTrial.of(mixture.module, mixture.router, mixture.experts)
     module: Any = mixture.module
     routes_lists = config is not None and mixture.is_list
+    if routes_lists:
+        _require_plain(mixture)
     if mixture.is_list:
         experts: Any = ListedExperts(module.get_submodule(mixture.experts))
         setattr(module, mixture.experts, experts)
         module.part_names = (mixture.router, mixture.experts)
         front: type[nn.Module] = RoutedMixture if routes_lists else ReplayedMixture
         if routes_lists:
-            _require_plain(mixture)
             module.moe_config, module.choices = config, trial.choices
             module.returns_logits = trial.returns_logits(mixture.count)
         module.__class__ = class_in_front(front, type(module))
     else:
         experts = to_tables(module.get_submodule(mixture.experts), mixture.count)
     if not routes_lists:
+        experts.is_tried = True
         trial.compare(module, str(mixture))
+        experts.is_tried = False
     if config is not None and not mixture.is_list:
         _balance(mixture, config, trial)
     if config is not None and config.global_token_shuffle:

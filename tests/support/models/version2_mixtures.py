@@ -107,6 +107,14 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def make_listed() -> Model:
+    return Model(ListedMixture)
+
+
+def make_tabled() -> Model:
+    return Model(TabledMixture)
+
+
 # -- references --------------------------------------------------------------------------------------------------------
 
 
@@ -141,12 +149,22 @@ def balance(logits: torch.Tensor, k: int, way: str, aux: float, z: float) -> tup
     return weights, chosen, loss
 
 
+def run_expert(experts: nn.Module, at: int, x: torch.Tensor) -> torch.Tensor:
+    """Run one expert on all tokens."""
+    if isinstance(experts, nn.ModuleList):
+        return experts[at](x)
+    if isinstance(experts, Experts):
+        return torch.tanh(x @ experts.inner[at].T) @ experts.outer[at].T
+    gate, up = (x @ experts.gate_up_proj[at].T).chunk(2, -1)  # of Transformers 5
+    return (nn.functional.silu(gate) * up) @ experts.down_proj[at].T
+
+
 def use_reference(model: nn.Module, config: Any) -> list[torch.Tensor]:
     """Let a model's mixtures compute in one process by the formulas of a configuration; their losses come in a list."""
     losses: list[torch.Tensor] = []
 
-    def forward(mixture: Any, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, WIDTH)
+    def forward(mixture: Any, x: torch.Tensor) -> Any:
+        flat = x.reshape(-1, x.shape[-1])
         logits = flat @ mixture.gate.weight.T
         weights, chosen, loss = balance(
             logits, CHOSEN, config.moe_load_balancing, config.moe_aux_loss_coeff, config.moe_z_loss_coeff
@@ -154,13 +172,13 @@ def use_reference(model: nn.Module, config: Any) -> list[torch.Tensor]:
         losses.append(loss)
         made = 0
         for at in range(EXPERTS):
-            if isinstance(mixture.experts, nn.ModuleList):
-                rows = mixture.experts[at](flat)
-            else:
-                rows = torch.tanh(flat @ mixture.experts.inner[at].T) @ mixture.experts.outer[at].T
+            rows = run_expert(mixture.experts, at, flat)
             made = made + rows * (weights * (chosen == at)).sum(1, keepdim=True)
-        return made.view_as(x)
+        made = made.view_as(x)
+        return (made, logits) if type(mixture).__name__ == "MixtralSparseMoeBlock" and has_list else made
 
-    for block in model.blocks:
-        block.mixture.forward = forward.__get__(block.mixture)
+    mixtures = [module for module in model.modules() if hasattr(module, "gate") and hasattr(module, "experts")]
+    has_list = any(isinstance(mixture.experts, nn.ModuleList) for mixture in mixtures)
+    for mixture in mixtures:
+        mixture.forward = forward.__get__(mixture)
     return losses

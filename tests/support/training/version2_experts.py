@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from support.training import version2_checkpoints as checkpoints
+from support.training.version2_checkpoints import Training
 
 STEPS, BATCH, LENGTH = 5, 2, 10
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
@@ -22,7 +26,8 @@ def draw(step: int, rank: int, vocabulary: int) -> torch.Tensor:
 
 def compute_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of the next tokens."""
-    found = model(ids)
+    # A cache would be filled twice if blocks are recomputed.
+    found = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
     logits = found if isinstance(found, torch.Tensor) else found.logits
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
 
@@ -110,3 +115,97 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the greatest difference, relative to the greatest value."""
     return float((mine - wanted).abs().max() / wanted.abs().max())
+
+
+class ExpertTraining(Training):
+    """A training of a small model with mixtures, which saves in a folder for each expert parallel rank as scripts do."""
+
+    def __init__(self, seed: int, make: Any, moe: dict[str, Any] | None = None) -> None:
+        import torch.sagemaker as tsm
+
+        from smp_version2.moe.config import MoEConfig
+
+        torch.manual_seed(seed)
+        config = None if moe is None else MoEConfig(**moe)
+        self.model = wrap(tsm.transform(make().double(), config=config))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.steps = 0
+
+    def train(self, until: int) -> None:
+        import torch.sagemaker as tsm
+
+        while self.steps < until:
+            self.optimizer.zero_grad()
+            compute_loss(self.model, draw(self.steps, tsm.state.rank, 32)).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.steps += 1
+
+
+def resume(config: dict[str, Any], make: Any, way: str, root: Path) -> list[str]:
+    """Train, save on the way, and resume in a new training; return the names of values that differ."""
+    with checkpoints.joined(config) as tsm:
+        folder = root / f"ep{tsm.state.ep_size}-{tsm.state.ep_rank}"
+        queue = tsm_queue()
+        first = ExpertTraining(0, make)
+        first.train(2)
+        if way == "local":
+            checkpoints.save_local(first, root, queue)
+            queue.maybe_finalize_async_calls(blocking=True)
+        elif way == "sharded":
+            checkpoints.save(first, folder)
+        whole = full_state(first.model)
+        torch.distributed.barrier()
+        second = ExpertTraining(1, make)
+        if way == "local":
+            checkpoints.load_local(second, root)
+        elif way == "sharded":
+            checkpoints.load(second, folder)
+        else:
+            load_full(second.model, whole)
+        found = full_state(second.model)
+        differing = [name for name in whole if not torch.equal(whole[name], found[name])]
+        if way != "full":
+            first.train(4)
+            second.train(4)
+            wanted, found = full_state(first.model), full_state(second.model)
+            differing += [f"{name} later" for name in wanted if not torch.equal(wanted[name], found[name])]
+        return differing
+
+
+def tsm_queue() -> Any:
+    """Return a queue of saves."""
+    from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
+
+    return AsyncCallsQueue()
+
+
+def load_full(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
+    """Load a full state dict."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(whole)
+
+
+def shuffle_once(make: Any, way: str) -> dict[str, Any]:
+    """Train with and without the token shuffle; return how far apart results and parameters are."""
+    with checkpoints.joined({"expert_parallel_degree": 2}) as tsm:
+        plain = {"moe_load_balancing": way, "moe_z_loss_coeff": 0.01}
+        first, second = ExpertTraining(0, make, plain), ExpertTraining(0, make, {**plain, "global_token_shuffle": True})
+        seen: list[list[Any]] = [[], []]
+        for training, rows in zip((first, second), seen, strict=True):
+            gate = next(part for name, part in training.model.named_modules() if name.endswith("gate"))
+            gate.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].reshape(-1, 12).detach()))
+        ids = draw(7, tsm.state.rank, 32)
+        one, two = first.model(ids), second.model(ids)
+        own = (seen[1][0][:, None] - seen[0][0]).abs().amax(-1).amin(-1) < 1e-12
+        first.train(3)
+        second.train(3)
+        wanted, found = full_state(first.model), full_state(second.model)
+        return {
+            "results": distance(two.detach(), one.detach()),
+            "apart": max(distance(found[name], value) for name, value in wanted.items()),
+            "own": float(own.double().mean()),
+        }
