@@ -65,7 +65,7 @@ def init(config: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> No
     state.join(joined.ranks, parameters)
     joined.at_leave.append(state.leave)
     joined.at_leave.append(sharded_modules.install(parameters, joined.ranks))
-    joined.at_leave.append(recomputation.install())
+    joined.at_leave.append(recomputation.install(parameters, joined.ranks))
     joined.at_leave.append(updates.install(joined))
     if parameters.fsdp_cache_flush_warnings:
         joined.at_leave.append(cache_flushes.install(joined.ranks.device))

@@ -126,5 +126,8 @@ def test_the_json_of_a_job_is_read_or_named() -> None:
 def test_settings_without_effect_are_named_once_they_are_given() -> None:
     given = {"sm_activation_offloading": True, "random_seed": 3, "allow_empty_shards": False, "hybrid_shard_degree": 2}
     said = Version2Parameters.from_parameters(given).warnings()
-    assert [sentence.split(" is ")[0] for sentence in said] == ["sm_activation_offloading"]
+    assert said == []
+    given |= {"allow_empty_shards": True, "sm_activation_offloading": False, "activation_loading_horizon": 3}
+    said = Version2Parameters.from_parameters(given).warnings()
+    assert [sentence.split(" is ")[0] for sentence in said] == ["allow_empty_shards", "activation_loading_horizon"]
     assert Version2Parameters.from_parameters({}).warnings() == []

@@ -27,8 +27,6 @@ _DEGREE = "a whole number from 1 to the number of processes"
 
 #: Settings that are taken for scripts that have them, and change nothing; a false one asks for nothing.
 _WITHOUT_EFFECT = {
-    "sm_activation_offloading": "PyTorch's own offload_wrapper moves activations, and loads none ahead",
-    "activation_loading_horizon": "PyTorch's own offload_wrapper loads no activations ahead",
     "allow_empty_shards": "PyTorch's own sharding pads small parameters",
 }
 
@@ -194,7 +192,13 @@ class Version2Parameters(BaseModel):
     def warnings(self) -> list[str]:
         """Return sentences on settings that were given and have no effect."""
         given = [name for name in _WITHOUT_EFFECT if name in self.model_fields_set and getattr(self, name) is not False]
-        return [f"{name} is {getattr(self, name)}, which has no effect: {_WITHOUT_EFFECT[name]}" for name in given]
+        said = [f"{name} is {getattr(self, name)}, which has no effect: {_WITHOUT_EFFECT[name]}" for name in given]
+        if "activation_loading_horizon" in self.model_fields_set and not self.sm_activation_offloading:
+            said.append(
+                f"activation_loading_horizon is {self.activation_loading_horizon}, which has no effect: sm_activation_offloading "
+                "is false, and PyTorch's own offload_wrapper loads no activations ahead"
+            )
+        return said
 
 
 def _unknown(name: object, known: list[str]) -> str:

@@ -123,6 +123,11 @@ class Offloader:
         """Return the bytes of pinned host memory."""
         return 0 if self._pool is None else self._pool.bytes
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no region waits for its backward pass."""
+        return not any(use() is not None for use in self._live.values())
+
     def begin_step(self) -> None:
         """Begin a step: wait for copies to CPU memory, and drop entries of freed tensors and uses."""
         self._check_leaving(wait=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
-def make_llama() -> Any:
+def make_llama(layers: int = 2) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, intermediate_size=64, **_size()))
+    size = _size() | {"num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, intermediate_size=64, **size))
 
 
 def make_neox() -> Any:
