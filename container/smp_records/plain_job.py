@@ -14,6 +14,8 @@ from typing import Any
 
 from smp_config.errors import ConfigError
 
+#: Stands for the name of a function that returns batches, if there is none.
+NO_FUNCTION = "-"
 FACTS_PREFIX, FACTS_SUFFIX = "plain-rank", ".json"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from smp_config import ConfigError
 from smp_records.plain_job import LoaderFacts, ParameterFacts, PlainFacts, read_facts
 from smp_runtime.errors import SMPRuntimeError
+from smp_tools.numerics.plain.batch_functions import BatchFunction, run_with_batches
 from smp_tools.numerics.plain.batches import JoinedBatches, RankBatches, join
 from smp_tools.numerics.plain.loss_weight import LossWeight
 from smp_tools.numerics.plain.norm_statistics import keep_statistics_out
@@ -32,6 +34,39 @@ class Sample:
 
 def _rows(start: int, count: int) -> torch.Tensor:
     return torch.arange(start, start + count)[:, None] * torch.ones(1, 2, dtype=torch.long)
+
+
+def _recorded(folder: Path, module: str, calls: str) -> tuple[list[Any], list[Any]]:
+    """Return the batches that ``calls`` gets on a rank, and then in one process."""
+    script = folder / f"uses_{module}.py"
+    script.write_text(f"from {module} import batch\nimport torch\n{calls}")
+    kept, found = folder / f"{module}-kept", list[list[Any]]()
+    for batches in (RankBatches(kept, 0, lambda: 0, 9, lambda: None), JoinedBatches(kept)):
+        sys.modules.pop(module, None)
+        replays = isinstance(batches, JoinedBatches)
+        run_with_batches(
+            str(script), f"{module}:batch", lambda made, b=batches, r=replays: BatchFunction(made, b, replays=r)
+        )
+        found.append(vars(sys.modules["__main__"])["got"])
+    return found[0], found[1]
+
+
+def test_results_of_a_function_are_kept_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an evaluation are left alone, and an iterator begins an epoch."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    counter = "count = 0\ndef batch(add=0):\n    global count\n    count += 1\n    return count + add\n"
+    (tmp_path / "counts.py").write_text(counter)
+    calls = "got = [batch(), batch(add=10)]\nwith torch.no_grad():\n    got += [batch(100)]\ngot += [batch()]\n"
+    here, replayed = _recorded(tmp_path, "counts", calls)
+    assert here == [1, 12, 103, 4]
+    assert replayed[:2] + replayed[3:] == [1, 12, 4]
+    assert replayed[2] != 103, "the one process evaluates on its own"
+    (tmp_path / "yields.py").write_text("def batch(count):\n    yield from range(count)\n")
+    assert _recorded(tmp_path, "yields", "got = [*batch(2), *batch(3)]\n") == ([0, 1, 0, 1, 2], [0, 1, 0, 1, 2])
+    more = BatchFunction(lambda: 1, JoinedBatches(tmp_path / "none"), replays=True)
+    with pytest.raises(SMPRuntimeError, match="more often than a rank did"):
+        more()
 
 
 @pytest.mark.parametrize(

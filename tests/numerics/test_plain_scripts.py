@@ -1,4 +1,4 @@
-"""``smp-estimator verify --plain``: it names 17 faults in scripts of DDP, FSDP2 and plain ranks, and none in 8 right scripts."""
+"""``smp-estimator verify --plain``: it names 19 faults in scripts of DDP, FSDP2 and plain ranks, and none in 9 right scripts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ FAULTS = {
     "different_seeds": ("step 0: weight of ", "the ranks began with different weights"),
     "divided_by_ranks": ("step 0, rank(s) 0, 1: loss", "the loss of a rank is 1/2 of that of one process"),
     "frozen_on_one_rank": ("step 0: update of mlp.2.", "is in no optimizer on rank(s) 1 only"),
+    "get_batch_loss_scale": ("step 0, rank(s) 0, 1: loss", "the loss of a rank is 1/2 of that of one process"),
+    "get_batch_same_seed": ("step 0, rank(s) 0, 1: input of the model", "the replicas [0, 1] have read the same batch"),
     "local_norms": ("step 0, rank(s) 0, 1: gradient of ", "clipped by the norm of the rank's own part"),
     "mean_over_unequal_tokens": ("step 0, rank(s) 0, 1: loss", "a mean over tokens that are not ignored"),
     "no_all_reduce": ("step 0: gradient of ", "each rank updates with its own gradients"),
@@ -48,6 +50,7 @@ RIGHT = (
     "fsdp2_mixed_precision",
     "plain_ranks",
     "evaluation",
+    "get_batch",
 )
 
 
@@ -94,7 +97,13 @@ def _verdict(records: Path, script: str) -> list[str]:
     "script",
     sampled(
         [f"fault_{name}" for name in FAULTS],
-        ["fault_set_epoch", "fault_accumulation_scale", "fault_local_norms", "fault_frozen_on_one_rank"],
+        [
+            "fault_set_epoch",
+            "fault_get_batch_same_seed",
+            "fault_accumulation_scale",
+            "fault_local_norms",
+            "fault_frozen_on_one_rank",
+        ],
     ),
 )
 def test_a_fault_is_named(records: Path, script: str) -> None:
@@ -107,7 +116,8 @@ def test_a_fault_is_named(records: Path, script: str) -> None:
 @pytest.mark.parametrize(
     "script",
     sampled(
-        [f"right_{name}" for name in RIGHT], ["right_ddp", "right_ddp_accumulation", "right_fsdp2_mixed_precision"]
+        [f"right_{name}" for name in RIGHT],
+        ["right_ddp", "right_get_batch", "right_ddp_accumulation", "right_fsdp2_mixed_precision"],
     ),
 )
 def test_no_fault_is_named_in_a_right_script(records: Path, script: str) -> None:
@@ -145,6 +155,15 @@ def test_a_script_without_a_loader(tmp_path: Path) -> None:
     assert "has read no batch from a torch.utils.data.DataLoader" in flat(
         call("verify", "--plain", str(script), code=1)
     )
+
+
+def test_a_function_that_the_script_lacks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def get_batch():\n    return None\n")
+    said = flat(call("verify", "--plain", str(script), "--batches", "get_batches", code=1))
+    assert "defines no function 'get_batches', did you mean 'get_batch'?" in said
+    said = flat(call("verify", str(script), "--parameters", "{}", "--batches", "get_batch", code=1))
+    assert "leave --batches out" in said
 
 
 def test_a_script_is_plain_or_has_parameters(tmp_path: Path) -> None:

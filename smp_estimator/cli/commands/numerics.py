@@ -115,6 +115,9 @@ def _empty(folder: str | None, otherwise: str) -> Path:
 @click.option("--parameters", metavar="JSON|FILE", help="mp_parameters: the degrees to be verified.")
 @click.option("--plain", is_flag=True, help="SCRIPT trains without smp: with DDP, FSDP2 or its own collectives.")
 @click.option(
+    "--batches", metavar="NAME", help="With --plain: SCRIPT's function that returns a batch, if it has no DataLoader."
+)
+@click.option(
     "--processes",
     type=click.IntRange(1),
     help="Default: as few as the degrees need, two replicas with ddp; 2 with --plain.",
@@ -178,9 +181,15 @@ def _planned(
     steps: int | None,
     seed: int,
     timeout: float,
+    batches: str | None,
 ) -> Verification | PlainVerification:
     if parameters is None:
-        return PlainVerification(script, words, processes or 2, steps or 4, seed, folder, timeout)
+        return PlainVerification(script, words, processes or 2, steps or 4, seed, folder, timeout, batches or "")
+    if batches is not None:
+        raise ConfigError(
+            "--batches names a function of a script without smp, and --parameters is of a script with smp: its batches are those "
+            "that its functions with @smp.step get; leave --batches out"
+        )
     given = parse_dictionary(parameters, "--parameters")
     planned = Verification.plan(script, words, given, processes, steps or 3, seed, folder)
     return replace(planned, timeout=timeout)

@@ -44,7 +44,7 @@ def _run_rank(rank: int, world: int, port: int, record: Path, trial: Trial, scri
                 TRIAL_VARIABLE: trial.to_text(),
             }
             try:
-                PlainRun(os.environ).run(str(script), [])
+                PlainRun(os.environ).run(str(script), [], "get_batch" if "get_batch" in script.stem else "")
                 code = 0
             except SystemExit as ended:
                 code = int(ended.code or 0)

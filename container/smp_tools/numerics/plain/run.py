@@ -1,7 +1,7 @@
-"""A rank of ``smp-estimator verify --plain``: ``python run.py train.py --epochs 3``, started by ``smp_launch run``.
+"""A rank of ``smp-estimator verify --plain``: ``python run.py - train.py --epochs 3``, started by ``smp_launch run``.
 
-The script runs as it is. Before it, hooks of PyTorch are installed that record numbers, keep or replace the batches, and end the
-script after the wanted updates.
+The first word is the name of the script's function that returns batches, or a hyphen. The script runs as it is. Before it, hooks
+of PyTorch are installed that record numbers, keep or replace the batches, and end the script after the wanted updates.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 
 from smp_records.numerics import VARIABLE, Trial
+from smp_records.plain_job import NO_FUNCTION
 from smp_runtime.errors import SMPUserError
+from smp_tools.numerics.plain.batch_functions import BatchFunction, run_with_batches
 from smp_tools.numerics.plain.batches import JoinedBatches, RankBatches
 from smp_tools.numerics.plain.recorder import PlainRank, PlainRecorder
 from smp_tools.numerics.plain.ties import ParameterTies
@@ -45,6 +47,7 @@ class PlainRun:
         self._recorder = PlainRecorder(self._place, self._folder, trial, self._ties, self._finished)
         self._batches = self._find_batches(environ)
         self._recorder.facts.loaders = self._batches.book.facts
+        self._has_batch_function = False
 
     def _find_batches(self, environ: Mapping[str, str]) -> RankBatches | JoinedBatches:
         if self._trial.replay:
@@ -54,15 +57,23 @@ class PlainRun:
             Path(self._trial.save), self._place.rank, lambda: recorder.updates, self._trial.steps, self._end
         )
 
-    def run(self, script: str, words: list[str]) -> None:
-        """Run the script to its end, or to the last update that is wanted."""
+    def run(self, script: str, words: list[str], batches: str = "") -> None:
+        """Run the script to its end, or to the last update that is wanted.
+
+        Args:
+            batches: name of the script's function that returns batches, if it reads them from no ``DataLoader``.
+        """
+        self._has_batch_function = bool(batches)
         self._install()
         sys.argv = [script, *words]
         sys.path[0] = str(Path(script).absolute().parent)
         # Ranks without a seed of their own must not draw the same weights: in a real job they would not.
         seed_everything(self._trial.seed + self._place.rank)
         try:
-            runpy.run_path(script, run_name="__main__")
+            if batches:
+                run_with_batches(script, batches, self._follow_function)
+            else:
+                runpy.run_path(script, run_name="__main__")
         except Exception as error:
             # The next epoch begins too early for some scripts: all numbers are written by then.
             if not self._recorder.is_over:
@@ -72,7 +83,7 @@ class PlainRun:
 
     def _finished(self) -> None:
         """Go on to the order of the next epoch, which only the ranks show."""
-        if self._trial.replay:
+        if self._trial.replay or self._has_batch_function:
             self._end()
         timer = threading.Timer(_SECOND_EPOCH, self._give_up)
         timer.daemon = True
@@ -130,6 +141,9 @@ class PlainRun:
         DataLoader.__iter__ = __iter__  # type: ignore[method-assign,assignment]
         DataLoader.__len__ = __len__  # type: ignore[method-assign]
 
+    def _follow_function(self, function: Callable[..., Any]) -> BatchFunction:
+        return BatchFunction(function, self._batches, replays=bool(self._trial.replay))
+
     def _follow_clipping(self) -> None:
         original, recorder = torch.nn.utils.clip_grad_norm_, self._recorder
 
@@ -174,4 +188,4 @@ def _write_no_files() -> None:
 
 
 if __name__ == "__main__":
-    PlainRun(os.environ).run(sys.argv[1], sys.argv[2:])
+    PlainRun(os.environ).run(sys.argv[2], sys.argv[3:], "" if sys.argv[1] == NO_FUNCTION else sys.argv[1])
