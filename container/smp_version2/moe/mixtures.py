@@ -5,20 +5,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from smp_config.errors import kind_of
 from smp_runtime.errors import SMPUserError
+from smp_runtime.job import session
 from smp_runtime.module_conversion.in_place.experts import is_list_of_experts
+from smp_version2.moe.config import MoEConfig
 from smp_version2.moe.exchange import ExpertGroup
 from smp_version2.moe.experts import ListedExperts, class_in_front, to_tables
 from smp_version2.moe.proof import MixtureTrial
 from smp_version2.moe.routers import BalancedRouter, ReplayedMixture, RoutedMixture, ShuffledMixture
 
-if TYPE_CHECKING:
-    from smp_version2.moe.config import MoEConfig
+#: Settings that are taken for scripts that have them, and change nothing.
+_WITHOUT_EFFECT = {
+    "moe_all_to_all_dispatcher": "tokens go to the ranks of their experts alone in any case",
+    "use_cpu_initialization": "parameters are created where the script or DelayedParamIniter creates them",
+}
 
 #: Arguments of a module with parameters of many experts: tokens, choices, weights.
 _ARGUMENTS = 3
@@ -90,6 +95,9 @@ def convert(model: nn.Module, config: MoEConfig | None) -> list[nn.Module]:
     """
     group = ExpertGroup.of_job()
     balances = config is not None and config.smp_moe
+    for name, sentence in _WITHOUT_EFFECT.items():
+        if config is not None and getattr(config, name) != getattr(MoEConfig, name):
+            session.say_once(f"MoEConfig got {name}={getattr(config, name)}, which has no effect: {sentence}")
     if group.size == 1 and not balances:
         return [mixture.module for mixture in find_mixtures(model)]
     found = find_mixtures(model)
