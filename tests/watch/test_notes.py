@@ -13,8 +13,11 @@ import pytest
 
 from smp_config.formats.rank_lists import ranks_of, ranks_text
 from smp_launch.watch import stacks
+from smp_launch.watch.position import RankPosition, Standing
+from smp_launch.watch.report import describe
+from smp_launch.watch.verdict import find
 from smp_records import rank_record
-from smp_records.rank_record import COLLECTIVE, PUBLIC, Notes, read
+from smp_records.rank_record import COLLECTIVE, PUBLIC, Notes, ScriptLine, read
 from smp_records.script_lines import is_ours, is_script_s, is_standard, script_line
 
 
@@ -198,3 +201,14 @@ def test_the_signal_for_stacks_does_not_end_a_rank_whose_interpreter_is_ending(t
     )
     assert (ended.returncode, ended.stdout) == (0, "lives\n"), ended.stderr
     assert "Current thread" in (tmp_path / f"0{rank_record.STACKS_SUFFIX}").read_text()
+
+
+def test_a_rank_without_a_line_of_the_script_is_at_no_place(notes, tmp_path):
+    record = read(tmp_path / "3")
+    outside, placed = (
+        RankPosition(record, Standing.SCRIPT, 61.0, line) for line in (ScriptLine("", 0), ScriptLine("train.py", 7))
+    )
+    assert describe(outside).endswith(", outside the script's own lines")
+    assert find({3: outside}, 61.0).text.startswith("has been outside the script's own lines for 61 s")
+    assert describe(placed).endswith(", at train.py:7")
+    assert find({3: placed}, 61.0).text.startswith("has been at train.py:7 for 61 s")

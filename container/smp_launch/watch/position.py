@@ -73,13 +73,13 @@ class RankPosition:
         return tuple(rank for rank in self.wait.whom if rank != self.rank)
 
     def at(self) -> str:
-        """Return the script's line with its source, as in ``train.py:12 (for batch in loader:)``."""
+        """Return the script's line with its source, as in ``at train.py:12 (for batch in loader:)``."""
         if not self.line:
             return "outside the script's own lines"
         source = linecache.getline(self.line.file, self.line.number).strip()
         if len(source) > _SHOWN_CHARACTERS:
             source = source[: _SHOWN_CHARACTERS - 1] + "…"
-        return f"{self.line} ({source})" if source else str(self.line)
+        return f"at {self.line} ({source})" if source else f"at {self.line}"
 
 
 def describe_moment(where: RankRecord) -> str:

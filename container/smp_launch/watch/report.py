@@ -57,7 +57,7 @@ def describe(position: RankPosition) -> str:
             doing += f" for {_listed(position.whom)}"
     else:
         doing = position.doing or "goes on"
-    return f"rank {position.rank}: {step}{where.phase}, {position.seconds:.0f} s: {doing}, at {position.at()}"
+    return f"rank {position.rank}: {step}{where.phase}, {position.seconds:.0f} s: {doing}, {position.at()}"
 
 
 def last_seen(folder: Path) -> dict[int, str]:
@@ -72,8 +72,8 @@ def last_seen(folder: Path) -> dict[int, str]:
         threads = stacks.left_by_crash(folder, rank)
         position = position_of(where, State("S"), threads, where.when, is_active=False)
         # Without stacks of the crash, the place is the last one that the rank noted.
-        seen = "at" if threads else "last seen at"
-        found[rank] = f"{describe_moment(where)}, {seen} {position.at()}"
+        seen = "" if threads else "last seen "
+        found[rank] = f"{describe_moment(where)}, {seen}{position.at()}"
     return found
 
 

@@ -63,7 +63,7 @@ def _is_deadlock(everyone: Collection[RankPosition]) -> bool:
 
 def _stopped(position: RankPosition) -> str:
     return (
-        f"{position.doing} since {position.seconds:.0f} s, {describe_moment(position.where)}, last seen at {position.at()}; "
+        f"{position.doing} since {position.seconds:.0f} s, {describe_moment(position.where)}, last seen {position.at()}; "
         "kill -CONT "
         f"{position.where.pid} lets it go on"
     )
@@ -80,7 +80,7 @@ def _of_script(in_script: Sequence[RankPosition], everyone: Sequence[RankPositio
     doing = first.doing or "does not go on"
     if first.is_active:
         doing = "computes, or moves data, but does not go on"
-    text = f"has been at {first.at()} for {first.seconds:.0f} s{also}, {describe_moment(first.where)}: it {doing}"
+    text = f"has been {first.at()} for {first.seconds:.0f} s{also}, {describe_moment(first.where)}: it {doing}"
     waiting = _waiting(everyone, {p.rank for p in in_script})
     is_uncertain = first.is_active or first.is_compiling
     return HangVerdict(first.rank, text + waiting, is_certain=not is_uncertain)
@@ -112,7 +112,7 @@ def _uneven(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
             theirs, ours = positions[rank].where, waiting.where
             return HangVerdict(
                 rank,
-                f"has ended its script after {theirs.step} steps, while rank {waiting.rank} waits for it in {waiting.call}, at "
+                f"has ended its script after {theirs.step} steps, while rank {waiting.rank} waits for it in {waiting.call}, "
                 f"{waiting.at()}, in step {ours.step}; let all ranks run the same number of steps (drop_last=True, a sampler with "
                 "as many samples for each rank), or train in `with model.join():`",
             )
@@ -129,7 +129,7 @@ def _mismatch(positions: Mapping[int, RankPosition]) -> HangVerdict | None:
             other = next(rank for rank in calls if calls[rank].content != calls[odd].content)
             return HangVerdict(
                 odd,
-                f"has called {calls[odd].content} at {positions[odd].at()}, but rank {other} {calls[other].content} at "
+                f"has called {calls[odd].content} {positions[odd].at()}, but rank {other} {calls[other].content} "
                 f"{positions[other].at()}, as collective {number} of ranks {ranks_text(members)}; all ranks of a group must make "
                 "the same calls, with tensors of the same shape",
             )
@@ -154,7 +154,7 @@ def _missing_collective(positions: Mapping[int, RankPosition]) -> HangVerdict | 
             late, first = positions[behind[0]], waiting[0]
             return HangVerdict(
                 late.rank,
-                f"has not made the call {first.call} that rank {first.rank} made at {first.at()}: it waits in {late.call} at "
+                f"has not made the call {first.call} that rank {first.rank} made {first.at()}: it waits in {late.call} "
                 f"{late.at()}, {describe_moment(late.where)}; all ranks of {ranks_text(members)} must make the same calls in "
                 "the same order",
             )
@@ -197,7 +197,9 @@ def _circle(everyone: Sequence[RankPosition], seconds: float) -> HangVerdict:
         return places[position.call, position.line], -position.rank
 
     first = min(everyone, key=order)
-    text = f"has waited in {first.call or 'a call'} at {first.at()} for {first.seconds:.0f} s, {describe_moment(first.where)}"
+    text = (
+        f"has waited in {first.call or 'a call'} {first.at()} for {first.seconds:.0f} s, {describe_moment(first.where)}"
+    )
     if len(places) == 1 and len(everyone) > 1:
         text += f"; all ranks wait there for {seconds:.0f} s: the connection between them may be broken"
     any_active = any(position.is_active for position in everyone)
