@@ -225,9 +225,11 @@ class JobAccelerator(Accelerator):
             if reduction == "none":
                 return one
             total = one.detach().clone()
-            if self.num_processes > 1 and not self._job.ranks.step.is_tracing:
+            is_alone = self.num_processes == 1 or self._job.ranks.step.is_tracing
+            if not is_alone:
                 dist.all_reduce(total, group=self._process_group())
-            return total * scale / (self.num_processes if reduction == "mean" else 1)
+            total = total * scale
+            return total / self.num_processes if reduction == "mean" else total
 
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
@@ -370,12 +372,18 @@ def give_to_scripts(module: ModuleType) -> None:
 
     def new(cls: type, *_: Any, **__: Any) -> Any:
         frame = inspect.currentframe()
-        caller = frame.f_back.f_globals.get("__name__", "") if frame is not None and frame.f_back is not None else ""
-        if cls is Accelerator and caller.partition(".")[0] not in _OWN_WAYS:
-            if PARAMETERS_VARIABLE in os.environ:  # in a job the script may have left it to its first use
-                sessions.init()
-            if sessions.is_initialized() and sessions.current_session().ranks.size(Group.WORLD) > 1:
-                cls = JobAccelerator
+        back = frame.f_back if frame is not None else None
+        caller = back.f_globals.get("__name__", "") if back is not None else ""
+        is_script_s = caller.partition(".")[0] not in _OWN_WAYS
+        if cls is Accelerator and is_script_s and _has_several_ranks():
+            cls = JobAccelerator
         return object.__new__(cls)
 
     Accelerator.__new__ = new
+
+
+def _has_several_ranks() -> bool:
+    """Return whether this process is one of several ranks; in a job it joins them."""
+    if PARAMETERS_VARIABLE in os.environ:  # the script may have left it to its first use
+        sessions.init()
+    return sessions.is_initialized() and sessions.current_session().ranks.size(Group.WORLD) > 1

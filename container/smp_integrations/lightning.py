@@ -302,13 +302,16 @@ def _merged(value: Any) -> Any:
     Values other than tensors stay a list with one value for each microbatch, unless all are equal.
     """
     if isinstance(value, StepOutput):
-        return value.reduce_mean() if value.outputs[0].ndim == 0 else value.concat()
+        is_number = value.outputs[0].ndim == 0
+        return value.reduce_mean() if is_number else value.concat()
     if isinstance(value, Mapping):
         return {key: _merged(one) for key, one in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_merged, value))
     if not isinstance(value, list) or not value:
         return value
-    if any(isinstance(one, StepOutput | Mapping | tuple) for one in value):
+    has_outputs = any(isinstance(one, StepOutput | Mapping | tuple) for one in value)
+    if has_outputs:
         return list(map(_merged, value))
-    return value[0] if all(one == value[0] for one in value) else value
+    first = value[0]
+    return first if all(one == first for one in value) else value

@@ -37,10 +37,13 @@ def adapt_arguments(module: ModuleType) -> None:
     """Adapt ``TrainingArguments``: use the device of this library, on machines without a GPU too."""
     for name in ("TrainingArguments", "SageMakerTrainingArguments"):
         kind = vars(module).get(name)
-        if kind is None or "_setup_devices" not in vars(kind):
+        if kind is None:
+            continue
+        own = vars(kind)
+        if "_setup_devices" not in own:
             continue
         _property_of(kind, "_setup_devices", _device, module)
-        if "__post_init__" in vars(kind):
+        if "__post_init__" in own:
             replace_method(kind, "__post_init__", _begin_arguments, module)
 
 

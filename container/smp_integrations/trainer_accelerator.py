@@ -36,13 +36,17 @@ class TrainerAccelerator(JobAccelerator):
     def prepare(self, *objects: Any, **options: Any) -> Any:
         """Prepare objects as Accelerate does, but first create the trainer's optimizer for the wrapped model if it is missing."""
         trainer = self._trainer()
-        if trainer is None or len(objects) != 1 or objects[0] is not trainer.optimizer:
+        if trainer is None or len(objects) != 1:
+            return super().prepare(*objects, **options)
+        if objects[0] is not trainer.optimizer:
             return super().prepare(*objects, **options)
         if not isinstance(trainer.optimizer, DistributedOptimizer):
             trainer.create_optimizer()
-        if not isinstance(trainer.optimizer, DistributedOptimizer):  # by a subclass
+        # A subclass may have created another one.
+        if not isinstance(trainer.optimizer, DistributedOptimizer):
             trainer.optimizer = DistributedOptimizer(trainer.optimizer)
-        if not any(trainer.optimizer is known for known in self._optimizers):
+        is_known = any(trainer.optimizer is known for known in self._optimizers)
+        if not is_known:
             self._optimizers.append(trainer.optimizer)
         return trainer.optimizer
 

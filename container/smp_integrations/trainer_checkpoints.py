@@ -149,9 +149,16 @@ def _newest(folder: Path) -> str | None:
 
     A job that was killed may have left incomplete checkpoints.
     """
-    numbers = {int(p.name.rpartition("-")[2]): p for p in folder.glob("checkpoint-*") if p.name[11:].isdecimal()}
-    whole = [str(p) for _, p in sorted(numbers.items()) if (p / _COUNTS).is_file() and (p / _FOLDER).is_dir()]
-    return whole[-1] if whole else None
+    numbers = {}
+    for path in folder.glob("checkpoint-*"):
+        number = path.name.removeprefix("checkpoint-")
+        if number.isdecimal():
+            numbers[int(number)] = path
+    for _, path in sorted(numbers.items(), reverse=True):
+        is_whole = (path / _COUNTS).is_file() and (path / _FOLDER).is_dir()
+        if is_whole:
+            return str(path)
+    return None
 
 
 # -- adapters of PEFT --------------------------------------------------------------------------------------------------

@@ -49,11 +49,14 @@ class ShortBatch:
         start, size = (sum(sizes[:index]), sizes[index]) if sizes[index] else (0, 1)
 
         def cut(value: Any) -> Any:
-            rows = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else 0
+            has_rows = isinstance(value, torch.Tensor) and value.dim() > 0
+            rows = value.shape[0] if has_rows else 0
             if rows == self.samples:
                 return value.narrow(0, start, size)
             if rows == self.parts * self.samples:
-                return value.unflatten(0, (self.parts, self.samples)).narrow(1, start, size).flatten(0, 1)
+                # Each sample has several rows, part after part.
+                by_part = value.unflatten(0, (self.parts, self.samples))
+                return by_part.narrow(1, start, size).flatten(0, 1)
             return value
 
         weight = count * sizes[index] / self.samples if self.by_samples else float(sizes[index] > 0)
@@ -187,7 +190,9 @@ def _per_microbatch(items: Any, microbatches: int) -> Any:
 
     Losses of microbatches are averaged; with this number, the average is the mean over all tokens.
     """
-    return items if items is None or microbatches == 1 else items / microbatches
+    if items is None or microbatches == 1:
+        return items
+    return items / microbatches
 
 
 # -- prediction ------------------------------------------------------------------------------------------------------
@@ -240,19 +245,21 @@ def prediction_step(
     """
     names = trainer.label_names
     has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
-    return_loss = inputs.get("return_loss")
     if has_loss is None:
-        has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
+        has_loss = has_labels or (not names and _returns_loss(trainer, inputs))
     inputs = trainer._prepare_inputs(inputs)
     if ignore_keys is None:
-        config = getattr(trainer.model, "config", None)
-        ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])) if config else []
-    labels = _detached(tuple(inputs.get(name) for name in names)) if has_labels or (has_loss and not names) else None
-    if labels is not None and len(labels) == 1:
-        labels = labels[0]
+        ignore_keys = _ignored_keys(trainer)
+    labels = None
+    if has_labels or (has_loss and not names):
+        labels = _detached(tuple(inputs.get(name) for name in names))
+        if len(labels) == 1:
+            labels = labels[0]
     microbatches = sessions.current_session().ranks.cfg.microbatches
     items = _items_of(trainer, inputs) if has_loss else None
-    is_scaled = items is not None and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+    is_scaled = False
+    if items is not None:
+        is_scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     with torch.no_grad(), _smoothing(trainer, inputs, microbatches) as smooths:
         batch = _batch(trainer, inputs, microbatches, by_samples=not (is_scaled or smooths))
         loss, outputs = forward_only(
@@ -266,10 +273,25 @@ def prediction_step(
     mean = loss.reduce_mean().to(trainer.args.device) if has_loss else None
     if prediction_loss_only:
         return mean, None, None
-    sizes = batch.sizes(microbatches) if isinstance(batch, ShortBatch) else None
-    parts = batch.parts if isinstance(batch, ShortBatch) else 1
+    sizes, parts = None, 1
+    if isinstance(batch, ShortBatch):
+        sizes, parts = batch.sizes(microbatches), batch.parts
     joined = tuple(_joined(value, sizes, parts) for value in outputs)
     return mean, joined[0] if len(joined) == 1 else joined, labels
+
+
+def _returns_loss(trainer: Any, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a model without labels computes a loss of these inputs, as Transformers decides it."""
+    given = inputs.get("return_loss")
+    return bool(trainer.can_return_loss if given is None else given)
+
+
+def _ignored_keys(trainer: Any) -> list[str]:
+    """Return the outputs that predictions leave out, as the model's configuration names them."""
+    config = getattr(trainer.model, "config", None)
+    if not config:
+        return []
+    return list(getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]))
 
 
 def whole_batch(trainer: Any, model: DistributedModel) -> Callable[..., dict[str, Any]]:
@@ -301,15 +323,23 @@ def _joined(value: Any, sizes: list[int] | None, parts: int) -> Any:
         kept = [out.detach() for n, out in enumerate(value.outputs) if sizes is None or sizes[n]]
         if parts == 1 or kept[0].dim() == 0:
             return StepOutput(kept).concat()
-        return torch.cat([torch.cat(same) for same in zip(*(out.chunk(parts) for out in kept), strict=True)])
+        chunks = [out.chunk(parts) for out in kept]
+        whole_parts = [torch.cat(same) for same in zip(*chunks, strict=True)]
+        return torch.cat(whole_parts)
     if isinstance(value, Mapping):
-        return type(value)({name: _joined(part, sizes, parts) for name, part in value.items()})  # type: ignore[call-arg]
-    return type(value)(_joined(part, sizes, parts) for part in value) if isinstance(value, list | tuple) else value
+        joined = {name: _joined(part, sizes, parts) for name, part in value.items()}
+        return type(value)(joined)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        return type(value)(_joined(part, sizes, parts) for part in value)
+    return value
 
 
 def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     if isinstance(value, Mapping):
-        return type(value)({name: _detached(part) for name, part in value.items()})  # type: ignore[call-arg]
-    return type(value)(_detached(part) for part in value) if isinstance(value, list | tuple) else value
+        detached = {name: _detached(part) for name, part in value.items()}
+        return type(value)(detached)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        return type(value)(_detached(part) for part in value)
+    return value

@@ -125,15 +125,17 @@ def _wrap_with_reference(former: Callable[..., Any], trainer: Any, model: Any, *
     """Distribute the reference model like the one that is trained: as a part of it that its state leaves out."""
     reference = trainer.ref_model
     ranks = sessions.current_session().ranks
-    splits = ranks.size(Group.PP) > 1 or ranks.size(Group.TP) > 1 or ranks.cfg.sharded_data_parallel_degree > 1
-    wrapped = isinstance(model, DistributedModel) or isinstance(trainer.model_wrapped, DistributedModel)
-    if reference is not None and splits and not wrapped and not trainer.precompute_ref_logps:
-        if getattr(trainer.args, "sync_ref_model", False):
-            raise SMPUserError(
-                "sync_ref_model is true, but each rank has only parts of the model and of its reference, which do not lie alike; "
-                "set sync_ref_model to false, or train with data parallelism only"
-            )
-        add_reference(model, reference)
+    is_split = ranks.size(Group.PP) > 1 or ranks.size(Group.TP) > 1
+    is_divided = is_split or ranks.cfg.sharded_data_parallel_degree > 1
+    is_wrapped = isinstance(model, DistributedModel) or isinstance(trainer.model_wrapped, DistributedModel)
+    if reference is None or not is_divided or is_wrapped or trainer.precompute_ref_logps:
+        return former(model, *args, **kwargs)
+    if getattr(trainer.args, "sync_ref_model", False):
+        raise SMPUserError(
+            "sync_ref_model is true, but each rank has only parts of the model and of its reference, which do not lie alike; "
+            "set sync_ref_model to false, or train with data parallelism only"
+        )
+    add_reference(model, reference)
     return former(model, *args, **kwargs)
 
 

@@ -51,6 +51,7 @@ class GpuModel:
         self.steps: list[StepFigures] = []
         self._work = StepWork()
         self._number = 0
+        # Operations run on threads of autograd and of the pipeline, too.
         self._lock = threading.Lock()
         self._hook = register_optimizer_step_post_hook(lambda *_: self.end_step())
 

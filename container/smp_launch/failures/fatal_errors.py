@@ -173,6 +173,7 @@ def abort(code: int, failed: BaseException) -> NoReturn:
         watchdog = threading.Timer(EXIT_SECONDS, os._exit, (code,))
         watchdog.daemon = True
         watchdog.start()
+        # Should no thread get Python's lock any more, the system itself ends the process.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, _LAST_RESORT_SECONDS)
         flush_files()  # first, as a handler may hang; and again, as handlers write

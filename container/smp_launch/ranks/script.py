@@ -264,6 +264,7 @@ def _run_shell(place: RankPlace, program: Program) -> None:
             stopping = True
             os.killpg(os.getpgrp(), signal.SIGTERM)
 
+    # A handler, not SIG_IGN: an ignored signal would stay ignored in bash and in all that it starts.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.signal(signal.SIGUSR2, pass_on)
     process = subprocess.Popen(["bash", str(program.script), *program.words], preexec_fn=_ignore_stop_signal)
@@ -286,6 +287,7 @@ def _rest() -> Iterator[int]:
 
 
 def _ignore_stop_signal() -> None:
+    # It would end bash. This process turns it into SIGTERM for the whole group; unlike a handler, this outlasts exec.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 

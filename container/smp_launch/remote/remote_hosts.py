@@ -65,6 +65,7 @@ class _Connection:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # Ctrl-C reaches the leader only: it ends the job in order, and then the hosts.
             start_new_session=True,
         )
         self.process = process

@@ -149,6 +149,7 @@ def serve_ssh(folder: Path, trusted: Sequence[str], login: Sequence[str], enviro
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={"PATH": environ.get("PATH", os.defpath)},
+        # Signals of the terminal are not for the server: it ends with this block.
         start_new_session=True,
     )
     try:

@@ -164,6 +164,7 @@ class _Waiter(threading.Thread):
     """Blocks on the leader's lock in a thread of its own and makes a pipe readable at each change."""
 
     def __init__(self, status_dir: StatusDir, patience: float) -> None:
+        # A daemon, since the lock may be held as long as the leader lives.
         super().__init__(daemon=True, name="wait-for-leader")
         self.leader_started = False
         self.done = False

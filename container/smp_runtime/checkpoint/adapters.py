@@ -29,7 +29,10 @@ _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 def give_save_adapters(model: DistributedModel) -> None:
     """Let a wrapped model of PEFT save its adapters."""
     module = model.module
-    if has_adapters(module) and (is_split(model) or any(True for _ in model.distributed_modules())):
+    if not has_adapters(module):
+        return
+    has_distributed_modules = next(iter(model.distributed_modules()), None) is not None
+    if has_distributed_modules or is_split(model):
         module.__dict__["save_pretrained"] = PretrainedSaver(module, save_adapters)
 
 
@@ -195,14 +198,20 @@ def find_adapters(model: DistributedModel, folder: Path, tag: str | None) -> dic
     Args:
         tag: a folder in ``folder``, or the name that a file of all weights would have.
     """
-    if not has_adapters(model.module) or (tag is not None and (folder / tag).is_file()):
+    if not has_adapters(model.module):
         return {}
-    place = folder / tag if tag is not None and (folder / tag).is_dir() else folder
+    place = folder
+    if tag is not None:
+        if (folder / tag).is_file():
+            return {}
+        if (folder / tag).is_dir():
+            place = folder / tag
     adapters: Any = model.module.peft_config
-    where = {name: place if name == "default" else place / name for name in adapters}
-    if len(where) == 1 and not any(_has_file(path) for path in where.values()):
-        where = dict.fromkeys(where, place)  # whatever it was called when it was saved
-    return {name: path for name, path in where.items() if _has_file(path)}
+    paths = {name: place if name == "default" else place / name for name in adapters}
+    found = {name: path for name, path in paths.items() if _has_file(path)}
+    if not found and len(paths) == 1 and _has_file(place):
+        return dict.fromkeys(paths, place)  # whatever it was called when it was saved
+    return found
 
 
 def _has_file(folder: Path) -> bool:

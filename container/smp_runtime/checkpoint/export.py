@@ -111,11 +111,13 @@ class PretrainedSaver:
 
 def give_save_pretrained(model: DistributedModel) -> None:
     """Let a wrapped module of Transformers save what all ranks have of it; the one that was replaced by it, too."""
-    if not is_split(model) and not any(True for _ in model.distributed_modules()):
+    has_distributed_modules = next(iter(model.distributed_modules()), None) is not None
+    if not has_distributed_modules and not is_split(model):
         return
     for module in _before_and_after(model):
         # Those with adapters have a form of their own.
-        if config_of(module) is not None and not has_adapters(module):
+        is_plain = not has_adapters(module)
+        if is_plain and config_of(module) is not None:
             module.__dict__["save_pretrained"] = PretrainedSaver(module, save_pretrained)
 
 
@@ -129,8 +131,10 @@ def _before_and_after(model: TrainedModel) -> tuple[nn.Module, ...]:
 def is_split(model: DistributedModel) -> bool:
     """Return whether other ranks have parts of the model that this rank does not have."""
     ranks = sessions.current_session().ranks
-    splits_layers = ranks.size(Group.TP) > 1 and any(True for _ in model.distributed_modules())
-    return ranks.size(Group.PP) > 1 or splits_layers or ranks.cfg.sharded_data_parallel_degree > 1
+    if ranks.size(Group.PP) > 1 or ranks.cfg.sharded_data_parallel_degree > 1:
+        return True
+    has_distributed_modules = next(iter(model.distributed_modules()), None) is not None
+    return ranks.size(Group.TP) > 1 and has_distributed_modules
 
 
 def refuse_unpartitioned(model: DistributedModel) -> None:

@@ -103,8 +103,12 @@ def _find(session: Session, path: Path, tag: str | None, needs: Needs, seen: _Fo
 
 def _different(session: Session, name: str, seen: _FolderContents) -> list[str]:
     """Return the reasons why hosts have no save of a checkpoint in common; all ranks call it."""
-    here = [why for c in seen.found.values() if c.name == name and c.manifest is None for why in c.problems]
-    found = _merged(session.ranks.control.allgather(here, list(range(session.ranks.control.size))))
+    here: list[str] = []
+    for checkpoint in seen.found.values():
+        if checkpoint.name == name and checkpoint.manifest is None:
+            here += checkpoint.problems
+    control = session.ranks.control
+    found = _merged(control.allgather(here, list(range(control.size))))
     return found or ["hosts have different saves of it"]
 
 
@@ -115,21 +119,36 @@ def _warn(
 
     With ``seen``, also log if ``newest`` names a checkpoint although others were saved later.
     """
-    if refused and session.ranks.rank == 0:
+    ranks = session.ranks
+    if refused and ranks.rank == 0:
         logger.warning("%s; resuming from %s instead", "; ".join(refused), chosen.folder)
-    elif chosen.is_former and chosen.folder.with_name(chosen.name).exists() and session.ranks.local_rank == 0:
+        return
+    is_replaced = chosen.is_former and ranks.local_rank == 0 and chosen.folder.with_name(chosen.name).exists()
+    if is_replaced:
         logger.warning("%s is not the same on all hosts; resuming from %s", wanted, chosen.folder)
-    elif seen is not None and session.ranks.rank == 0:
-        saved = chosen.manifest.saved if chosen.manifest is not None else 0.0
-        others = [c for c in seen.found.values() if c.is_whole and not c.is_former]
-        later = [c.name for c in others if c.manifest is not None and c.manifest.saved > saved]
-        if later:
-            logger.warning(
-                "resuming from %s, which the file %s names, though %s was saved later; pass tag= to choose",
-                chosen.folder,
-                NEWEST,
-                ", ".join(later),
-            )
+        return
+    if seen is None or ranks.rank != 0:
+        return
+    later = _saved_later(chosen, seen)
+    if later:
+        logger.warning(
+            "resuming from %s, which the file %s names, though %s was saved later; pass tag= to choose",
+            chosen.folder,
+            NEWEST,
+            ", ".join(later),
+        )
+
+
+def _saved_later(chosen: FoundCheckpoint, seen: _FolderContents) -> list[str]:
+    """Return the names of whole checkpoints that were saved after the chosen one."""
+    saved = chosen.manifest.saved if chosen.manifest is not None else 0.0
+    names = []
+    for other in seen.found.values():
+        if not other.is_whole or other.is_former or other.manifest is None:
+            continue
+        if other.manifest.saved > saved:
+            names.append(other.name)
+    return names
 
 
 def _has_changed(session: Session, path: Path, seen: _FolderContents) -> bool:
@@ -185,19 +204,29 @@ def _candidates(listed: Sequence[Sequence[_Key]], pointed: set[str | None], tag:
     """
     common: list[_Key] = []
     for name, save in listed[0]:
-        if all((name, save) in view for view in listed):
+        is_on_all = all((name, save) in view for view in listed)
+        has_name_on_all = all(name in dict(view) for view in listed)
+        if is_on_all:
             common.append((name, save))
-        elif all(name in dict(view) for view in listed) and (name, _DIFFERENT) not in common:
+        elif has_name_on_all and (name, _DIFFERENT) not in common:
             common.append((name, _DIFFERENT))
     agreed = {name for name, save in common if save != _DIFFERENT}
     common = [(name, save) for name, save in common if save != _DIFFERENT or name not in agreed]
     if tag is not None:
-        wanted = [name for name in (tag, f"{tag}{PARTIAL}") if name in dict(common)][:1]
-        return [key for key in common if key[0] in wanted][:1]
+        return _named(common, tag)
     # Newest first, but never past what ``newest`` names: that one was the last to be complete. Hosts that were stopped
     # between one host's publishing and another's do not agree about it.
     first = [key for key in common if pointed == {key[0]}][:1]
     return first + [key for key in common if key not in first]
+
+
+def _named(keys: Sequence[_Key], tag: str) -> list[_Key]:
+    """Return the first checkpoint with a tag, or else with the name of its folder."""
+    for wanted in (tag, f"{tag}{PARTIAL}"):
+        for key in keys:
+            if key[0] == wanted:
+                return [key]
+    return []
 
 
 def _problems(session: Session, checkpoint: FoundCheckpoint, needs: Needs) -> list[str]:
@@ -257,7 +286,10 @@ def _share(manifest: Manifest, files: Sequence[str], index: int, count: int) -> 
 
 
 def _merged(lists: Sequence[Sequence[str]]) -> list[str]:
-    return list(dict.fromkeys(problem for found in lists for problem in found))
+    merged: dict[str, None] = {}
+    for found in lists:
+        merged.update(dict.fromkeys(found))
+    return list(merged)
 
 
 def _previous(names: Sequence[str]) -> str:

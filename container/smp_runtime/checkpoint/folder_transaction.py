@@ -132,9 +132,15 @@ class FolderTransaction:
 
         If it fails on any of them, return the same error on every rank.
         """
-        failures = exchange.gather([host_name(), failure_of(step) if self.keeps_order else None])
-        broken = [(rank, host, why) for rank, (host, why) in enumerate(failures or []) if why]
-        return decode_error(exchange.broadcast(encode_error(not_saved(self.final, broken) if broken else None)))
+        why = failure_of(step) if self.keeps_order else None
+        failures = exchange.gather([host_name(), why])
+        # Only the first rank has what was gathered, so it decides for all.
+        broken = []
+        for rank, (host, reason) in enumerate(failures or []):
+            if reason:
+                broken.append((rank, host, reason))
+        error = not_saved(self.final, broken) if broken else None
+        return decode_error(exchange.broadcast(encode_error(error)))
 
     def _prepare(self, manifest: str) -> None:
         """Make the folder whole under its hidden name."""
@@ -306,11 +312,17 @@ def prune(parent: Path, keep: int, newest: str, seen: SeenFolders | None = None)
     if len({*names.values()}) <= keep:  # whatever they hold
         return []
     looked = (seen or SeenFolders()).look(names)
-    known = [(names[folder], each.is_whole, each.saved) for folder, each in looked.items() if each.saved is not None]
-    order = sorted(known, key=lambda each: (each[0] == newest, *each[1:]))
-    oldest = list(dict.fromkeys(name for name, *_ in order))
-    doomed = {*oldest[: max(0, len(oldest) - keep)]}
-    return _remove(folder for folder, each in looked.items() if each.saved is not None and names[folder] in doomed)
+    ours = {folder: each for folder, each in looked.items() if each.saved is not None}
+
+    def value(folder: Path) -> tuple[bool, bool, float]:
+        each = ours[folder]
+        return names[folder] == newest, each.is_whole, each.saved or 0.0
+
+    order = sorted(ours, key=value)
+    oldest = list(dict.fromkeys(names[folder] for folder in order))
+    surplus = max(0, len(oldest) - keep)
+    doomed = set(oldest[:surplus])
+    return _remove(folder for folder in ours if names[folder] in doomed)
 
 
 def remove_leftovers(final: Path, separate: bool) -> list[str]:
@@ -325,13 +337,17 @@ def remove_leftovers(final: Path, separate: bool) -> list[str]:
     Returns:
         Descriptions of what could not be removed.
     """
-
-    def is_replaced(name: str) -> bool:
-        found = inspect_folder(final.with_name(name))
-        return found.manifest is not None and (found.is_whole or separate or name == final.name)
-
     parent = final.parent
-    replaced = [p for p in parent.glob(".*.old") if (name := name_of_former(p)) is not None and is_replaced(name)]
+    replaced = []
+    for folder in parent.glob(".*.old"):
+        name = name_of_former(folder)
+        if name is None:
+            continue
+        # The former one goes only if what has replaced it can be read.
+        successor = inspect_folder(final.with_name(name))
+        is_kept = successor.is_whole or separate or name == final.name
+        if successor.manifest is not None and is_kept:
+            replaced.append(folder)
     unfinished = [folder for folder in parent.glob(f".*{PARTIAL}*.tmp") if _is_left_over(folder)]
     return _remove([*parent.glob(f".*{PARTIAL}*.removed"), *unfinished, *replaced])
 

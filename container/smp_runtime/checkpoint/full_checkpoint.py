@@ -288,11 +288,12 @@ def _identities(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _refuse_on_all(session: Session, file: Path, failure: Exception | None) -> None:
     """Raise on every rank what any of them has met; all ranks call it."""
-    said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    everyone = session.ranks.control.allgather((host_name(), said), _everyone(session))
+    failed = None if failure is None else f"{type(failure).__name__}: {failure}"
+    # Ranks that could load the file wait here too, and fail with the others.
+    by_rank = session.ranks.control.allgather((host_name(), failed), _everyone(session))
     if failure is not None:
         raise failure
-    for rank, (host, why) in enumerate(everyone):
+    for rank, (host, why) in enumerate(by_rank):
         if why:
             raise met_by(f"rank {rank} cannot load {file} ({why}); nothing was loaded", rank, host)
 
@@ -313,9 +314,14 @@ def write_whole(
     """
     # Gathered from several ranks, the names of a tied weight do not share memory any more.
     first_of = {name: record.name for record in model.registry for name in record.names}
-    whole = renamed({name: state.get(first_of.get(name, name), value) for name, value in state.items()})
-    on_cpu = {id(v): v.detach().cpu() for v in whole.values() if isinstance(v, torch.Tensor)}  # tied ones stay one
-    write_tensors(marked_state({name: on_cpu.get(id(value), value) for name, value in whole.items()}, save_id), file)
+    state = {name: state.get(first_of.get(name, name), value) for name, value in state.items()}
+    whole = renamed(state)
+    on_cpu: dict[int, torch.Tensor] = {}  # by tensor, so that tied ones stay one
+    for value in whole.values():
+        if isinstance(value, torch.Tensor):
+            on_cpu[id(value)] = value.detach().cpu()
+    content = {name: on_cpu.get(id(value), value) for name, value in whole.items()}
+    write_tensors(marked_state(content, save_id), file)
 
 
 def plan_weights(
@@ -394,7 +400,8 @@ def load_full_state(model: DistributedModel, optimizer: DistributedOptimizer, st
 def _numbers_by_group(optimizer: DistributedOptimizer, state: Mapping[str, Any]) -> list[list[int]]:
     """Return the parameters' numbers of each group: the saved ones, then new ones for groups added since the load."""
     numbers = [list(saved["params"]) for saved in state["param_groups"]]
-    following = 1 + max((number for members in numbers for number in members), default=-1)
+    known = [number for members in numbers for number in members]
+    following = 1 + max(known, default=-1)
     for added in optimizer.original_groups()[len(numbers) :]:
         numbers.append(list(range(following, following + len(added))))
         following += len(added)

@@ -94,7 +94,10 @@ def live_masters(model: DistributedModel) -> Iterator[Holding]:
     """Yield the float32 master weights that exist beside the model's own weights."""
     model.adopt_writes()
     for shard in (model.optimizer_shards or {}).values():
-        if shard is not None and shard.optimized.data_ptr() != shard.stored.data_ptr():
+        if shard is None:
+            continue
+        has_master = shard.optimized.data_ptr() != shard.stored.data_ptr()
+        if has_master:
             record = model.registry.record_of(shard.parameter)
             yield Holding(record.name, get_data(shard.optimized), region_of(record, (shard.start, shard.stop)), record)
 
@@ -184,8 +187,9 @@ def check_random_state(state: Any) -> None:
     """
     if state is None:
         return
-    values = [state.get(key) for key in ("cpu", "cuda") if key in state] if isinstance(state, Mapping) else [None]
-    if "cpu" not in state or not all(isinstance(v, torch.Tensor) and v.dtype == torch.uint8 for v in values):
+    found = [state[key] for key in ("cpu", "cuda") if key in state] if isinstance(state, Mapping) else [None]
+    are_generators = all(isinstance(value, torch.Tensor) and value.dtype == torch.uint8 for value in found)
+    if "cpu" not in state or not are_generators:
         raise CheckpointError(
             f"the file of this rank's random state holds {type(state).__name__} without PyTorch's state of a generator; the "
             "checkpoint is damaged or written by something else: resume from another tag"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -30,6 +30,7 @@ from smp_runtime.pipeline.partition.assignment import Assignment
 from smp_runtime.tensors.nested import copy_tensors
 
 if TYPE_CHECKING:
+    from smp_runtime.checkpoint.files.records import OptimizerRecord
     from smp_runtime.checkpoint.files.tensor_regions import TensorRegion
     from smp_runtime.job.session import Session
     from smp_runtime.model.distributed_model import DistributedModel
@@ -90,45 +91,49 @@ class PartialLoad:
         Raises:
             CheckpointError: the names differ and ``strict`` is on, or shapes differ.
         """
-        missing, shapes = [], []
-        wanted: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
-            (record.name, record.names, tuple(record.shape)) for record in saved_records(self._model)
-        ]
+        wanted: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
+        for record in saved_records(self._model):
+            wanted.append((record.name, record.names, tuple(record.shape)))
         parameters = {name for _, names, _ in wanted for name in names}
         for name, value in self._model.module.state_dict(keep_vars=True).items():
             if name not in parameters and isinstance(value, torch.Tensor):
                 wanted.append((name, (name,), tuple(value.shape)))
+        missing = []
+        shapes: dict[str, str] = {}
         for name, names, shape in wanted:
             found = self._names.find(names)
             if found is None:
                 if name in parameters or not self._names.is_translated:
                     missing.append(name)
             elif tuple(found.shape) != shape:
-                shapes.append(f"{name} is {list(shape)} here and {list(found.shape)} there")
+                shapes[name] = f"{name} is {list(shape)} here and {list(found.shape)} there"
             else:
                 self._of[name] = found
-        known = self._names.unused(self._of.values())
-        unexpected = [name for name in known if name not in self._in_no_state()]
-        unexpected = [name for name in unexpected if not any(s.startswith(f"{name} is ") for s in shapes)]
-        if shapes or (self._strict and (missing or unexpected)):
-            raise CheckpointError(
-                f"{self._title} does not fit this {type(self._model.module).__name__}: "
-                + "; ".join(
-                    part
-                    for part in (
-                        f"other shapes: {_some(shapes)}" if shapes else "",
-                        f"it lacks {_some(missing)}" if missing else "",
-                        f"it has {_some(unexpected)}, which the model has not" if unexpected else "",
-                    )
-                    if part
-                )
-                + "; build the model as when it was saved"
-                + ("" if shapes else ", or pass strict=False")
-            )
-        if (missing or unexpected) and self._session.ranks.rank == 0:
+        in_no_state = self._in_no_state()
+        unused = self._names.unused(self._of.values())
+        unexpected = [name for name in unused if name not in in_no_state and name not in shapes]
+        differs = bool(missing or unexpected)
+        if shapes or (self._strict and differs):
+            self._refuse_model(list(shapes.values()), missing, unexpected)
+        if differs and self._session.ranks.rank == 0:
             logger.warning(
                 "%s is loaded without %s; not used of it: %s", self._title, _some(missing), _some(unexpected)
             )
+
+    def _refuse_model(self, shapes: list[str], missing: list[str], unexpected: list[str]) -> NoReturn:
+        """Raise an error with the differences between the checkpoint and the model."""
+        problems = []
+        if shapes:
+            problems.append(f"other shapes: {_some(shapes)}")
+        if missing:
+            problems.append(f"it lacks {_some(missing)}")
+        if unexpected:
+            problems.append(f"it has {_some(unexpected)}, which the model has not")
+        advice = "build the model as when it was saved"
+        if not shapes:
+            advice += ", or pass strict=False"
+        kind = type(self._model.module).__name__
+        raise CheckpointError(f"{self._title} does not fit this {kind}: {'; '.join(problems)}; {advice}")
 
     def _in_no_state(self) -> Container[str]:
         """Return tensors that are read in another way than by the names of a ``state_dict``."""
@@ -146,16 +151,7 @@ class PartialLoad:
         saved = self.manifest.optimizer
         if saved is None:
             raise CheckpointError(f"{self._title} has no optimizer state; resume with load_optimizer=False")
-        owner = {name: index for index, group in enumerate(saved.groups) for name in group["params"]}
-        fits = len(saved.groups) == count
-        covered: set[str] = set()
-        for entry in entries:
-            found = self._of.get(entry.name)
-            sources = found.sources if found is not None else ()
-            covered |= set(sources)
-            fits = fits and (not sources or all(owner.get(source) == entry.group for source in sources))
-        fits = fits and (not self._strict or covered >= set(owner))
-        if not fits:
+        if not self._has_same_groups(saved, entries, count):
             here = [sum(entry.group == index for entry in entries) for index in range(count)]
             there = [len(group["params"]) for group in saved.groups]
             raise CheckpointError(
@@ -168,6 +164,20 @@ class PartialLoad:
         refuse_state_of_others(inner, saved.groups, self._state_keys.values(), self._title, saved.type)
         if saved.type != kind and self._session.ranks.rank == 0:
             logger.warning("%s has the state of %s, which is loaded into %s", self._title, saved.type, kind)
+
+    def _has_same_groups(self, saved: OptimizerRecord, entries: Sequence[Updated], count: int) -> bool:
+        """Return whether the optimizer's groups hold the same parameters as those that were saved."""
+        if len(saved.groups) != count:
+            return False
+        owner = {name: index for index, group in enumerate(saved.groups) for name in group["params"]}
+        covered: set[str] = set()
+        for entry in entries:
+            found = self._of.get(entry.name)
+            sources = () if found is None else found.sources
+            if any(owner.get(source) != entry.group for source in sources):
+                return False
+            covered.update(sources)
+        return not self._strict or covered >= set(owner)
 
     def files(self) -> set[str] | None:
         """Return the files that this rank reads; None as long as they are unknown."""
@@ -203,14 +213,16 @@ class PartialLoad:
         found: set[str] = set()
         for holding in (*live_weights(self._model), *live_masters(self._model), *live_buffers(self._model)):
             for source in self._sources(holding.name):
-                found |= set(self._files_of(self.reader.weight_key(source), source, holding.name, holding.region))
-        if self._states and self._optimizer is not None:
-            for entry in updated_parameters(self._model, self._optimizer):
-                if entry.updated is None or entry.region.elements == 0:
-                    continue
-                for source in self._sources(entry.name):
-                    for key in self._state_keys.get(source, ()):
-                        found |= set(self._files_of(key, source, entry.name, entry.region))
+                key = self.reader.weight_key(source)
+                found.update(self._files_of(key, source, holding.name, holding.region))
+        if not self._states or self._optimizer is None:
+            return found
+        for entry in updated_parameters(self._model, self._optimizer):
+            if entry.updated is None or entry.region.elements == 0:
+                continue
+            for source in self._sources(entry.name):
+                for key in self._state_keys.get(source, ()):
+                    found.update(self._files_of(key, source, entry.name, entry.region))
         return found
 
     def _settings_files(self) -> set[str]:
@@ -315,8 +327,10 @@ class PartialLoad:
         settings = self.reader.settings()
         if self._states and settings is not None:
             for group, saved in zip(optimizer.param_groups, settings, strict=True):
-                group.update(copy_tensors({key: value for key, value in saved.items() if key != "params"}))
-        if any(file.startswith("fp16_states_") for file in self.manifest.files):
+                values = {key: value for key, value in saved.items() if key != "params"}
+                group.update(copy_tensors(values))
+        has_loss_scale = any(file.startswith("fp16_states_") for file in self.manifest.files)
+        if has_loss_scale:
             optimizer.load_loss_scale(self.reader.loss_scale())
 
     @torch.no_grad()
@@ -334,14 +348,19 @@ class PartialLoad:
     @torch.no_grad()
     def load_named(self, only: Container[str] | None) -> None:
         """Fill what this rank has of tensors with these names, in its own model; None means all."""
+
+        def is_wanted(name: str) -> bool:
+            return only is None or name in only
+
         reader = self.reader
         for holding, key in self._holdings():
-            if holding.name in self._of and (only is None or holding.name in only):
+            if holding.name in self._of and is_wanted(holding.name):
                 read_into(holding.tensor, holding.region, self._of[holding.name], reader, key)
-        if self._states and self._optimizer is not None:
-            for entry in updated_parameters(self._model, self._optimizer):
-                if only is None or entry.name in only:
-                    self._load_state(self._optimizer, entry)
+        if not self._states or self._optimizer is None:
+            return
+        for entry in updated_parameters(self._model, self._optimizer):
+            if is_wanted(entry.name):
+                self._load_state(self._optimizer, entry)
 
     def _holdings(self) -> Iterator[tuple[Holding, Callable[[str], str]]]:
         """Yield this rank's tensors except optimizer state, each with a function from name to state key."""

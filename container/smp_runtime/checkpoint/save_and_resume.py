@@ -392,13 +392,20 @@ def _load(session: Session, plan: PartialLoad, wants: _Wants) -> Any:
 def _has_newer(session: Session, folder: Path, tag: str | None, state: MemoryState) -> bool:
     """Return whether the requested files have a state that this training reached later; rank 0 checks."""
     newer = False
+    control = session.ranks.control
     if session.ranks.rank == 0:
         names = None if tag is None else (str(tag), f"{tag}{PARTIAL}")
         saved, steps = state.manifest.saved, state.manifest.steps
-        found = [c.manifest for c in checkpoints_in(folder) if names is None or c.name in names]
-        # An older file may have more steps: the one that this training began with.
-        newer = any(m is not None and m.steps > steps and m.saved >= saved for m in found)
-    answer: bool = session.ranks.control.broadcast(newer, list(range(session.ranks.control.size)))
+        for checkpoint in checkpoints_in(folder):
+            manifest = checkpoint.manifest
+            is_wanted = names is None or checkpoint.name in names
+            if not is_wanted or manifest is None:
+                continue
+            # An older file may have more steps: the one that this training began with.
+            if manifest.steps > steps and manifest.saved >= saved:
+                newer = True
+    # The folder may look different to other ranks by now, so the first one decides.
+    answer: bool = control.broadcast(newer, list(range(control.size)))
     return answer
 
 

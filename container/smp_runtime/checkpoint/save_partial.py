@@ -260,11 +260,14 @@ class Saver:
         Every rank makes all of these groups.
         """
         session = self._session
-        if model.shards is not None and self._group is None:
-            for ranks in session.ranks.topology.groups(Group.SHARD):
-                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds()), backend="gloo")
-                if session.ranks.rank in ranks:
-                    self._group = group
+        if model.shards is None or self._group is not None:
+            return self._group
+        timeout = timedelta(seconds=timeout_seconds())
+        # PyTorch wants every rank of the job to call new_group for every group, in the same order.
+        for ranks in session.ranks.topology.groups(Group.SHARD):
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            if session.ranks.rank in ranks:
+                self._group = group
         return self._group
 
 
@@ -332,7 +335,10 @@ def _verdict(transaction: FolderTransaction, described: Described | None, report
     """Return the manifest's text, or an error; never raise, since the other ranks wait for it."""
     try:
         found = [Report.from_json(report) for report in reports]
-        broken = [(rank, report.host, report.failure) for rank, report in enumerate(found) if report.failure]
+        broken = []
+        for rank, report in enumerate(found):
+            if report.failure:
+                broken.append((rank, report.host, report.failure))
         if described is not None and not broken:
             return SaveVerdict(merge(described, found, transaction.token).to_json())
     except Exception as error:

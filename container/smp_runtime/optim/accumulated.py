@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 def reduce_accumulated(session: Session, parameters: Iterable[torch.Tensor]) -> None:
     """Reduce the accumulated gradients of the models of these parameters; every rank calls it."""
     models = [model for model in session.models if model.has_accumulated]
-    wanted = {id(parameter) for parameter in parameters} if models else set()
+    if not models:
+        return
+    wanted = {id(parameter) for parameter in parameters}
     for model in models:
-        if any(id(record.parameter) in wanted for record in model.registry):
+        has_some = any(id(record.parameter) in wanted for record in model.registry)
+        if has_some:
             model.reduce_accumulated()
 
 

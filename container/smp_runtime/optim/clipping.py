@@ -313,7 +313,10 @@ def _own(model: TrainedModel) -> set[int]:
 
 
 def _updated(optimizer: TrainedOptimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.original_groups() for parameter in group}
+    updated: set[int] = set()
+    for group in optimizer.original_groups():
+        updated.update(map(id, group))
+    return updated
 
 
 @torch.no_grad()
@@ -333,15 +336,17 @@ def _norm_of_weights(
     session: Session, model: TrainedModel, parameters: list[nn.Parameter], norm_type: float
 ) -> torch.Tensor:
     """Measure parameters themselves, each element once."""
-    shards = [shard for shard in (model.optimizer_shards or {}).values() if shard is not None]
+    known = model.optimizer_shards or {}
+    state = model.sharded_state
+    shards = [shard for shard in known.values() if shard is not None]
     norms = WholeNorms(session.ranks, model, shards, lambda: session.records)
     pairs: _Pairs = []
     for parameter in dict.fromkeys(parameters):
-        known = model.optimizer_shards or {}
         shard = known.get(parameter)
-        if parameter not in known or (shard is not None and model.sharded_state is None):
+        is_whole = parameter not in known or (shard is not None and state is None)
+        if is_whole:
             pairs.append((parameter, parameter.detach()))
-        elif shard is not None and (model.sharded_state is None or model.sharded_state.counts(shard)):
+        elif shard is not None and state is not None and state.counts(shard):
             pairs.append((parameter, shard.stored))
     split = norms.split_parameters().intersection(map(id, parameters))
     return norms.total(pairs, split, norm_type)

@@ -347,16 +347,23 @@ class DistributedOptimizer(SavedOptimizer):
         Returns:
             Whether replicas must gather parameters: shards of them have changed.
         """
-        return self._writes.store() and self._model is not None and self._model.sharded_state is not None
+        has_changed = self._writes.store()
+        if self._model is None:
+            return False
+        return has_changed and self._model.sharded_state is not None
 
     def _call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer that this class lacks; weights that it has moved reach the model."""
-        if self._model is not None:
-            self._model.adopt_writes()
+        model = self._model
+        if model is not None:
+            model.adopt_writes()
         result = method(*args, **kwargs)
+        if model is None:
+            return result
+        has_moved = self._writes.store()
         is_agreed = method.__name__ in ("train", "eval")  # every rank calls these, also one without a shard
-        if self._model is not None and (self._writes.store() or is_agreed) and self._model.sharded_state is not None:
-            self._model.sharded_state.gather_parameters()
+        if model.sharded_state is not None and (has_moved or is_agreed):
+            model.sharded_state.gather_parameters()
         return result
 
     def _store(self) -> None:
@@ -473,9 +480,14 @@ class DistributedOptimizer(SavedOptimizer):
         self, among: Iterable[nn.Parameter] | None
     ) -> tuple[list[tuple[nn.Parameter, torch.Tensor]], list[OptimizerShard]]:
         """Return the parameters that are updated directly, with their gradients, and the optimizer shards, of ``among`` or all."""
-        wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
-        whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
-        return whole, [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
+        parameters = self._parameters() if among is None else among
+        wanted = {id(parameter) for parameter in parameters}
+        whole = []
+        for parameter in self._updated_themselves():
+            if parameter.grad is not None and id(parameter) in wanted:
+                whole.append((parameter, parameter.grad))
+        shards = [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
+        return whole, shards
 
     @property
     def _global_grad_norm(self) -> float | None:
@@ -484,7 +496,9 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _updated_themselves(self) -> list[nn.Parameter]:
         """Return the parameters on this rank that are updated directly, not through optimizer shards."""
-        optimizer_shards = self._model.optimizer_shards or {} if self._model is not None else {}
+        optimizer_shards = None if self._model is None else self._model.optimizer_shards
+        if not optimizer_shards:
+            return self._parameters()
         return [parameter for parameter in self._parameters() if parameter not in optimizer_shards]
 
     def __repr__(self) -> str:

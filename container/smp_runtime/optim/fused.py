@@ -97,7 +97,10 @@ class NormedOptimizer(_ApexOptimizer):
         return self._norms.squares(tensors, self._known())
 
     def _known(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        known: list[torch.Tensor] = []
+        for group in self.param_groups:
+            known += group["params"]
+        return known
 
 
 class FusedAdam(_ApexOptimizer):

@@ -79,12 +79,16 @@ def _is_open(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_counter(step: Any) -> bool:
-    return isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.device.type == "cpu"
+    if not isinstance(step, torch.Tensor):
+        return False
+    return step.dtype is torch.float32 and step.device.type == "cpu"
 
 
 def _has_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Return whether the optimizer has a fused form on the device."""
-    return device.type == "cpu" or not isinstance(optimizer, torch.optim.Adagrad) or _has_adagrad_kernel()
+    if device.type == "cpu" or not isinstance(optimizer, torch.optim.Adagrad):
+        return True
+    return _has_adagrad_kernel()
 
 
 @functools.cache
@@ -114,8 +118,9 @@ def _lend_steps(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> list
 def _take_steps_back(lent: Sequence[tuple[dict[str, Any], torch.Tensor]], is_done: bool) -> None:
     """Put the counters on the CPU into the states again, one step further if the update is done."""
     taken = [(state, step) for state, step in lent if "step" in state]
-    if taken and is_done:
-        torch._foreach_add_([step for _, step in taken], 1.0)
+    steps = [step for _, step in taken]
+    if steps and is_done:
+        torch._foreach_add_(steps, 1.0)
     for state, step in taken:
         state["step"] = step
 
@@ -145,9 +150,12 @@ def are_fusible(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Return whether fused kernels take the tensors together; the kernels ignore strides."""
     # Once per update for some thousand tensors, so in a few short loops.
     given = [tensor for tensor in tensors if tensor is not None]
-    if len(given) < len(tensors) or any(tensor.layout is not torch.strided for tensor in given):
+    if len(given) < len(tensors):
+        return False
+    if any(tensor.layout is not torch.strided for tensor in given):
         return False
     devices = {tensor.device for tensor in given}
     if len(devices) > 1 or any(device.type not in _DEVICES for device in devices):
         return False
-    return {tensor.dtype for tensor in given} <= _DTYPES and all(tensor.is_contiguous() for tensor in given)
+    dtypes = {tensor.dtype for tensor in given}
+    return dtypes <= _DTYPES and all(tensor.is_contiguous() for tensor in given)

@@ -59,19 +59,25 @@ class FusedLARS(NormedOptimizer):
         sizes = self._squares([(parameter, parameter) for _, (parameter, _) in trained])
         lengths = self._squares([pair for _, pair in trained])
         for (group, (parameter, gradient)), size, length in zip(trained, sizes, lengths, strict=True):
-            decay, momentum, trust = group["weight_decay"], group["momentum"], group["trust_coefficient"]
+            decay, trust = group["weight_decay"], group["trust_coefficient"]
             update = gradient.add(parameter, alpha=decay) if decay else gradient.clone()
             if trust:
                 weight = size.sqrt()
                 rate = trust * weight / (length.sqrt() + decay * weight + group["eps"])
-                update.mul_(torch.where((size > 0) & (length > 0), rate, torch.ones_like(rate)))
-            if momentum:
-                state = self.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                kept = state["momentum_buffer"].mul_(momentum).add_(update)
-                update = update.add_(kept, alpha=momentum) if group["nesterov"] else kept
+                has_lengths = (size > 0) & (length > 0)
+                update.mul_(torch.where(has_lengths, rate, torch.ones_like(rate)))
+            if group["momentum"]:
+                update = self._with_momentum(group, parameter, update)
             parameter.sub_(update, alpha=group["lr"])
+
+    def _with_momentum(self, group: dict[str, Any], parameter: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Add an update to the parameter's momentum, and return the update to apply."""
+        momentum = group["momentum"]
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        kept: torch.Tensor = state["momentum_buffer"].mul_(momentum).add_(update)
+        return update.add_(kept, alpha=momentum) if group["nesterov"] else kept
 
 
 class FusedLANS(NormedOptimizer):

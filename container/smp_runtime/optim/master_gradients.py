@@ -39,7 +39,9 @@ class MasterGradients:
     @property
     def are_current(self) -> bool:
         """Return whether the gradients were brought and are unchanged since."""
-        return self._is_ready and not any(self._is_new(shard, shard.gradient) for shard in self._optimizer_shards)
+        if not self._is_ready:
+            return False
+        return not any(self._is_new(shard, shard.gradient) for shard in self._optimizer_shards)
 
     @torch.no_grad()
     def bring(self, scale: float | None, *, edits_only: bool = False) -> bool | None:
@@ -115,11 +117,15 @@ class MasterGradients:
 
     def _held(self, shards: Sequence[OptimizerShard]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the gradients on the optimizer shards, and the model's gradients that lie elsewhere."""
-        found_here = (get_gradient(shard.optimized) for shard in shards)
-        held = [gradient for gradient in found_here if gradient is not None]
+        held = []
+        for shard in shards:
+            gradient = get_gradient(shard.optimized)
+            if gradient is not None:
+                held.append(gradient)
         places = {_place(gradient) for gradient in held}
-        found = [self._brought[shard][0] for shard in shards if shard in self._brought]
-        return held, [gradient for gradient in found if _place(gradient) not in places]
+        brought = [self._brought[shard][0] for shard in shards if shard in self._brought]
+        elsewhere = [gradient for gradient in brought if _place(gradient) not in places]
+        return held, elsewhere
 
     def drop(self) -> None:
         """Forget the gradients."""
@@ -135,7 +141,8 @@ class MasterGradients:
         if former is None or gradient is None:
             return (former is None) != (gradient is None)
         brought, version = former
-        return _place(gradient) != _place(brought) or gradient._version != version
+        has_moved = _place(gradient) != _place(brought)
+        return has_moved or gradient._version != version
 
     def _unscale(self, gradients: Sequence[torch.Tensor], scale: float) -> bool:
         ranks = self._ranks

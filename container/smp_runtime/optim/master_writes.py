@@ -78,9 +78,10 @@ class MasterWrites:
 
     def _bring_to(self, parameter: nn.Parameter) -> None:
         shard = self._watched.get(id(parameter))
-        if self._is_ignored or shard is None or get_gradient(parameter) is not None or shard.gradient is None:
+        if self._is_ignored or shard is None:
             return
-        bring = self._bring()
+        has_gradient_to_come = shard.gradient is not None and get_gradient(parameter) is None
+        bring = self._bring() if has_gradient_to_come else None
         if bring is not None:
             bring()
 

@@ -56,7 +56,13 @@ class OtherGradients:
 
     def pairs(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Return the parameters and gradients that this rank counts in norms, without the loss scale."""
-        return [(p, g if self.scale == 1.0 else g.float() / self.scale) for p, g, counts in self._found if counts]
+        pairs = []
+        for parameter, gradient, counts in self._found:
+            if not counts:
+                continue
+            unscaled = gradient if self.scale == 1.0 else gradient.float() / self.scale
+            pairs.append((parameter, unscaled))
+        return pairs
 
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiply them in place."""

@@ -84,7 +84,10 @@ class SavedOptimizer(torch.optim.Optimizer):
         if not self._session.module_manager.translate_functions:
             return state
         records = self._session.records
-        names = [[records[p].name if p in records else "" for p in dict.fromkeys(g)] for g in self.original_groups()]
+        names = []
+        for group in self.original_groups():
+            parameters = dict.fromkeys(group)
+            names.append([records[parameter].name if parameter in records else "" for parameter in parameters])
         return {**state, NAMES_KEY: names}
 
     def _gathered_state(self, *, to_first: bool) -> dict[str, Any]:
@@ -132,7 +135,10 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the model's parameters by their number in a state."""
-        return list(dict.fromkeys(parameter for group in self.original_groups() for parameter in group))
+        parameters: dict[nn.Parameter, None] = {}
+        for group in self.original_groups():
+            parameters.update(dict.fromkeys(group))
+        return list(parameters)
 
     def stage_state(self) -> dict[str, Any]:
         """Return the state of this stage's parameters, with their numbers in the whole state; marked as partial."""
@@ -186,15 +192,18 @@ class SavedOptimizer(torch.optim.Optimizer):
         With sharded state they are gathered, so every rank of the data parallel group calls it. A rank without ``keep``
         gets no weights.
         """
-        if self._model is None or not self._model.precision.is_half:
+        model = self._model
+        if model is None or not model.precision.is_half:
             return {}
-        self._model.adopt_writes()
+        model.adopt_writes()
         masters = {shard.parameter: shard.optimized.detach() for shard in self._optimizer_shards}
-        if self._model.sharded_state is not None:
-            masters = self._model.sharded_state.gather_whole(masters, keep=keep)
-        names = {self._model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
-        scaler = {"loss_scaler": self.loss_scaler.state_dict()} if self._ranks.cfg.fp16 else {}
-        return {"masters": names, **scaler}
+        if model.sharded_state is not None:
+            masters = model.sharded_state.gather_whole(masters, keep=keep)
+        names = {model.registry.record_of(parameter).name: value for parameter, value in masters.items()}
+        state: dict[str, Any] = {"masters": names}
+        if self._ranks.cfg.fp16:
+            state["loss_scaler"] = self.loss_scaler.state_dict()
+        return state
 
     @torch.no_grad()
     def load_fp16_states(self, states: Mapping[str, Any]) -> None:
@@ -215,8 +224,10 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a saved loss scale; it only means something to fp16, and one that the script fixed stays."""
-        if self._ranks.cfg.fp16 and self.dynamic_loss_scale and "overflows_left" in (state or {}):
-            self.loss_scaler.load_state_dict(state or {})
+        scales_by_itself = self._ranks.cfg.fp16 and self.dynamic_loss_scale
+        saved = state or {}
+        if scales_by_itself and "overflows_left" in saved:
+            self.loss_scaler.load_state_dict(saved)
 
     # -- what older helper scripts call ----------------------------------------------------------------------------
 

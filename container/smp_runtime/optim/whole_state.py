@@ -73,7 +73,9 @@ def whole_state(
 
 def is_elementwise(value: Any, of: torch.Tensor) -> bool:
     """Return whether a value of an optimizer's state has one number for each updated element."""
-    return isinstance(value, torch.Tensor) and value.shape == of.shape and value.dim() > 0
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.shape == of.shape and value.dim() > 0
 
 
 def _all_keys(
@@ -143,10 +145,13 @@ def whole_tensor(ranks: Ranks, record: ParameterRecord | None, value: Any) -> An
     """Return a value of a parameter's state whole; the ranks of a tensor parallel group call this together."""
     if ranks.size(Group.TP) == 1 or record is None or not isinstance(value, torch.Tensor):
         return value
-    axis, bounds = record.placement.tensor_axis, record.placement.tensor_slice
-    if axis is None or bounds is None or value.shape != record.parameter.shape or value.dim() == 0:
+    placement = record.placement
+    axis, bounds = placement.tensor_axis, placement.tensor_slice
+    if axis is None or bounds is None:
         return value
-    where = TensorSlice(record.shape, axis, bounds, record.placement.tensor_longest)
+    if not is_elementwise(value, record.parameter):
+        return value
+    where = TensorSlice(record.shape, axis, bounds, placement.tensor_longest)
     return gather_whole(value, where, TensorGroup.of(ranks))
 
 
@@ -229,7 +234,10 @@ def of_all_stages(ranks: Ranks, values: Mapping[Any, Any], *, to_first: bool) ->
         return {}
     exchange = ranks.control.gather if to_first else ranks.control.allgather
     parts = exchange(tree_map(on_cpu, dict(values)), ranks.members(Group.PP))
-    return {key: value for part in parts or [] for key, value in part.items()}
+    merged: dict[Any, Any] = {}
+    for part in parts or []:  # None on ranks that only send
+        merged.update(part)
+    return merged
 
 
 def on_cpu(leaf: Any) -> Any:
@@ -239,15 +247,26 @@ def on_cpu(leaf: Any) -> Any:
 
 def own_parts(records: Records, parameters: Sequence[nn.Parameter], state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a full state with this rank's parts of split tensors; values that are parts already stay."""
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    of = dict(zip(dict.fromkeys(numbers), parameters, strict=False))
+    of: dict[int, nn.Parameter] = dict(zip(_numbers_in(state), parameters, strict=False))
 
     def part(number: int, value: Any) -> Any:
         record = records.get(of[number]) if number in of else None
-        return part_of(record, value) if record is not None and isinstance(value, torch.Tensor) else value
+        if record is None or not isinstance(value, torch.Tensor):
+            return value
+        return part_of(record, value)
 
-    parts = {n: {key: part(n, value) for key, value in values.items()} for n, values in state["state"].items()}
+    parts = {}
+    for number, values in state["state"].items():
+        parts[number] = {key: part(number, value) for key, value in values.items()}
     return {**state, "state": parts}
+
+
+def _numbers_in(state: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of a state's parameters, in their order."""
+    numbers: dict[int, None] = {}
+    for group in state["param_groups"]:
+        numbers.update(dict.fromkeys(group["params"]))
+    return list(numbers)
 
 
 def copy_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -287,10 +306,11 @@ def refuse_other_parameters(records: Records, parameters: Sequence[nn.Parameter]
     for name, parameter in zip(names, parameters, strict=False):
         if parameter in records and name not in records[parameter].names:
             raise CheckpointError(what_else.format(f"{name} in the place of {records[parameter].name}"))
-    numbers = dict.fromkeys(number for group in state["param_groups"] for number in group["params"])
-    for number, parameter in zip(numbers, parameters, strict=False):
+    for number, parameter in zip(_numbers_in(state), parameters, strict=False):
         record = records.get(parameter)
-        shapes = {tuple(parameter.shape), tuple(parameter.shape if record is None else record.shape)}
+        shapes = {tuple(parameter.shape)}
+        if record is not None:
+            shapes.add(tuple(record.shape))
         for key, value in state["state"].get(number, {}).items():
             if all(does_clash(value, shape) for shape in shapes):
                 name = f"parameter {number}" if record is None else record.name

@@ -319,10 +319,12 @@ class Deferral(TorchDispatchMode):
 
     def _own(self, tensors: list[torch.Tensor], place: torch.device | None) -> None:
         for tensor in tensors:
-            if tensor.device == _META:
-                self._owned.add(storage_key(tensor))
-                if place is not None:
-                    self._devices.setdefault(storage_key(tensor), place)
+            if tensor.device != _META:
+                continue
+            key = storage_key(tensor)
+            self._owned.add(key)
+            if place is not None:
+                self._devices.setdefault(key, place)
 
 
 class Deferrals(list[Deferral]):

@@ -115,8 +115,10 @@ def _late_buffers(module: nn.Module) -> list[tuple[torch.Tensor, _Places]]:
     found: dict[int, tuple[torch.Tensor, _Places]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                found.setdefault(id(buffer), (buffer, []))[1].append((owner._buffers, name))
+            if buffer is None or not buffer.is_meta:
+                continue
+            _, places = found.setdefault(id(buffer), (buffer, []))
+            places.append((owner._buffers, name))
     return list(found.values())
 
 

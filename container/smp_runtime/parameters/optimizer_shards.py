@@ -88,8 +88,11 @@ class OptimizerShard:
 def store_all(shards: Iterable[OptimizerShard]) -> None:
     """Write updated values into the model, by one operation."""
     apart = [shard for shard in shards if shard.is_apart]
-    if apart:
-        torch._foreach_copy_([shard.stored for shard in apart], [shard.optimized for shard in apart])
+    if not apart:
+        return
+    stored = [shard.stored for shard in apart]
+    optimized: list[torch.Tensor] = [shard.optimized for shard in apart]
+    torch._foreach_copy_(stored, optimized)
 
 
 def whole_shard(parameter: nn.Parameter, masters: Mapping[nn.Parameter, torch.Tensor]) -> OptimizerShard:

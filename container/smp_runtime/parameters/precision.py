@@ -52,7 +52,8 @@ class Precision:
     def of(cls, parameters: ModelParallelParameters) -> Precision:
         """Return the precision that ``fp16`` and ``bf16`` select."""
         if parameters.fp16:
-            return cls(torch.float16, torch.float32 if parameters.fp32_grad_accumulation else None)
+            sums = torch.float32 if parameters.fp32_grad_accumulation else None
+            return cls(torch.float16, sums)
         if parameters.bf16:
             return cls(torch.bfloat16, torch.float32)
         return cls()
@@ -83,16 +84,19 @@ class Precision:
         masters: dict[nn.Parameter, torch.Tensor] = {}
         if self.compute is None:
             return masters
-        modules = list(modules)
         owners = [module for module in modules if not keeps_statistics(module)]
-        for parameter in dict.fromkeys(p for owner in owners for p in owner.parameters(recurse=False)):
-            if parameter.is_floating_point() and parameter not in skip:
-                if parameter.requires_grad:
-                    masters[parameter] = get_data(parameter).float()  # with a version counter of its own
-                parameter.data = parameter.data.to(self.compute)
+        distinct: dict[nn.Parameter, None] = {}  # tied ones once
+        for owner in owners:
+            distinct.update(dict.fromkeys(owner.parameters(recurse=False)))
+        for parameter in distinct:
+            if not parameter.is_floating_point() or parameter in skip:
+                continue
+            if parameter.requires_grad:
+                masters[parameter] = get_data(parameter).float()  # with a version counter of its own
+            parameter.data = parameter.data.to(self.compute)
         self.convert_buffers(owners)
         near = [*owners, *(module for module in others if not keeps_statistics(module))]
-        if any(stays_wide(owner, name) and not is_rotary(name) for owner in near for name in _floating(owner)):
+        if any(map(_has_wide_buffers, near)):
             for owner in owners:
                 _narrow_inputs(owner, self.compute)
         return masters
@@ -104,18 +108,27 @@ class Precision:
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one with several names stays one
         for owner in modules:
             for name, buffer in owner.named_buffers(recurse=False):
-                if buffer.is_floating_point() and not stays_wide(owner, name):
-                    _, cast = made.setdefault(id(buffer), (buffer, buffer.to(self.compute)))
-                    setattr(owner, name, cast)
+                is_cast = buffer.is_floating_point() and not stays_wide(owner, name)
+                if not is_cast:
+                    continue
+                _, cast = made.setdefault(id(buffer), (buffer, buffer.to(self.compute)))
+                setattr(owner, name, cast)
 
     def type_of(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the type that a parameter has where it is, once it was converted; not for :meth:`wide_parameters`."""
-        return self.compute or parameter.dtype if parameter.is_floating_point() else parameter.dtype
+        if self.compute is None or not parameter.is_floating_point():
+            return parameter.dtype
+        return self.compute
 
     def wide_parameters(self, modules: Iterable[nn.Module]) -> set[int]:
         """Return the parameters, by ``id``, that stay in float32 in half precision training."""
-        norms = [module for module in modules if keeps_statistics(module)] if self.is_half else []
-        return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+        wide: set[int] = set()
+        if not self.is_half:
+            return wide
+        for module in modules:
+            if keeps_statistics(module):
+                wide.update(map(id, module.parameters(recurse=False)))
+        return wide
 
     @contextlib.contextmanager
     def keeping_wide(self, module: nn.Module) -> Iterator[None]:
@@ -162,3 +175,8 @@ def _narrow_inputs(module: nn.Module, compute: torch.dtype) -> None:
         return _cast((args, kwargs), torch.float32, compute)
 
     module.register_forward_pre_hook(narrow, with_kwargs=True)
+
+
+def _has_wide_buffers(module: nn.Module) -> bool:
+    """Return whether a module keeps buffers in float32 in half precision training, besides rotary frequencies."""
+    return any(stays_wide(module, name) and not is_rotary(name) for name in _floating(module))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -185,13 +184,19 @@ class TensorSlice:
         Args:
             pieces: lengths of the parts that are divided separately; the number of ranks divides each.
         """
+        length = shape[dim]
         if len(pieces) > 1:
-            ends = itertools.accumulate(pieces)
-            firsts = [end - n + rank * (n // ranks) for n, end in zip(pieces, ends, strict=True)]
-            bounds = tuple(b for n, first in zip(pieces, firsts, strict=True) for b in (first, first + n // ranks))
-            return cls(shape, dim, bounds, sum(pieces) // ranks)
-        size = -(-shape[dim] // ranks)
-        return cls(shape, dim, (min(rank * size, shape[dim]), min((rank + 1) * size, shape[dim])), size)
+            bounds: list[int] = []
+            start = 0
+            for piece in pieces:
+                part = piece // ranks
+                first = start + rank * part
+                bounds += [first, first + part]
+                start += piece
+            return cls(shape, dim, tuple(bounds), sum(pieces) // ranks)
+        size = -(-length // ranks)
+        first, last = rank * size, (rank + 1) * size
+        return cls(shape, dim, (min(first, length), min(last, length)), size)
 
     @classmethod
     def owned(cls, shape: tuple[int, ...], dim: int, rank: int, owner: int) -> TensorSlice:

@@ -221,7 +221,9 @@ _DEPTH = 2
 
 
 def _name_of(node: ast.expr) -> str:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else _ANY
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return _ANY
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:

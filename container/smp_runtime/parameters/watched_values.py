@@ -51,7 +51,8 @@ class WatchedValues:
 
     def is_changed(self, parameter: nn.Parameter) -> bool:
         """Return whether anything may have been written since; call it where subclasses of tensors are not asked."""
-        return self._is_touched or parameter._version != self._version or parameter.data_ptr() != self._address
+        was_written = self._is_touched or parameter._version != self._version
+        return was_written or parameter.data_ptr() != self._address
 
     def is_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter has other memory than it had."""

@@ -177,6 +177,7 @@ class _TwoPhases:
         self._begin_second = second
         self._second: Work | None = None
         self._failure: BaseException | None = None
+        # The result may be asked for before the thread has started the second phase.
         self._is_begun = threading.Event()
 
     def go_on(self, failure: BaseException | None) -> BaseException | None:
@@ -282,4 +283,6 @@ def host_layout(members: Sequence[int], host_of: Sequence[str]) -> list[list[int
         host_of: by global rank, the name of its host.
     """
     rows = smddp.host_rows([host_of[rank] for rank in members])
-    return None if isinstance(rows, str) else [[members[position] for position in row] for row in rows]
+    if isinstance(rows, str):
+        return None
+    return [[members[position] for position in row] for row in rows]

@@ -175,7 +175,9 @@ def _run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
 def _units_in(values: Any) -> Iterator[tuple[Shards, GatheredUnit]]:
     for leaf in tree_leaves(values):
         parameter = leaf.of if isinstance(leaf, DetachedValues) else leaf
-        owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
+        if not isinstance(parameter, nn.Parameter):
+            continue
+        owner = owner_of(parameter)
         shards = owner.shards if isinstance(owner, ShardOwner) else None
         if shards is not None:
             yield shards, shards.unit_of(parameter)

@@ -158,7 +158,10 @@ class FlatShards(Generic[Unit]):
 
     def sum_over_shards(self, vector: torch.Tensor) -> torch.Tensor:
         """Sum a vector over the group, in place; with one entry per parameter, those that are whole count once."""
-        if vector.numel() == len(self.optimizer_shards) and self._ranks.rank_in(self.sharing) != 0:
+        has_entries_of_parameters = vector.numel() == len(self.optimizer_shards)
+        is_first = self._ranks.rank_in(self.sharing) == 0
+        if has_entries_of_parameters and not is_first:
+            # A parameter that is whole on every rank is counted on the first one.
             for parameter, number in self._numbers.items():
                 if parameter.requires_grad and parameter not in self._where:
                     vector[number] = 0

@@ -272,7 +272,9 @@ class ShardedUnit(FlatUnit):
         """Keep this rank's part of values written into the parameters since they were attached, if any."""
         if not self.ready:
             return
-        if self.is_touched or self._versions != [parameter._version for parameter in self.parameters]:
+        versions = [parameter._version for parameter in self.parameters]
+        was_written = self.is_touched or self._versions != versions
+        if was_written:
             self.keep_shard()
             self.was_written = True
             self.note_values()

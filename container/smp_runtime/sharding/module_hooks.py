@@ -82,7 +82,8 @@ def _may_run_again(module: nn.Module) -> bool:
 
     That reads parameters without any saved views, through modules without hooks if their block is compiled.
     """
-    return not type(module).__module__.startswith("torch.nn.modules.") or any(True for _ in module.children())
+    is_of_pytorch = type(module).__module__.startswith("torch.nn.modules.")
+    return not is_of_pytorch or next(module.children(), None) is not None
 
 
 class ModuleUses:
@@ -401,12 +402,14 @@ class ModuleUses:
 
     def _reach(self, now: _Pass, unit: ShardedUnit, use: UnitUse) -> None:
         """Record that backward has reached a use, so it has passed all calls that began after the use had ended."""
-        for other in [other for other in now.open if other[1].start > use.end]:
+        passed = [other for other in now.open if other[1].start > use.end]
+        for other in passed:
             self._leave(now, *other)
-        if id(unit) not in now.reached:
-            now.reached[id(unit)] = unit
-            now.left[id(unit)] = unit.uses_per_pass or unit.forward_uses or 1
-        now.counts[id(unit)] = now.counts.get(id(unit), 0) + 1
+        number = id(unit)
+        if number not in now.reached:
+            now.reached[number] = unit
+            now.left[number] = unit.uses_per_pass or unit.forward_uses or 1
+        now.counts[number] = now.counts.get(number, 0) + 1
         now.open.append((unit, use))
         self.gradients.reach(unit)
 

@@ -87,21 +87,25 @@ class ScriptGradients:
         """
         zeroed = self._zeroed.pop(id(unit), None)
         if zeroed is not None:
-            used = [one or other for one, other in zip(used, zeroed[1], strict=True)]
+            used = _either(used, zeroed[1])
         former = self._delivered.get(id(unit))  # to which these were added
-        found = list(used) if former is None else [one or other for one, other in zip(used, former.used, strict=True)]
+        found = list(used) if former is None else _either(used, former.used)
         self._delivered[id(unit)] = _Delivered(unit, reduced, found)
         return list(used)
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return ``parameter.grad``; gathered, if it is read for the first time after a reduction."""
         place = self._shards.place_of(parameter)
-        if place is None or parameter in self._held or not self._is_between_passes:
+        if place is None or parameter in self._held:
             return get_gradient(parameter)
+        if not self._is_between_passes:
+            return get_gradient(parameter)
+        unit, index = place
         self.reduce()
         self._shards.hand_out_zeros()
-        delivered = self._delivered.get(id(place[0]))
-        if get_gradient(parameter) is None and delivered is not None and delivered.used[place[1]]:
+        delivered = self._delivered.get(id(unit))
+        has_gradient = delivered is not None and delivered.used[index]
+        if delivered is not None and has_gradient and get_gradient(parameter) is None:
             self._give(delivered)
         return get_gradient(parameter)
 
@@ -132,8 +136,8 @@ class ScriptGradients:
         if not to_zero:
             self._former.clear()
         for key, each in self._delivered.items():
-            before = self._former[key][1] if key in self._former else [False] * len(each.used)
-            used = [one or other for one, other in zip(each.used, before, strict=True)]
+            former = self._former.get(key)
+            used = list(each.used) if former is None else _either(each.used, former[1])
             self._former[key] = each.unit, used
         self._delivered.clear()
         self._zeroed = dict(self._former) if to_zero else {}
@@ -188,3 +192,8 @@ class ScriptGradients:
         else:  # elements that the script left unchanged stay unrounded
             is_same = shard.reduced.to(part.dtype) == part
             shard.reduced.copy_(torch.where(is_same, shard.reduced, part))
+
+
+def _either(one: Sequence[bool], other: Sequence[bool]) -> list[bool]:
+    """Return for each parameter of a unit whether it counts as used in one of two lists."""
+    return [first or second for first, second in zip(one, other, strict=True)]

@@ -376,9 +376,11 @@ class ShardedGradients:
         """
         for unit in self._units:
             flat = self._ready.get(self._dtype or unit.dtype)
-            if flat is not None:
-                first = self._first_number[id(unit)]
-                yield unit, self._part(flat, unit), self._used_anywhere[first : first + len(unit.parameters)].tolist()
+            if flat is None:
+                continue
+            first = self._first_number[id(unit)]
+            last = first + len(unit.parameters)
+            yield unit, self._part(flat, unit), self._used_anywhere[first:last].tolist()
 
     # -- order -----------------------------------------------------------------------------------------------------
 
@@ -394,22 +396,26 @@ class ShardedGradients:
 
     def _divide(self, order: Sequence[ShardedUnit]) -> None:
         """Let small neighbours share a collective."""
+        largest = max((unit.filled for unit in order), default=0)
         # One can be filled while another is on its way.
-        most = min(self._bucket_elements // 2, max(_SMALLEST, max((unit.filled for unit in order), default=0)))
+        most = min(self._bucket_elements // 2, max(_SMALLEST, largest))
         groups: list[list[ShardedUnit]] = []
         for unit in order:
-            last = groups[-1] if groups else None
-            if last and last[0].dtype == unit.dtype and sum(u.filled for u in last) + unit.filled <= most:
+            last = groups[-1] if groups else []
+            is_alike = bool(last) and last[0].dtype == unit.dtype
+            if is_alike and sum(other.filled for other in last) + unit.filled <= most:
                 last.append(unit)
             else:
                 groups.append([unit])
         self._groups = groups
-        self._group_of = {id(unit): number for number, group in enumerate(groups) for unit in group}
+        self._group_of = {}
         self._lengths = {}
-        for unit in (unit for group in groups for unit in group):
-            kind = self._dtype or unit.dtype
-            self._begin_of[id(unit)] = self._lengths.get(kind, 0)
-            self._lengths[kind] = self._begin_of[id(unit)] + unit.shard_elements
+        for number, group in enumerate(groups):
+            for unit in group:
+                self._group_of[id(unit)] = number
+                kind = self._dtype or unit.dtype
+                self._begin_of[id(unit)] = self._lengths.get(kind, 0)
+                self._lengths[kind] = self._begin_of[id(unit)] + unit.shard_elements
 
 
 def _put(target: torch.Tensor, source: torch.Tensor, scale: float, *, again: bool) -> None:

@@ -84,10 +84,12 @@ class UnshardPrefetch:
 
     def done(self, unit: ShardedUnit) -> None:
         """End a use of the unit; free it unless it is still in use or needed next."""
-        if not unit.is_idle or not (unit.ready or unit.work):
+        has_values = bool(unit.ready or unit.work)
+        if not has_values or not unit.is_idle:
             return
         following = next(self.order.upcoming(1), None)
-        if following is None or following != self._numbers[id(unit)]:
+        is_next = following is not None and following == self._numbers[id(unit)]
+        if not is_next:
             self.free(unit)
             self._fetch_ahead()
 

@@ -133,16 +133,27 @@ def _elements(parameters: Sequence[torch.Tensor]) -> int:
 
 def _is_stack(module: nn.Module) -> bool:
     """Return whether a module runs through several blocks, each of some modules."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return sum(any(True for _ in child.parameters()) for child in module.children()) > 1
-    blocks = [child for child in module.children() if any(True for _ in child.children())]
-    return isinstance(module, nn.Sequential) and sum(any(True for _ in b.parameters()) for b in blocks) > 1
+    children = list(module.children())
+    if isinstance(module, nn.Sequential):
+        children = [child for child in children if _has_children(child)]
+    elif not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    with_parameters = [child for child in children if next(child.parameters(), None) is not None]
+    return len(with_parameters) > 1
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def _is_experts(name: str, module: nn.Module) -> bool:
     """Return whether a list holds the experts of a mixture, by its name and shapes; other ranks' experts are empty here."""
-    shapes = {tuple(p.shape for p in expert.parameters() if p.numel()) for expert in module.children()}
-    return "experts" in name and isinstance(module, nn.ModuleList | nn.ModuleDict) and len(shapes - {()}) == 1
+    if "experts" not in name or not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    shapes = set()
+    for expert in module.children():
+        shapes.add(tuple(parameter.shape for parameter in expert.parameters() if parameter.numel()))
+    return len(shapes - {()}) == 1
 
 
 def _holds_stack(module: nn.Module) -> bool:

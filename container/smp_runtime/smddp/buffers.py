@@ -41,6 +41,7 @@ class RingBuffer:
         self._device = device
         self._memory: torch.Tensor | None = None
         self._taken: deque[BufferPiece] = deque()
+        # The training's thread takes pieces, and the thread of the all-gathers returns them.
         self._lock = threading.Lock()
         self._broken: BaseException | None = None
 
@@ -98,8 +99,11 @@ class RingBuffer:
         if not self._taken:
             return 0
         oldest, newest = self._taken[0], self._taken[-1]
-        if newest.start >= oldest.start:
-            if newest.stop + size <= self.size:
-                return newest.stop
-            return 0 if size <= oldest.start else None
-        return newest.stop if newest.stop + size <= oldest.start else None
+        has_wrapped = newest.start < oldest.start
+        # The free bytes lie behind the newest, up to the end of the ring or to the oldest.
+        end = oldest.start if has_wrapped else self.size
+        if newest.stop + size <= end:
+            return newest.stop
+        if not has_wrapped and size <= oldest.start:
+            return 0
+        return None

@@ -95,13 +95,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 # This must not look at what may differ between ranks, such as strides: all of them go the same way.
 def _alike(output: torch.Tensor, shard: torch.Tensor) -> bool:
-    plain = output.layout is torch.strided and shard.layout is torch.strided and not shard.is_quantized
-    return plain and output.dtype is shard.dtype and output.device == shard.device
+    are_strided = output.layout is torch.strided and shard.layout is torch.strided
+    if not are_strided or shard.is_quantized:
+        return False
+    return output.dtype is shard.dtype and output.device == shard.device
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether received bytes can be written to a tensor's memory as they are."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    is_lazily_changed = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_contiguous() and not is_lazily_changed
 
 
 def _dense_like(tensor: torch.Tensor) -> torch.Tensor:

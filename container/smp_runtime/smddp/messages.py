@@ -145,6 +145,7 @@ class MessageGather:
     def _hand_over(self, gather: _PendingAllGather) -> None:
         """Let the thread bring the all-gather to its end."""
         if self._thread is None:
+            # The thread holds this object weakly, so that it ends with it.
             self._thread = threading.Thread(
                 target=_pass_on, args=(weakref.ref(self), self._queue), name="smddp-all-gather", daemon=True
             )

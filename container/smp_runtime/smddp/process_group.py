@@ -188,10 +188,16 @@ class SmddpProcessGroup(dist.ProcessGroup):
     def tries_phases(self, shard_bytes: int, device: str = "cpu") -> bool:
         """Return whether an all-gather that is to begin goes in phases; if it falls back, count and log that."""
         reason = self.fallback_reason(shard_bytes, device)
-        if reason is not None:
-            kind = "place" if isinstance(self.grid, str) else "scratch" if shard_bytes > self.sizes.scratch else "sort"
-            self._fall_back(reason, shard_bytes, kind)
-        return reason is None
+        if reason is None:
+            return True
+        if isinstance(self.grid, str):
+            kind = "place"
+        elif shard_bytes > self.sizes.scratch:
+            kind = "scratch"
+        else:
+            kind = "sort"
+        self._fall_back(reason, shard_bytes, kind)
+        return False
 
     def _fall_back(self, reason: str, shard_bytes: int, kind: str) -> None:
         """Count an all-gather of the plain backend, and log the reason.

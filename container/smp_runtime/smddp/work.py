@@ -51,6 +51,7 @@ class MessageWork(_GatherWork):
         self._over = threading.Event()
         self._error: str | None = None
         self._future: torch.futures.Future[Any] | None = None
+        # The future may be asked for while another thread ends the collective.
         self._lock = threading.Lock()
 
     def finish(self, error: str | None = None) -> None:
@@ -95,7 +96,8 @@ class MessageWork(_GatherWork):
 
     def exception(self) -> Any:
         """Return the error of the collective; None if it did not fail, or not yet."""
-        return SMPOperationError(self._error) if self._over.is_set() and self._error is not None else None
+        has_failed = self._over.is_set() and self._error is not None
+        return SMPOperationError(self._error) if has_failed else None
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is completed at the end.
@@ -165,7 +167,9 @@ class StreamWork(_GatherWork):
 
 def _seconds(timeout: timedelta | None) -> float | None:
     """Return the limit in seconds; None if the caller set none, in one of PyTorch's ways."""
-    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+    if timeout is None or timeout <= timedelta(0):
+        return None
+    return timeout.total_seconds()
 
 
 def _late(limit: float | None) -> str:

@@ -108,10 +108,14 @@ class _Elements(torch.autograd.Function):
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     """Ask for gradients of lazy tensors themselves: they sum all uses, also those without elements."""
     asked = _GRADIENTS_OF[func]
-    args = [tree_map(_newest_of if place == asked else plain_of, each) for place, each in enumerate(args)]
-    kwargs = {key: tree_map(_newest_of if key == "inputs" else plain_of, each) for key, each in kwargs.items()}
+    given = []
+    for place, each in enumerate(args):
+        given.append(tree_map(_newest_of if place == asked else plain_of, each))
+    named = {}
+    for key, each in kwargs.items():
+        named[key] = tree_map(_newest_of if key == "inputs" else plain_of, each)
     with DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        return func(*given, **named)
 
 
 def _newest_of(leaf: Any) -> Any:
@@ -125,9 +129,11 @@ def plain_of(leaf: Any) -> Any:
 
 def changes_in_place(name: str) -> bool:
     """Return whether a function of this name writes into its first argument."""
+    if name in ("__setitem__", "__set__"):
+        return True
     if name.startswith("__i") and name.endswith("__"):  # a += b
         return name not in _NOT_AUGMENTED
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _elements_of(leaf: Any) -> Any:

@@ -31,7 +31,10 @@ class ModuleBoundaries:
             value: of any structure. Lazy tensors are left out: their nodes compute nothing.
         """
         for tensor in tensors_in(value):
-            node: Any = None if isinstance(tensor, LazyTensor) else tensor.grad_fn
-            if node is not None and self._name not in node.metadata:
-                node.metadata[self._name] = owner
-                node.register_prehook(lambda gradients: self._reached(owner))
+            if isinstance(tensor, LazyTensor):
+                continue
+            node: Any = tensor.grad_fn
+            if node is None or self._name in node.metadata:
+                continue
+            node.metadata[self._name] = owner
+            node.register_prehook(lambda gradients: self._reached(owner))

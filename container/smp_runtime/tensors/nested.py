@@ -61,11 +61,14 @@ def argument_tensors(value: Any) -> list[torch.Tensor]:
     """
     if isinstance(value, torch.Tensor):
         return [value]
+    found: list[torch.Tensor] = []
     if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in argument_tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in argument_tensors(item)]
-    return []
+        for item in value:
+            found += argument_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            found += argument_tensors(item)
+    return found
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -80,7 +83,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def total_bytes(tensors: list[torch.Tensor]) -> int:
     """Return the bytes of several tensors, each counted once."""
-    return sum(tensor_bytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    distinct = {id(tensor): tensor for tensor in tensors}
+    return sum(map(tensor_bytes, distinct.values()))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -91,10 +95,13 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 def leaves_of(value: Any) -> list[Any]:
     """Return the leaves of nested containers; other objects are leaves."""
     if isinstance(value, Mapping):
-        return [leaf for v in value.values() for leaf in leaves_of(v)]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [leaf for v in value for leaf in leaves_of(v)]
-    return [value]
+        value = list(value.values())
+    elif not isinstance(value, list | tuple | set | frozenset):
+        return [value]
+    leaves: list[Any] = []
+    for item in value:
+        leaves += leaves_of(item)
+    return leaves
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

@@ -54,8 +54,7 @@ class RandomState:
 
     def is_as(self, other: RandomState) -> bool:
         """Return whether a script draws the same numbers from either state."""
-        pairs = ((self._cpu_state, other._cpu_state), (self._gpu_state, other._gpu_state))
-        return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+        return _are_equal(self._cpu_state, other._cpu_state) and _are_equal(self._gpu_state, other._gpu_state)
 
     def on(self, device: torch.device) -> RandomState:
         """Return the same state, maybe of another rank, for the generators of ``device``."""
@@ -116,3 +115,9 @@ def task_seed(seed: int, replica: int, microbatch: int, module: str, nth: int = 
     """
     text = f"{seed}/{replica}/{microbatch}/{module}/{nth}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one is other or torch.equal(one, other)

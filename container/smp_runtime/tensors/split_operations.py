@@ -211,13 +211,18 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> SplittableOperation | 
 def _addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None
 ) -> SplittableOperation | None:
-    plain = beta == 1 and alpha == 1 and out is None and is_deferrable(mat2)
-    return _Product(mat1, mat2, input) if plain and input.dim() == 1 and input.shape[0] == mat2.shape[1] else None
+    is_plain = beta == 1 and alpha == 1 and out is None
+    if not is_plain or not is_deferrable(mat2):
+        return None
+    is_bias = input.dim() == 1 and input.shape[0] == mat2.shape[1]
+    return _Product(mat1, mat2, input) if is_bias else None
 
 
 def _matmul(input: Any, other: Any, *, out: Any = None) -> SplittableOperation | None:
-    fits = out is None and is_deferrable(other) and other.dim() == 2 and input.dim() >= 2
-    return _Product(input, other) if fits else None
+    if out is not None or not is_deferrable(other):
+        return None
+    is_linear_map = other.dim() == 2 and input.dim() >= 2
+    return _Product(input, other) if is_linear_map else None
 
 
 def _embedding(
@@ -339,12 +344,18 @@ def _edges(func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
 
 def _are_plain(args: Any, kwargs: Any) -> bool:
     """Return whether a call's tensors are PyTorch's own, without other code that intercepts operations."""
-    given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-    return all(type(each) in (torch.Tensor, torch.nn.Parameter) and not is_transformed(each) for each in given)
+    for each in (*args, *kwargs.values()):
+        if not isinstance(each, torch.Tensor):
+            continue
+        if type(each) not in (torch.Tensor, torch.nn.Parameter) or is_transformed(each):
+            return False
+    return True
 
 
 def _has_gradient(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
+    if tensor is None:
+        return False
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _operation(make: Callable[..., SplittableOperation | None], args: Any, kwargs: Any) -> SplittableOperation | None:

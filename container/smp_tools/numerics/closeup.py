@@ -17,6 +17,7 @@ from smp_tools.numerics.sketch import plain_numbers, plain_region
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from smp_records.numerics import Closeup
     from smp_runtime.job.session import Session
@@ -104,9 +105,9 @@ class TensorFiles:
         """Return the number of attention heads of the innermost module around a tensor that has one, or 0."""
         while name:
             for model in self._session.models:
-                module = dict(model.module.named_modules()).get(name)
-                heads = next((getattr(module, word, None) for word in _HEADS if hasattr(module, word)), None)
-                if isinstance(heads, int) and not isinstance(heads, bool):
+                modules = dict(model.module.named_modules())
+                heads = _attention_heads(modules.get(name))
+                if heads is not None:
                     return heads
             name = name.rpartition(".")[0]
         return 0
@@ -114,3 +115,14 @@ class TensorFiles:
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return plain_numbers(tensor).double()
+
+
+def _attention_heads(module: nn.Module | None) -> int | None:
+    """Return the number of attention heads that a module has, or None."""
+    for word in _HEADS:
+        if hasattr(module, word):
+            heads = getattr(module, word)
+            if isinstance(heads, bool) or not isinstance(heads, int):
+                return None
+            return heads
+    return None

@@ -51,16 +51,23 @@ def check_tensor_parallel(originals: Mapping[str, nn.Parameter], module: nn.Modu
     successors = ranks.kept(Successors)
     if ranks.size(Group.TP) == 1 or successors is None:
         return
-    slices, names = slices_by_name(module), {id(p): name for name, p in module.named_parameters()}
+    slices = slices_by_name(module)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     is_first = ranks.rank_in(Group.TP) == 0
     cuts = []
     for name, original in originals.items():
         made = successors.made_of(original)
+        if not made or original.is_meta:
+            continue
         is_alike = all(each.dtype is original.dtype and not each.is_meta for each in made)
-        if not made or original.is_meta or not is_alike:
+        if not is_alike:
             continue
         # One that is whole on every rank counts once.
-        parts = [get_data(each) for each in made if is_first or names.get(id(each)) in slices]
+        parts = []
+        for each in made:
+            is_slice = names.get(id(each)) in slices
+            if is_first or is_slice:
+                parts.append(get_data(each))
         cuts.append(_Cut(name, parts, _bits([get_data(original)])[0], original.numel()))
     _check(cuts, ranks, Group.TP, "tensor parallel rank", needs_all_elements=False)
 
@@ -80,7 +87,8 @@ class ShardSums:
         """Sum the values of all parameters that have some, in each type that a shard may have."""
         ranks = self._ranks
         shares_state = ranks.cfg.shard_optimizer_state and ranks.size(Group.DP) > 1
-        if ranks.cfg.sharded_data_parallel_degree == 1 and not shares_state:
+        shards_parameters = ranks.cfg.sharded_data_parallel_degree > 1
+        if not shards_parameters and not shares_state:
             return
         self._part = weakref.ref(part)
         self._parameters = [parameter for parameter in part.parameters() if not parameter.is_meta]
@@ -88,9 +96,12 @@ class ShardSums:
         sums: list[int] = []
         for parameter in self._parameters:
             value = get_data(parameter).to(ranks.device)
-            kinds = [value.dtype, *self._types]
-            sums += _bits([value.to(kind) if value.is_floating_point() else value for kind in kinds])
-        self._sums = torch.tensor([_signed(number) for number in sums], dtype=torch.int64, device=ranks.device)
+            casts = [value]
+            for kind in self._types:
+                casts.append(value.to(kind) if value.is_floating_point() else value)
+            sums += _bits(casts)
+        signed = [_signed(number) for number in sums]
+        self._sums = torch.tensor(signed, dtype=torch.int64, device=ranks.device)
 
     @torch.no_grad()
     def check(self, part: LocalPart, placed: ParallelState) -> None:
@@ -100,7 +111,10 @@ class ShardSums:
             NumericsError: on all ranks that share the first wrong parameter.
         """
         state, sums = placed.sharded_state, self._sums
-        if state is None or sums is None or self._part is None or self._part() is not part:
+        if state is None or sums is None:
+            return
+        noted = self._part() if self._part is not None else None
+        if noted is not part:
             return
         expected = self._agreed(part, sums)
         for is_master in (False, True):
@@ -155,17 +169,21 @@ def _check(cuts: Sequence[_Cut], ranks: Ranks, group: Group, whose: str, *, need
     if not cuts:
         return
     sums = iter(_bits([part for cut in cuts for part in cut.parts]))
-    mine = [(sum(next(sums) for _ in cut.parts), sum(part.numel() for part in cut.parts)) for cut in cuts]
-    everyone = ranks.control.allgather(mine, ranks.members(group))
+    mine = []  # of each cut: the sum of bits, and the elements, of this rank's parts
+    for cut in cuts:
+        bits = sum(next(sums) for _ in cut.parts)
+        mine.append((bits, sum(part.numel() for part in cut.parts)))
+    by_rank = ranks.control.allgather(mine, ranks.members(group))
     for row, cut in enumerate(cuts):
-        elements = sum(theirs[row][1] for theirs in everyone)
+        counts = [theirs[row][1] for theirs in by_rank]
+        elements = sum(counts)
         if elements != cut.elements and not needs_all_elements:
             continue  # padded, or joined from several
-        total = sum(theirs[row][0] for theirs in everyone) % _MODULUS
+        total = sum(theirs[row][0] for theirs in by_rank) % _MODULUS
         if elements != cut.elements or total != cut.expected:
-            counts = ", ".join(f"{theirs[row][1]:,}" for theirs in everyone)
+            shown = ", ".join(f"{count:,}" for count in counts)
             raise NumericsError(
-                f"the parts of {cut.name} on ranks {ranks.members(group)} are not what it was cut from: they have {counts} of its "
+                f"the parts of {cut.name} on ranks {ranks.members(group)} are not what it was cut from: they have {shown} of its "
                 f"{cut.elements:,} elements, and the sum of their bits is {total} instead of {cut.expected}. Each {whose} takes "
                 "its part when the model is wrapped, so the training would begin with other weights. Possible causes: a hook of "
                 "tp_register that reads weights otherwise on some ranks, or a fault of this library. Report it with the model; "

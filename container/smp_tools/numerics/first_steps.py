@@ -188,19 +188,23 @@ def _are_ordinary(tensors: Sequence[torch.Tensor], *, allows_masks: bool) -> boo
         allows_masks: whether numbers may be as small as they like: -inf, or the least number, in an attention mask.
     """
     ranged = [tensor.detach() for tensor in tensors if _has_range(tensor)]
-    found = [tensor.aminmax()[1] for tensor in ranged] if allows_masks else _greatest_magnitudes(ranged)
+    greatest = [tensor.aminmax()[1] for tensor in ranged] if allows_masks else _greatest_magnitudes(ranged)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for each in found:
+    for each in greatest:
         by_device.setdefault(each.device, []).append(each)
+    # One wait for each device.
     return all(bool(torch.stack(each).double().le(_ORDINARY).all()) for each in by_device.values())
 
 
 def _has_range(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds numbers that can be compared."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not isinstance(tensor, LazyTensor)
-    return bool(
-        is_plain and tensor.is_floating_point() and tensor.element_size() >= 2 and tensor.numel() and not tensor.is_meta
-    )
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if isinstance(tensor, LazyTensor) or tensor.is_meta:
+        return False
+    # Eight-bit types have no minimum and maximum in PyTorch.
+    is_wide = tensor.is_floating_point() and tensor.element_size() >= 2
+    return is_wide and tensor.numel() > 0
 
 
 def _greatest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

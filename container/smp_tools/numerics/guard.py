@@ -108,20 +108,23 @@ class UpdateGuard:
 
     def watch_models(self) -> None:
         """Follow the modules of all wrapped models, also of those that were laid out anew."""
-        modules, topology = [model.module for model in self._session.models], self._session.ranks.topology
-        is_same = [reference() for reference in self._watched] == modules and self._topology is topology
-        if not self._guards.finite or is_same:
+        if not self._guards.finite:
+            return
+        modules = [model.module for model in self._session.models]
+        topology = self._session.ranks.topology
+        watched = [reference() for reference in self._watched]
+        if watched == modules and self._topology is topology:
             return
         self._topology = topology  # at other degrees a model has lost its hooks
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         self._watched = [weakref.ref(module) for module in modules]
-        self._handles = [
-            part.register_forward_hook(_hook(self, path))
-            for module in modules
-            for path, part in module.named_modules()
-            if not any(True for _ in part.children())
-        ]
+        for module in modules:
+            for path, part in module.named_modules():
+                is_leaf = next(part.children(), None) is None
+                if is_leaf:
+                    self._handles.append(part.register_forward_hook(_hook(self, path)))
 
     def begin(self) -> None:
         """Begin a step: watch the modules of all wrapped models."""
@@ -134,13 +137,17 @@ class UpdateGuard:
 
     def called(self, name: str, result: Any) -> None:
         """Record the result of a module without submodules."""
-        if self._session.ranks.step.is_tracing or not torch.is_grad_enabled() or backward_pass() != -1:
+        step = self._session.ranks.step
+        is_trained = torch.is_grad_enabled() and not step.is_tracing
+        if not is_trained or backward_pass() != -1:
             return
         for tensor in argument_tensors(result)[:1]:
             is_counted = tensor.is_floating_point() or tensor.is_complex()
-            if is_counted and not isinstance(tensor, LazyTensor):
-                total = plain_numbers(tensor).sum(dtype=torch.float32)
-                self._sums.append(_ResultSum(time.time(), name, self._session.ranks.step.microbatch, total))
+            if not is_counted or isinstance(tensor, LazyTensor):
+                continue
+            # The sum stays on the device: reading it here would wait for every module.
+            total = plain_numbers(tensor).sum(dtype=torch.float32)
+            self._sums.append(_ResultSum(time.time(), name, step.microbatch, total))
 
     # -- before the update -----------------------------------------------------------------------------------------
 
@@ -221,12 +228,15 @@ class UpdateGuard:
         control = self._session.ranks.control
         norms: list[float] = []
         if gradients:  # one wait for the device
-            norms = torch.stack([torch.linalg.vector_norm(gradient).double() for _, gradient in gradients]).tolist()
-        mine = [_Norm(norm, name, control.rank) for (name, _), norm in zip(gradients, norms, strict=True)]
-        said = control.allgather(
-            [tuple(one) for one in sorted(mine, reverse=True)[:_MOST_NAMES]], list(range(control.size))
-        )
-        return sorted((_Norm(*one) for theirs in said for one in theirs), reverse=True)[:_MOST_NAMES]
+            stacked = torch.stack([torch.linalg.vector_norm(gradient).double() for _, gradient in gradients])
+            norms = stacked.tolist()
+        mine = []
+        for (name, _), norm in zip(gradients, norms, strict=True):
+            mine.append(_Norm(norm, name, control.rank))
+        largest = sorted(mine, reverse=True)[:_MOST_NAMES]
+        by_rank = control.allgather([tuple(one) for one in largest], list(range(control.size)))
+        merged = [_Norm(*one) for theirs in by_rank for one in theirs]
+        return sorted(merged, reverse=True)[:_MOST_NAMES]
 
     # -- bad values ------------------------------------------------------------------------------------------------
 
@@ -342,7 +352,10 @@ def _plain(value: Any) -> Any:
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list):
         return [_plain(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    is_unwritable = isinstance(value, float) and not math.isfinite(value)
+    if is_unwritable:
+        return str(value)
+    return value
 
 
 def _hook(guard: UpdateGuard, name: str) -> Callable[..., None]:

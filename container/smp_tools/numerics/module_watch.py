@@ -112,9 +112,10 @@ class ModuleWatch:
         microbatch = self._ranks.step.microbatch
         for index, tensor in enumerate(argument_tensors(given)):
             # A single number is no part of a batch: each microbatch has it, and a count of tokens depends on how many there are.
-            if not isinstance(tensor, LazyTensor) and tensor.dim():
-                place = ValueOwner(INPUT, name, index, microbatch, self.owner)
-                self._take(place, tensor, 1.0)
+            if isinstance(tensor, LazyTensor) or not tensor.dim():
+                continue
+            place = ValueOwner(INPUT, name, index, microbatch, self.owner)
+            self._take(place, tensor, 1.0)
 
     def called(self, name: str, result: Any) -> None:
         """Report the results of a module, and register hooks for their gradients."""
@@ -169,16 +170,16 @@ def _readers(ranks: WatchedRank) -> Group:
 
 def _inside_split_blocks(module: nn.Module) -> frozenset[str]:
     """Return the paths of all modules inside blocks that are split across a tensor parallel group."""
-    paths = [path for path, _ in module.named_modules()]
-    blocks = [
-        path
-        for path, part in module.named_modules()
-        if isinstance(part, DistributedModule) or entry_of(part) is not None
-    ]
-    if "" in blocks:  # the model is such a block itself
-        return frozenset(path for path in paths if path)
-    starts = tuple(f"{path}." for path in blocks)
-    return frozenset(path for path in paths if starts and path.startswith(starts))
+    paths = []
+    starts = []
+    for path, part in module.named_modules():
+        paths.append(path)
+        is_block = isinstance(part, DistributedModule) or entry_of(part) is not None
+        if is_block:
+            starts.append(f"{path}." if path else "")
+    # A model that is such a block itself has the start "", which all paths have.
+    inside = [path for path in paths if path.startswith(tuple(starts))]
+    return frozenset(path for path in inside if path)
 
 
 # Hooks are plain functions that hold their watch weakly: a model is copied with its hooks, and Python does not see the way

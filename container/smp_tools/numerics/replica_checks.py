@@ -64,7 +64,9 @@ def compare_copies(part: LocalPart, placed: ParallelState, ranks: Ranks, update:
         placed.sharded_state.settle()  # pending gathers must arrive before the checksums read them
     copies = [copy for copy in copies_of(part, placed, ranks) if copy.tensor.numel()]
     members = ranks.members(Group.DP)
-    sums = torch.stack([checksum(copy.tensor).to(ranks.device) for copy in copies]).tolist() if copies else []
+    sums: list[int] = []
+    if copies:  # one wait for the device
+        sums = torch.stack([checksum(copy.tensor).to(ranks.device) for copy in copies]).tolist()
     table = array("q")
     for copy, number in zip(copies, sums, strict=True):
         table.extend((copy.exact, copy.close, number))
@@ -72,14 +74,17 @@ def compare_copies(part: LocalPart, placed: ParallelState, ranks: Ranks, update:
     if all(text == texts[0] for text in texts):
         return
     tables = [_table(text) for text in texts]
-    if (found := _differing(tables, _EXACT)) is not None:
-        key, pair = found[0]
+    exact = _differing(tables, _EXACT)
+    if exact is not None:
+        key, pair = exact[0]
         mine = next((copy for copy in copies if copy.exact == key), None)
         name, difference = _difference(mine, pair, ranks)
-        raise NumericsError(_message(name, pair, difference, len(found), ranks, update))
-    for key, pair in (_differing(tables, _CLOSE) or [])[:_MOST_CLOSE]:
+        raise NumericsError(_message(name, pair, difference, len(exact), ranks, update))
+    close = _differing(tables, _CLOSE) or []
+    for key, pair in close[:_MOST_CLOSE]:
         mine = next((copy for copy in copies if copy.close == key), None)
-        if (far := _far_apart(mine, pair, ranks)) is not None:
+        far = _far_apart(mine, pair, ranks)
+        if far is not None:
             raise NumericsError(_message(far, pair, None, 1, ranks, update))
 
 
@@ -143,11 +148,14 @@ def _block(tensor: torch.Tensor, block: int) -> tuple[list[int], list[float]]:
 
 
 def _compared(usual: tuple[list[int], list[float]], odd: tuple[list[int], list[float]], start: int) -> _Difference:
-    bits = zip(usual[0], odd[0], strict=True)
-    first = next(index for index, (one, other) in enumerate(bits) if one != other)
-    apart = [abs(one - other) for one, other in zip(usual[1], odd[1], strict=True)]
-    greatest = max(math.inf if math.isnan(size) else size for size in apart)
-    return _Difference(start + first, (usual[1][first], odd[1][first]), greatest)
+    usual_bits, usual_numbers = usual
+    odd_bits, odd_numbers = odd
+    first = next(index for index, bits in enumerate(usual_bits) if bits != odd_bits[index])
+    greatest = 0.0
+    for one, other in zip(usual_numbers, odd_numbers, strict=True):
+        distance = abs(one - other)
+        greatest = max(greatest, math.inf if math.isnan(distance) else distance)
+    return _Difference(start + first, (usual_numbers[first], odd_numbers[first]), greatest)
 
 
 def _far_apart(copy: Copy | None, pair: _Pair, ranks: Ranks) -> str | None:
@@ -156,14 +164,18 @@ def _far_apart(copy: Copy | None, pair: _Pair, ranks: Ranks) -> str | None:
     Large ones are not compared: norms and biases are what tensor parallel ranks update by themselves.
     """
     payload = None
-    if ranks.rank_in(Group.DP) in pair and copy is not None and copy.tensor.numel() <= _BLOCK:
-        payload = (copy.name, plain_numbers(copy.tensor).reshape(-1).to(torch.float64).tolist())
-    said = ranks.control.allgather(payload, ranks.members(Group.DP))
-    if said[pair.usual] is None or said[pair.odd] is None:
+    is_of_pair = ranks.rank_in(Group.DP) in pair
+    if is_of_pair and copy is not None and copy.tensor.numel() <= _BLOCK:
+        numbers = plain_numbers(copy.tensor).reshape(-1).to(torch.float64)
+        payload = (copy.name, numbers.tolist())
+    # All ranks of the stage take part, also those that have nothing to compare.
+    by_rank = ranks.control.allgather(payload, ranks.members(Group.DP))
+    usual, odd = by_rank[pair.usual], by_rank[pair.odd]
+    if usual is None or odd is None:
         return None
-    name, usual = said[pair.usual]
-    distance, norm = math.dist(usual, said[pair.odd][1]), math.hypot(*usual)
-    limit = _OF_NORM * norm + _PER_ELEMENT * math.sqrt(len(usual))
+    name, numbers = usual
+    distance, norm = math.dist(numbers, odd[1]), math.hypot(*numbers)
+    limit = _OF_NORM * norm + _PER_ELEMENT * math.sqrt(len(numbers))
     return None if distance <= limit else str(name)
 
 

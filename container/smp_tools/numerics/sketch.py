@@ -127,9 +127,7 @@ def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     if tensor.is_nested:
-        parts = [part for part in tensor.unbind() if part.dim()]
-        is_batch = len({part.shape[-1] for part in parts}) == 1
-        tensor = torch.cat([part.flatten(0, -2) if is_batch and part.dim() > 1 else part.reshape(-1) for part in parts])
+        tensor = _joined_rows(tensor)
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
@@ -142,6 +140,19 @@ def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype in _COMPUTABLE:
         return tensor
     return tensor.contiguous().view(torch.uint8)
+
+
+def _joined_rows(nested: torch.Tensor) -> torch.Tensor:
+    """Return the parts of a nested tensor as one: row after row if the parts have rows of one length, else flat."""
+    parts = nested.unbind()
+    lengths = {part.shape[-1] for part in parts if part.dim()}
+    rows = []
+    for part in parts:
+        if not part.dim():
+            continue
+        has_rows = len(lengths) == 1 and part.dim() > 1
+        rows.append(part.flatten(0, -2) if has_rows else part.reshape(-1))
+    return torch.cat(rows)
 
 
 def plain_region(region: TensorRegion, tensor: torch.Tensor) -> TensorRegion:

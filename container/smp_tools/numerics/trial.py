@@ -109,12 +109,16 @@ def _whole(leaf: torch.Tensor, microbatches: int) -> torch.Tensor:
 
 
 def _joined(leaf: Any, parts: list[torch.Tensor | None], axis: int | None) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
     tensors = [part for part in parts if part is not None]
-    if not isinstance(leaf, torch.Tensor) or len(tensors) < len(parts):
+    if len(tensors) < len(parts):
         return leaf
     if counts_of_all(leaf) is False:  # each replica counts its own
         return torch.stack(tensors).sum(0).to(leaf.device)
-    whole = tensors[0] if axis is None or not tensors[0].dim() else torch.cat(tensors, axis)
+    whole = tensors[0]
+    if axis is not None and whole.dim():
+        whole = torch.cat(tensors, axis)
     return whole.to(leaf.device)
 
 
@@ -134,14 +138,16 @@ def disable_dropout(module: nn.Module) -> list[str]:
     """Set the dropout rates in a model to 0, those of layers and numbers that modules keep; returns their names."""
     found = []
     for path, part in module.named_modules():
-        names = [
-            name
-            for name, value in vars(part).items()
-            if "drop" in name.lower() and isinstance(value, float) and value > 0
-        ]
+        names = [name for name, value in vars(part).items() if _is_dropout_rate(name, value)]
         if isinstance(part, _DROPOUTS) and part.p > 0:
             names.append("p")
         for name in names:
             setattr(part, name, 0.0)
             found.append(f"{path}.{name}" if path else name)
     return found
+
+
+def _is_dropout_rate(name: str, value: Any) -> bool:
+    if "drop" not in name.lower():
+        return False
+    return isinstance(value, float) and value > 0

@@ -162,17 +162,21 @@ class Agreement:
         return None
 
     def _between(self, one: int, other: int, *, is_over: bool) -> Difference | None:
-        mine = [call for call in self._written[one].calls if other in call.ranks and call.step < self._steps]
-        theirs = [call for call in self._written[other].calls if one in call.ranks and call.step < self._steps]
+        mine = self._shared(one, other)
+        theirs = self._shared(other, one)
         for first, second in zip(mine, theirs, strict=False):
             if first.what != second.what:
                 return Difference(one, first, other, second)
-        if is_over and len(mine) != len(theirs):
-            longer, other_one, calls, count = (
-                (one, other, mine, len(theirs)) if len(mine) > len(theirs) else (other, one, theirs, len(mine))
-            )
-            return Difference(longer, calls[count], other_one, None)
-        return None
+        if not is_over or len(mine) == len(theirs):
+            return None
+        # One rank has made a call that the other has not.
+        if len(mine) > len(theirs):
+            return Difference(one, mine[len(theirs)], other, None)
+        return Difference(other, theirs[len(mine)], one, None)
+
+    def _shared(self, rank: int, other: int) -> list[RehearsedCall]:
+        """Return the calls of a rank in which another one takes part."""
+        return [call for call in self._written[rank].calls if other in call.ranks and call.step < self._steps]
 
     def _read(self) -> None:
         for path in self._folder.glob(f"{_PREFIX}*{_SUFFIX}"):

@@ -229,11 +229,15 @@ class Counters:
     def _mark(self, optimizer: Any) -> None:
         """Mark the kinds of all tensors of models and of an optimizer, after the optimizer has created them."""
         models: list[Any] = list(self._session.models) if self._session is not None else []
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.memory.mark("optimizer state", trained)  # masters and shards; those of a model are marked again below
+        trained: list[Any] = []
+        for group in optimizer.param_groups:
+            trained += group["params"]
+        # Masters and shards; those of a model are marked again below.
+        self.memory.mark("optimizer state", trained)
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                self.memory.mark("optimizer state", [v for v in state.values() if isinstance(v, torch.Tensor)])
+                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+                self.memory.mark("optimizer state", tensors)
         for model in models:
             parameters = list(model.parameters())
             self.memory.mark("gradient", [parameter.grad for parameter in (*parameters, *trained)])

@@ -7,7 +7,8 @@ and reads nothing. A ``Dataset`` with missing files counts as one with a given n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,11 +70,13 @@ class Loaders:
 
     def stand_ins(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of an epoch."""
-        left = _length(loader)
-        size = getattr(loader, "batch_size", None) or getattr(loader.batch_sampler, "batch_size", None) or 1
-        while left is None or left > 0:
+        size = getattr(loader, "batch_size", None)
+        if not size:
+            size = getattr(loader.batch_sampler, "batch_size", None) or 1
+        batches = _length(loader)
+        numbers: Iterable[int] = itertools.count() if batches is None else range(batches)
+        for _ in numbers:
             yield self.batch(size)
-            left = None if left is None else left - 1
 
     def batch(self, size: int) -> Any:
         """Return one batch: a dictionary of named tensors, or a list of numbered ones.

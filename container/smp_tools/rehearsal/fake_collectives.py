@@ -76,6 +76,7 @@ class CollectiveLedger:
 
     def __init__(self, where: Callable[[], RankPhase]) -> None:
         self._where = where
+        # Backward passes communicate on threads of autograd.
         self._lock = threading.Lock()
         self._rows: dict[tuple[int, str, str, str, int, int], tuple[int, int, int, int]] = {}
         self.step = -1
@@ -273,17 +274,17 @@ class DirectCollectives:
     def __call__(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Perform one operation, and count it."""
         name = _NAMES.get(function.__name__.partition(".")[0].strip("_"))
-        group = next(
-            (found for value in (*args, *kwargs.values()) if (found := group_of_operation(value)) is not None), None
-        )
-        if name is not None and group is not None and not self.counted.inside:
-            tensors = tensors_of(args[0])
-            size = sum(tensor.nbytes for tensor in tensors)
-            if function.namespace == "_c10d_functional":  # its argument is this rank's tensor
-                size *= group.size() if name == "all_gather" else 1
-            elif name == "reduce_scatter":  # its first argument is the result
-                size *= group.size()
-            self._ledger.add(name, size, group)
-            if self._ledger.calls is not None and group.size() > 1:
-                self._ledger.calls.of_script(name, size, dist.get_process_group_ranks(group))
+        groups = map(group_of_operation, (*args, *kwargs.values()))
+        group = next((found for found in groups if found is not None), None)
+        if name is None or group is None or self.counted.inside:
+            return function(*args, **kwargs)
+        size = sum(tensor.nbytes for tensor in tensors_of(args[0]))
+        # A functional collective's argument is this rank's tensor; the first argument of the others is the result.
+        is_functional = function.namespace == "_c10d_functional"
+        is_rank_s_part = name == "all_gather" if is_functional else name == "reduce_scatter"
+        if is_rank_s_part:
+            size *= group.size()
+        self._ledger.add(name, size, group)
+        if self._ledger.calls is not None and group.size() > 1:
+            self._ledger.calls.of_script(name, size, dist.get_process_group_ranks(group))
         return function(*args, **kwargs)

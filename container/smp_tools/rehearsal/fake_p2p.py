@@ -21,6 +21,7 @@ class LinkCounter:
 
     def __init__(self) -> None:
         self.reaches(lambda rank: 0, lambda rank: True)
+        # Stages send on several threads.
         self._lock = threading.Lock()
         self._rows: dict[tuple[int, int, bool], tuple[int, int]] = {}
         self.step = -1

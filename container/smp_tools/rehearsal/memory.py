@@ -193,10 +193,12 @@ class LiveMemory:
         """Set the kind of tensors that are alive now."""
         with self._lock:
             for tensor in tensors:
-                if tensor is not None and not tensor.is_meta and tensor.layout is torch.strided:
-                    entry = self._alive.get(storage_key(tensor))
-                    if entry is not None:
-                        entry.kind = kind
+                if tensor is None or tensor.is_meta:
+                    continue
+                is_strided = tensor.layout is torch.strided
+                entry = self._alive.get(storage_key(tensor)) if is_strided else None
+                if entry is not None:
+                    entry.kind = kind
 
     def watch_peak(self) -> None:
         """Reset the peak to the memory that is in use now."""

@@ -87,8 +87,9 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     """Return the paths without the model itself, and without modules inside others in the list."""
     found: list[str] = []
     for path in paths:
-        parents = path.split(".")
-        inside = any(".".join(parents[:length]) in found for length in range(1, len(parents)))
-        if path and not inside:
+        names = path.split(".")
+        parents = {".".join(names[:length]) for length in range(1, len(names))}
+        is_inside = not parents.isdisjoint(found)
+        if path and not is_inside:
             found.append(path)
     return found[:_MOST_NAMES]

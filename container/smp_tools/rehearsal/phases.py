@@ -63,23 +63,32 @@ class Phases:
         """Return the phase and module of the calling thread."""
         node = running_node()
         modules = self._here.modules
+        innermost = modules[-1] if modules else ""
         if node is not None:
             number, owner = self._here.backward
-            return RankPhase("backward", modules[-1] if modules else owner if number == backward_pass() else "")
+            # The owner belongs to one backward pass; another one may have begun since.
+            is_current = number == backward_pass()
+            if not modules and is_current:
+                innermost = owner
+            return RankPhase("backward", innermost)
         if modules or self.in_microbatch():
-            return RankPhase("forward", modules[-1] if modules else "")
+            return RankPhase("forward", innermost)
         if self._updating:
             return RankPhase("update", "")
         return RankPhase("outside" if self.in_steps else "start", "")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        modules = self._here.modules
+        outer = modules[-1] if modules else None
+        if backward_pass() == -1:
+            self._owners.note(args, outer or "")
         name = self._names.get(id(module))
         if name is not None:
             self.called.add(name)
-        modules = self._here.modules
-        if backward_pass() == -1:
-            self._owners.note(args, modules[-1] if modules else "")
-        modules.append((modules[-1] if modules else type(module).__name__) if name is None else name)
+            modules.append(name)
+        else:
+            # A module that is not the model's counts as the one that calls it.
+            modules.append(type(module).__name__ if outer is None else outer)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         modules = self._here.modules

@@ -121,10 +121,12 @@ def _fork_all(request: RehearsalRequest, words: Sequence[str], *, last: bool = F
     """
     children = []
     pipes = []
+    # Each child would write the buffered output once more.
     sys.stdout.flush()
     sys.stderr.flush()
     for kind in range(request.kinds):
         reads, writes = os.pipe()
+        # Forked, since a new interpreter would import PyTorch once more for each kind of rank.
         child = os.fork()
         if child == 0:
             os.close(writes)

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -84,23 +84,21 @@ class _Plan:
         schema = schema_of(function)
         tags = function.tags
         returns = [value.alias_info for value in schema.returns]
-        views = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
-        self.is_free = (
-            views
-            or torch.Tag.inplace_view in tags
-            or function in SHARING
-            or function.__name__.startswith(("set_.", "resize_"))
-        )
+        is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+        changes_shape_only = torch.Tag.inplace_view in tags or function.__name__.startswith(("set_.", "resize_"))
+        self.is_free = is_view or changes_shape_only or function in SHARING
         self.mutates = schema.is_mutable
         self.is_dynamic = torch.Tag.dynamic_output_shape in tags or function in _DYNAMIC
         places: dict[str, int | str] = {}
         for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for name in argument.alias_info.before_set:
-                    places[name] = argument.name if argument.kwarg_only else position
+            if not _is_written(argument.alias_info):
+                continue
+            for name in argument.alias_info.before_set:
+                places[name] = argument.name if argument.kwarg_only else position
         self.written: list[int | str | None] = []
         for alias in returns:
-            name = next(iter(alias.before_set), None) if alias is not None and alias.is_write else None
+            names = alias.before_set if _is_written(alias) else ()
+            name = next(iter(names), None)
             self.written.append(None if name is None else places.get(name))
         self.names = [argument.name for argument in schema.arguments]
 
@@ -193,8 +191,12 @@ class SkipComputeMode(TorchDispatchMode):
 
     def _written(self, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an in-place operation without writing anything."""
-        results = tuple(plan.argument(place, args, kwargs) for place in plan.written if place is not None)
-        return None if not results else results[0] if len(results) == 1 else results
+        results = [plan.argument(place, args, kwargs) for place in plan.written if place is not None]
+        if not results:
+            return None
+        if len(results) == 1:
+            return results[0]
+        return tuple(results)
 
     def _known_shapes(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the structure of the result with a :class:`_Shape` for every tensor; ``_UNKNOWN`` without a meta kernel."""
@@ -211,17 +213,21 @@ class SkipComputeMode(TorchDispatchMode):
 
     def _asked(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the same structure as :meth:`_known_shapes`, from PyTorch's kernel for the meta device."""
-        on_meta = {
-            name: _META if isinstance(value, torch.device) else None if isinstance(value, torch.Generator) else value
-            for name, value in kwargs.items()
-        }
-        if "device" in self._names(function) and "device" not in on_meta and not tensors_of(args):
-            on_meta["device"] = _META
+        on_meta: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if isinstance(value, torch.device):
+                on_meta[name] = _META
+            elif isinstance(value, torch.Generator):  # of another device
+                on_meta[name] = None
+            else:
+                on_meta[name] = value
+        takes_device = "device" in self._names(function) and not tensors_of(args)
+        if takes_device:
+            on_meta.setdefault("device", _META)
         try:
             result = function(*_meta(args), **_meta(on_meta))
-        except (
-            RuntimeError
-        ):  # there is no such kernel, or the operation itself is wrong: performing it then raises a better error
+        except RuntimeError:
+            # There is no such kernel, or the operation itself is wrong: performing it then raises a better error.
             return _UNKNOWN
         return _shape(result) if isinstance(result, torch.Tensor) else tree_map(_shape, result)
 
@@ -234,9 +240,11 @@ class SkipComputeMode(TorchDispatchMode):
         def one(shape: Any, place: int | str | None) -> Any:
             if place is not None:
                 return plan.argument(place, args, kwargs)
-            if isinstance(shape, _Shape):
-                return _memory(shape, function)
-            return tree_map(lambda leaf: _memory(leaf, function) if isinstance(leaf, _Shape) else leaf, shape)
+
+            def filled(leaf: Any) -> Any:
+                return _memory(leaf, function) if isinstance(leaf, _Shape) else leaf
+
+            return filled(shape) if isinstance(shape, _Shape) else tree_map(filled, shape)
 
         if len(plan.written) > 1:
             return tuple(one(shape, place) for shape, place in zip(shapes, plan.written, strict=True))
@@ -269,11 +277,15 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments, also those in lists."""
     if isinstance(value, torch.Tensor):
         return [value]
+    parts: Iterable[Any] = ()
     if isinstance(value, tuple | list):
-        return [tensor for one in value for tensor in tensors_of(one)]
-    if isinstance(value, dict):
-        return [tensor for one in value.values() for tensor in tensors_of(one)]
-    return []
+        parts = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    tensors: list[torch.Tensor] = []
+    for part in parts:
+        tensors += tensors_of(part)
+    return tensors
 
 
 def _key(value: Any) -> Any:
@@ -294,11 +306,12 @@ def _meta(value: Any) -> Any:
     """Replace tensors with memory in the arguments with meta tensors."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
-    if isinstance(value, tuple | list):
-        return [_meta(one) for one in value] if isinstance(value, list) else tuple(_meta(one) for one in value)
     if isinstance(value, dict):
         return {name: _meta(one) for name, one in value.items()}
-    return value
+    if not isinstance(value, tuple | list):
+        return value
+    parts = [_meta(one) for one in value]
+    return parts if isinstance(value, list) else tuple(parts)
 
 
 def _shape(leaf: Any) -> Any:
@@ -314,10 +327,12 @@ def _bytes(shapes: Any) -> int:
 def _memory(shape: _Shape, function: Any) -> torch.Tensor:
     """Return memory for a result. If it is small, it contains 1 for a number, 0 for an index, False for a boolean."""
     made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
-    if shape.nbytes <= _FILLED_BYTES:
-        # So a loss is finite, and "are all gradients finite?" is answered with yes.
-        is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
-        made.fill_(1 if is_number or packet_of(function) is torch.ops.aten.all else 0)
+    if shape.nbytes > _FILLED_BYTES:
+        return made
+    # So a loss is finite, and "are all gradients finite?" is answered with yes.
+    is_number = shape.dtype.is_floating_point or shape.dtype.is_complex
+    is_true = packet_of(function) is torch.ops.aten.all
+    made.fill_(1 if is_number or is_true else 0)
     return made
 
 
@@ -352,3 +367,8 @@ def _picks_by_number(function: Any, args: Sequence[Any]) -> bool:
 def _device_of(kwargs: dict[str, Any]) -> str | None:
     device = kwargs.get("device")
     return None if device is None else torch.device(device).type
+
+
+def _is_written(alias: Any) -> bool:
+    """Return whether an operation writes into the argument, or returns the one that it has written, with this alias."""
+    return alias is not None and alias.is_write

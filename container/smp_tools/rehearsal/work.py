@@ -100,7 +100,8 @@ class _Measurements:
             path = module
             while path and (path, phase) not in self._seconds:
                 path = path.rpartition(".")[0]
-            self._owners[key] = (path, phase) if (path, phase) in self._seconds else None
+            owner = path, phase
+            self._owners[key] = owner if owner in self._seconds else None
         return self._owners[key]
 
     def learn(self) -> None:
@@ -140,6 +141,7 @@ class ModuleTimes:
         self.microbatch: Callable[[], int | None] = lambda: None
         self.call: Callable[[], int] = lambda: 0
         self.measured_seconds = 0.0
+        # Operations of backward passes run on threads of autograd.
         self._lock = threading.Lock()
         self._rows: dict[tuple[str, str, str], list[float]] = {}
         self._dtypes: dict[torch.dtype, str] = {}

@@ -53,10 +53,12 @@ class Writer:
     def __init__(self, loggers: Sequence[Logger], regular: Callable[[], Mapping[str, float]] = dict) -> None:
         self._loggers = list(loggers)
         self._regular = regular
+        # Bounded: a service that does not answer must not fill the memory.
         self._waiting: queue.Queue[LaterPoint | None] = queue.Queue(_MOST_WAITING)
         self._lost = 0
         self._failed = False
         self._step = 0
+        # Trackers use the network and the disk, for which no step waits.
         self._thread = threading.Thread(target=self._work, name="smp-tracking", daemon=True)
         self._thread.start()
 

@@ -90,6 +90,7 @@ class Executor:
         self._outside: deque[QueuedWork] = deque()
         self._error: BaseException | None = None
         self._ends = False
+        # The device works beside the host, as a GPU does: otherwise no missing wait would show.
         self._thread = threading.Thread(target=self._serve, name="emulated-device", daemon=True)
         self._thread.start()
 

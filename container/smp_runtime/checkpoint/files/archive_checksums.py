@@ -65,7 +65,10 @@ def _chunks(file: BinaryIO, length: int) -> Iterator[bytes]:
     """Yield the next ``length`` bytes in chunks; raise ValueError if records overlap."""
     if length < 0:
         raise ValueError("its records overlap")
-    while length and (chunk := file.read(min(length, _CHUNK))):
+    while length:
+        chunk = file.read(min(length, _CHUNK))
+        if not chunk:
+            return  # the file is shorter than its records say
         yield chunk
         length -= len(chunk)
 

@@ -269,13 +269,20 @@ def damaged_file(path: Path, error: BaseException) -> CheckpointError:
     )
 
 
+#: Words of PyTorch's message in the line that has the reason.
+_REASONS = re.compile("GLOBAL|Unsupported|Can only")
+
+
 def _refused_object(error: BaseException) -> str:
     """Return in one line which object PyTorch's safe loader refused, or why it failed."""
-    if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if match:
         return f"of {match[1]}"
     lines = [line.strip() for line in str(error).splitlines()]
-    telling = [line for line in lines if any(word in line for word in ("GLOBAL", "Unsupported", "Can only"))]
-    return ((telling or lines or [""])[0] or type(error).__name__)[:200]
+    with_reason = [line for line in lines if _REASONS.search(line)]
+    candidates = with_reason or lines
+    text = candidates[0] if candidates else ""
+    return text[:200] or type(error).__name__
 
 
 #: A key of the optimizer's state and of the user content, an attribute of a state, and metadata of safetensors.

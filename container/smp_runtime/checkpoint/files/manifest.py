@@ -191,7 +191,10 @@ class Manifest:
 
 
 def _tupled(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+    tupled: dict[str, Any] = {}
+    for key, value in record.items():
+        tupled[key] = tuple(value) if isinstance(value, list) else value
+    return tupled
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -259,7 +262,9 @@ def may_be_empty(manifest: Manifest, name: str) -> bool:
 
     Scripts empty the user content's file, and lose nothing if it held None.
     """
-    return name == USER_CONTENT and (manifest.is_older or not manifest.has_content)
+    if name != USER_CONTENT:
+        return False
+    return manifest.is_older or not manifest.has_content
 
 
 def verify(folder: Path | CheckpointFiles, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
@@ -296,7 +301,10 @@ class FoundCheckpoint:
     @property
     def save(self) -> str | None:
         """Return the id of the save, the same on any host; None without a readable manifest."""
-        return None if self.manifest is None else self.manifest.save or str(self.manifest.saved)
+        if self.manifest is None:
+            return None
+        # Older manifests have no id, but the time is the same in those of all hosts.
+        return self.manifest.save or str(self.manifest.saved)
 
     @property
     def is_former(self) -> bool:
@@ -323,9 +331,16 @@ def folders_in(path: Path) -> dict[Path, str]:
     """
     if not path.is_dir():
         return {}
-    folders = {p: p.name for p in path.iterdir() if p.is_dir() and p.name.endswith(PARTIAL) and p.name[0] != "."}
-    formers = {p: name_of_former(p) for p in path.glob(".*.old") if p.is_dir()}
-    return {**folders, **{p: name for p, name in formers.items() if name is not None}}
+    folders = {}
+    for folder in path.iterdir():
+        is_hidden = folder.name.startswith(".")
+        if folder.name.endswith(PARTIAL) and not is_hidden and folder.is_dir():
+            folders[folder] = folder.name
+    for folder in path.glob(".*.old"):
+        name = name_of_former(folder) if folder.is_dir() else None
+        if name is not None:
+            folders[folder] = name
+    return folders
 
 
 def checkpoints_in(path: Path, formers: bool = False) -> list[FoundCheckpoint]:
@@ -337,12 +352,18 @@ def checkpoints_in(path: Path, formers: bool = False) -> list[FoundCheckpoint]:
     Args:
         formers: whether to include former checkpoints if another one has their name by now.
     """
+
+    def age(checkpoint: FoundCheckpoint) -> tuple[float, str]:
+        saved = checkpoint.manifest.saved if checkpoint.manifest else 0.0
+        return saved, checkpoint.name
+
     found = [inspect_folder(folder, name) for folder, name in folders_in(path).items()]
-    found.sort(key=lambda c: (c.manifest.saved if c.manifest else 0.0, c.name), reverse=True)
+    found.sort(key=age, reverse=True)
     if formers:
         return found
     shown: dict[str, FoundCheckpoint] = {}
-    for each in sorted(found, key=lambda c: c.is_former):
+    # Of two with one name, the one that is not a former checkpoint comes first, and stays.
+    for each in sorted(found, key=lambda checkpoint: checkpoint.is_former):
         shown.setdefault(each.name, each)
     return [each for each in found if shown[each.name] is each]
 

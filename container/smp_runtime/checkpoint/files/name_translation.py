@@ -60,12 +60,16 @@ class TranslatedTensor(torch.Tensor):
             return args[0].source is not None and args[0].source == args[1].source
         result = super().__torch_function__(func, types, args, kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TranslatedTensor)]
-        sources = tuple(dict.fromkeys(name for leaf in inputs for name in getattr(leaf, "sources", ())))
-        several = isinstance(result, tuple | list)
-        for index, output in enumerate(result if several else [result]):
-            if isinstance(output, TranslatedTensor) and not any(output is leaf for leaf in inputs):
-                output.made = (func, args, kwargs, index if several else None)
-                output.source, output.sources = None, sources
+        sources: dict[str, None] = {}
+        for leaf in inputs:
+            sources.update(dict.fromkeys(getattr(leaf, "sources", ())))
+        is_several = isinstance(result, tuple | list)
+        for index, output in enumerate(result if is_several else [result]):
+            is_input = any(output is leaf for leaf in inputs)
+            if is_input or not isinstance(output, TranslatedTensor):
+                continue
+            output.made = (func, args, kwargs, index if is_several else None)
+            output.source, output.sources = None, tuple(sources)
         return result
 
     def value(self, leaf: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -131,7 +135,9 @@ class CheckpointNames:
 
     def unused(self, used: Iterable[TranslatedTensor]) -> list[str]:
         """Return the checkpoint's parameters and buffers that are not used, by the checkpoint's names."""
-        taken = {source for traced in used for source in traced.sources}
+        taken: set[str] = set()
+        for traced in used:
+            taken.update(traced.sources)
         known = list(self._manifest.parameters)
         if not self.is_translated:
             known += self._manifest.buffers
@@ -182,9 +188,15 @@ def _under_their_names(state: dict[str, Any], manifest: Manifest, has_heads: boo
 
 def translation_names(functions: Iterable[tuple[Any, Any]]) -> list[str]:
     """Return the translations' names in ``smp.nn.huggingface``, for the manifest; a script's own have none."""
-    known = {id(names): title for title, names in _known().items()} if functions else {}
-    found = [known.get(id(getattr(to_theirs, "__self__", None))) for to_theirs, _ in functions]
-    return [title for title in found if title is not None]
+    known: dict[int, str] = {}
+    if functions:
+        known = {id(names): title for title, names in _known().items()}
+    titles = []
+    for to_theirs, _ in functions:
+        title = known.get(id(getattr(to_theirs, "__self__", None)))
+        if title is not None:
+            titles.append(title)
+    return titles
 
 
 def translations_to_theirs(titles: Iterable[str], *, has_heads: bool = True) -> list[Translate]:
@@ -232,7 +244,8 @@ def rename_prefixes(state: Mapping[str, Any], module: nn.Module) -> dict[str, An
 
 def _candidates(state: dict[str, Any], module: nn.Module, own: set[str]) -> Iterator[dict[str, Any]]:
     """Yield the state under several possible namings, the most literal first."""
-    if all(name.startswith("module.") for name in state) and not any(name.startswith("module.") for name in own):
+    are_wrapped = all(name.startswith("module.") for name in state)
+    if are_wrapped and not any(name.startswith("module.") for name in own):
         state = {name.removeprefix("module."): value for name, value in state.items()}
     yield state
     root = getattr(module, "base_model_prefix", None)
@@ -241,7 +254,10 @@ def _candidates(state: dict[str, Any], module: nn.Module, own: set[str]) -> Iter
     inside = getattr(module, root, None)
     if isinstance(inside, nn.Module):
         names = set(inside.state_dict(keep_vars=True))
-        yield {f"{root}.{name}" if name in names else name: value for name, value in state.items()}
+        prefixed: dict[str, Any] = {}
+        for name, value in state.items():
+            prefixed[f"{root}.{name}" if name in names else name] = value
+        yield prefixed
     yield {name.removeprefix(f"{root}."): value for name, value in state.items()}
 
 
@@ -258,7 +274,8 @@ def names_of_each(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, value in state.items():
         place: tuple[Any, ...] = (id(value),)
-        if not value.is_meta and value.numel():
+        has_values = not value.is_meta and value.numel() > 0
+        if has_values:
             place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         found.setdefault(place, []).append(name)
     return [tuple(names) for names in found.values()]

@@ -42,12 +42,18 @@ Identity = tuple[int, ...]
 
 def is_plain_name(name: object) -> bool:
     """Return whether a name means a file in its own folder, and nothing outside."""
-    return (
-        isinstance(name, str)
-        and 0 < len(name) <= 255
-        and name not in (".", "..")
-        and not any(c in "/\\" or ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name)
-    )
+    if not isinstance(name, str) or name in (".", ".."):
+        return False
+    # The most that file systems allow.
+    if not 0 < len(name) <= 255:
+        return False
+    return not any(_is_refused(character) for character in name)
+
+
+def _is_refused(character: str) -> bool:
+    """Return whether no name of a file may have this character: separators, control characters and lone surrogates."""
+    code = ord(character)
+    return character in "/\\" or code < 32 or 0xD800 <= code < 0xE000
 
 
 def local_path(path: Any, what: str) -> Path:

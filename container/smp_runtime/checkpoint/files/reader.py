@@ -189,19 +189,23 @@ class CheckpointReader:
         Raises:
             CheckpointError: the file does not have them.
         """
-        for file in sorted(self.manifest.files):
-            if file.startswith("optimizer_"):
-                content = self._content(file)
-                groups = content.get("param_groups") if isinstance(content, dict) else None
-                saved = self.manifest.optimizer.groups if self.manifest.optimizer is not None else []
-                if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-                    raise self._lacking(file, "param_groups", TypeError(f"it is {kind_of(groups)}"))
-                if len(groups) != len(saved):
-                    raise self._lacking(
-                        file, "param_groups", ValueError(f"{len(groups)} instead of {len(saved)} groups")
-                    )
-                return groups
-        return None
+        file = self._first_file("optimizer_")
+        if file is None:
+            return None
+        content = self._content(file)
+        groups = content.get("param_groups") if isinstance(content, dict) else None
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise self._lacking(file, "param_groups", TypeError(f"it is {kind_of(groups)}"))
+        optimizer = self.manifest.optimizer
+        saved = [] if optimizer is None else optimizer.groups
+        if len(groups) != len(saved):
+            raise self._lacking(file, "param_groups", ValueError(f"{len(groups)} instead of {len(saved)} groups"))
+        return groups
+
+    def _first_file(self, prefix: str) -> str | None:
+        """Return the first file of the checkpoint whose name begins with ``prefix``, or None."""
+        names = sorted(name for name in self.manifest.files if name.startswith(prefix))
+        return names[0] if names else None
 
     def loss_scale(self) -> Any:
         """Return the state of the loss scaler; None if there is none.
@@ -209,14 +213,14 @@ class CheckpointReader:
         Raises:
             CheckpointError: the file contains something else.
         """
-        for file in sorted(self.manifest.files):
-            if file.startswith("fp16_states_"):
-                content = self._content(file)
-                found = content.get("loss_scaler") if isinstance(content, dict) else content
-                if found is not None and not isinstance(found, dict):
-                    raise self._lacking(file, "loss_scaler", TypeError(f"it is {kind_of(found)}"))
-                return found
-        return None
+        file = self._first_file("fp16_states_")
+        if file is None:
+            return None
+        content = self._content(file)
+        found = content.get("loss_scaler") if isinstance(content, dict) else content
+        if found is not None and not isinstance(found, dict):
+            raise self._lacking(file, "loss_scaler", TypeError(f"it is {kind_of(found)}"))
+        return found
 
     def content(self, file: str) -> Any:
         """Return a file's content, with mapped tensors; None if the checkpoint has no such file."""
@@ -253,10 +257,14 @@ class CheckpointReader:
 
         An optimizer that receives only some of its states fails in a later step or continues with old ones.
         """
-        content, pieces = self._content(file), self.manifest.pieces.get(file, {})
+        pieces = self.manifest.pieces.get(file, {})
+        content = self._content(file)
         states = content.get("state") if isinstance(content, dict) else None
-        for name, values in states.items() if isinstance(states, dict) else ():
-            for key in values if isinstance(values, dict) else ():
+        if not isinstance(states, dict):
+            return
+        for name, values in states.items():
+            keys = values if isinstance(values, dict) else ()
+            for key in keys:
                 if name not in pieces.get(key, {}):
                     raise CheckpointError(
                         f"{self.folder / file} has the state {key!r} of {name}, of which its manifest does not know: one of "

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,27 +112,39 @@ class TensorPiece:
 
     def to_list(self) -> list[Any]:
         """Return the piece in the format of the manifest."""
-        if self.tensor is not None and len(self.tensor) > 2:
-            cuts: tuple[Any, ...] | None = ([*self.tensor], None)
-        else:
-            cuts = self.tensor
+        cuts: Sequence[Any] | None = self.tensor
+        if cuts is not None and len(cuts) > 2:  # several runs are one entry
+            cuts = [[*cuts], None]
         if self.whole_object:
             return [] if cuts is None else [*cuts]
-        return [*(cuts or (None, None)), *(self.flat or (None, None)), *(self.place or ())]
+        values = [*(cuts or (None, None))]
+        values += self.flat or (None, None)
+        if self.place:
+            values += self.place
+        return values
 
     @classmethod
     def from_list(cls, values: list[Any]) -> TensorPiece:
         """Return a piece from the format of the manifest."""
-        cuts = tuple(values[0]) if values and isinstance(values[0], list) else None
+        cuts = None
+        if values and isinstance(values[0], list):
+            cuts = tuple(values[0])
         if len(values) in (0, 2):
-            return cls(tensor=cuts or (tuple(values) if values else None), whole_object=True)
-        pairs = [None if values[i] is None else (values[i], values[i + 1]) for i in range(0, len(values), 2)]
-        return cls(cuts or pairs[0], pairs[1], pairs[2] if len(pairs) > 2 else None)
+            whole = tuple(values) if values else None
+            return cls(tensor=cuts or whole, whole_object=True)
+        pairs: list[tuple[Any, Any] | None] = []
+        for start in range(0, len(values), 2):
+            is_given = values[start] is not None
+            pairs.append((values[start], values[start + 1]) if is_given else None)
+        place = pairs[2] if len(pairs) > 2 else None
+        return cls(cuts or pairs[0], pairs[1], place)
 
     def check(self, where: str, record: TensorRecord | None) -> None:
         """Make sure that it lies in its tensor; ``record`` is None for what is in no list of tensors."""
         for part in (self.tensor, self.flat, self.place):
-            check(part is None or (_are_counts(part) and len(part) % 2 == 0), where, part)
+            if part is not None:
+                is_pairs = _are_counts(part) and len(part) % 2 == 0
+                check(is_pairs, where, part)
         if record is None:
             return
         if self.tensor is not None:
@@ -142,7 +154,9 @@ class TensorPiece:
             runs = zip(self.tensor[::2], self.tensor[1::2], strict=True)
             check(all(start <= stop <= length for start, stop in runs), where, self.tensor)
         # Whether it ends inside the slice is checked together with the other pieces of the slice.
-        check(self.flat is None or (len(self.flat) == 2 and self.flat[0] <= self.flat[1]), where, self.flat)
+        if self.flat is not None:
+            is_range = len(self.flat) == 2 and self.flat[0] <= self.flat[1]
+            check(is_range, where, self.flat)
         check(self.place is None or len(self.place) == 2, where, self.place)
 
 
@@ -189,7 +203,9 @@ def check_count(value: object, where: str) -> None:
 
 def are_texts(values: object) -> bool:
     """Return whether ``values`` is a list or tuple of strings."""
-    return isinstance(values, list | tuple) and all(isinstance(value, str) for value in values)
+    if not isinstance(values, list | tuple):
+        return False
+    return all(isinstance(value, str) for value in values)
 
 
 def _product(shape: Iterable[int]) -> int:
@@ -198,8 +214,12 @@ def _product(shape: Iterable[int]) -> int:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return 0 <= value < 2**62
 
 
 def _are_counts(values: object) -> bool:
-    return isinstance(values, tuple) and all(_is_count(value) for value in values)
+    if not isinstance(values, tuple):
+        return False
+    return all(_is_count(value) for value in values)

@@ -86,10 +86,12 @@ class TensorRegion:
         """Return whether both may have elements in common; slices of different axes always may."""
         if self.same_slice(other):
             return max(self.first, other.first) < min(self.last, other.last)
-        axis = self.axis if self.axis is not None else other.axis
-        if self.axis not in (None, axis) or other.axis not in (None, axis) or axis is None:
+        axes = {region.axis for region in (self, other)} - {None}
+        if len(axes) != 1:
             return True
-        return any(True for _ in _common(self.bounds(axis), other.bounds(axis)))
+        axis = axes.pop()
+        common = _common(self.bounds(axis), other.bounds(axis))
+        return next(iter(common), None) is not None
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the region's slice of a whole tensor."""

@@ -70,14 +70,19 @@ def weights_of(path: Path) -> Path | None:
 
     If ``model.safetensors`` or ``pytorch_model.bin`` is absent, the other one is used.
     """
-    if path.is_dir():
-        return next((path / name for name in _KNOWN if (path / name).is_file()), None)
     if path.is_file():
         return path
-    # Libraries may ask for one of Transformers' names although it wrote the other.
-    others = [known for known in _KNOWN if path.name in (SAFETENSORS, PICKLED)]
-    names = [path.name + INDEX, *others]
-    return next((found for name in names if (found := path.with_name(name)).is_file()), None)
+    if path.is_dir():
+        candidates = [path / name for name in _KNOWN]
+    else:
+        candidates = [path.with_name(path.name + INDEX)]
+        # Libraries may ask for one of Transformers' names although it wrote the other.
+        if path.name in (SAFETENSORS, PICKLED):
+            candidates += [path.with_name(name) for name in _KNOWN]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    return None
 
 
 def read_weights(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -266,9 +271,11 @@ def files_of(file: Path) -> Iterator[Path]:
     """Yield the existing files of a checkpoint with the name ``file``, whole or in shards."""
     if not file.parent.is_dir():
         return
+    whole = (file.name, file.name + INDEX)
     of_a_shard = re.compile(rf"{re.escape(file.stem)}-\d{{5}}-of-\d{{5}}{re.escape(file.suffix)}")
     for path in file.parent.iterdir():
-        if path.name in (file.name, file.name + INDEX) or of_a_shard.fullmatch(path.name):
+        is_shard = of_a_shard.fullmatch(path.name) is not None
+        if is_shard or path.name in whole:
             yield path
 
 
@@ -287,21 +294,26 @@ def _shards(weights: Mapping[str, torch.Tensor], largest_file: int) -> Iterator[
 def _config_for(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the configuration with the type of the weights as ``torch_dtype``, if they have a single one."""
     types = {value.dtype for value in weights.values() if value.dtype.is_floating_point}
-    if len(types) != 1:
-        return dict(config)
-    name = str(types.pop()).removeprefix("torch.")
-    return {**{key: value for key, value in config.items() if key != "dtype"}, "torch_dtype": name}
+    kept = dict(config)
+    if len(types) == 1:
+        # Transformers 5 writes the same setting as "dtype".
+        kept.pop("dtype", None)
+        kept["torch_dtype"] = str(types.pop()).removeprefix("torch.")
+    return kept
 
 
 def config_of(module: Any) -> dict[str, Any] | None:
     """Return the configuration of a module of Transformers, or None for any other module."""
     config = getattr(module, "config", None)
-    if config is None or not callable(getattr(config, "to_json_string", None)):
+    to_json = getattr(config, "to_json_string", None)
+    if not callable(to_json):
         return None
-    found = json.loads(config.to_json_string())
-    if not found.get("architectures"):
-        name = getattr(module, "replaced_class", None) or (
-            type(module).__name__ if hasattr(module, "base_model_prefix") else None
-        )
-        found |= {"architectures": [name]} if name else {}
-    return dict(found)
+    found = dict(json.loads(to_json()))
+    if found.get("architectures"):
+        return found
+    name = getattr(module, "replaced_class", None)
+    if not name and hasattr(module, "base_model_prefix"):
+        name = type(module).__name__
+    if name:
+        found["architectures"] = [name]
+    return found

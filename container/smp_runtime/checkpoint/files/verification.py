@@ -72,23 +72,28 @@ def _uncovered_tensors(manifest: Manifest, states: Sequence[str]) -> Iterator[st
         for key, pieces_of_key in keys.items():
             for name, piece in pieces_of_key.items():
                 holders.setdefault((key, name), []).append((file, piece))
+    titles = {MODULE: "weight", MASTER: "float32 weight"}
     for name, record in (*manifest.parameters.items(), *manifest.buffers.items()):
         found = {key: holders.get((key, name), []) for key in (MODULE, MASTER, *states)}
         if not found[MODULE] and not found[MASTER]:
             yield f"no file has the weight {name}"
         for key, held in found.items():
-            what = f"the {'weight' if key == MODULE else 'float32 weight' if key == MASTER else f'state {key!r}'} of {name}"
+            title = titles.get(key, f"state {key!r}")
             pieces = [piece for _, piece in held if not piece.whole_object]
-            if pieces:
-                files = ", ".join(sorted({file for file, _ in held}))
-                yield from (f"{what} {problem} (pieces in {files})" for problem in _of_one(record, pieces))
+            if not pieces:
+                continue
+            files = ", ".join(sorted({file for file, _ in held}))
+            for problem in _of_one(record, pieces):
+                yield f"the {title} of {name} {problem} (pieces in {files})"
 
 
 def _strange_pieces(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
     """Yield descriptions of pieces that belong to no tensor, or that do not fit into their files."""
-    names, known = {*manifest.parameters, *manifest.buffers}, {MODULE, MASTER, EXTRA, *states}
+    names = {*manifest.parameters, *manifest.buffers}
+    known = {MODULE, MASTER, EXTRA, *states}
     for file, keys in manifest.pieces.items():
-        if file not in manifest.files:
+        is_listed = file in manifest.files
+        if not is_listed:
             yield f"pieces are said to be in {file}, which is no file of the checkpoint"
         claimed = 0
         for key, found in keys.items():
@@ -96,12 +101,10 @@ def _strange_pieces(manifest: Manifest, states: Sequence[str]) -> Iterator[str]:
             if tensors and key not in known:
                 yield f"{file} has the state {key!r}, which the optimizer does not have"
             claimed += sum(_claimed(manifest, name, found[name]) for name in tensors)
-            yield from (
-                f"{file} has {key!r} of {name}, which is no tensor of the model"
-                for name in tensors
-                if name not in names
-            )
-        if file in manifest.files and claimed > manifest.files[file].bytes:
+            for name in tensors:
+                if name not in names:
+                    yield f"{file} has {key!r} of {name}, which is no tensor of the model"
+        if is_listed and claimed > manifest.files[file].bytes:
             yield f"{file} is said to have {claimed:,} elements in {manifest.files[file].bytes:,} bytes"
 
 
@@ -111,29 +114,36 @@ def _claimed(manifest: Manifest, name: str, piece: Piece) -> int:
     This keeps a wrong manifest from making a reader allocate more memory than a file can fill.
     """
     record = manifest.parameters.get(name) or manifest.buffers.get(name)
-    return 0 if record is None or piece.whole_object else TensorRegion.of_piece(record, piece).elements
+    if record is None or piece.whole_object:
+        return 0
+    return TensorRegion.of_piece(record, piece).elements
 
 
 def _of_one(record: TensorRecord, pieces: Sequence[Piece]) -> Iterator[str]:
     slices: dict[tuple[int, ...] | None, list[Piece]] = {}
     for piece in pieces:
         slices.setdefault(piece.tensor, []).append(piece)
-    if set(slices) != {None}:
-        if None in slices or record.tensor_axis is None:
+    cuts = [part for part in slices if part is not None]
+    if cuts:
+        axis = record.tensor_axis
+        if None in slices or axis is None:
             yield "is there both whole and in slices"
             return
-        yield from _tiles(
-            (run for part in slices if part is not None for run in intervals(part)),
-            record.shape[record.tensor_axis],
-            f"rows of dim {record.tensor_axis}",
-        )
+        runs = [run for part in cuts for run in intervals(part)]
+        yield from _tiles(runs, record.shape[axis], f"rows of dim {axis}")
     for part, found in slices.items():
-        size = TensorRegion.of(record.shape, record.tensor_axis, part).slice_elements
-        runs = " and ".join(f"{start}–{stop}" for start, stop in intervals(part or ()))
-        where = f"elements of slice {runs}" if runs else "elements"
-        if not size and all(piece.flat in (None, (0, 0)) for piece in found):
-            continue
-        yield from _tiles((piece.flat or (0, size) for piece in found), size, where)
+        yield from _uncovered_elements(record, part, found)
+
+
+def _uncovered_elements(record: TensorRecord, part: tuple[int, ...] | None, pieces: Sequence[Piece]) -> Iterator[str]:
+    """Yield descriptions of elements of one slice that no piece has, or several."""
+    size = TensorRegion.of(record.shape, record.tensor_axis, part).slice_elements
+    are_empty = all(piece.flat in (None, (0, 0)) for piece in pieces)
+    if not size and are_empty:
+        return
+    runs = " and ".join(f"{start}–{stop}" for start, stop in intervals(part or ()))
+    title = f"elements of slice {runs}" if runs else "elements"
+    yield from _tiles((piece.flat or (0, size) for piece in pieces), size, title)
 
 
 def _tiles(ranges: Iterable[Range], size: int, what: str) -> Iterator[str]:

@@ -56,12 +56,15 @@ class FullReader(CheckpointReader):
         tensors: dict[str, torch.Tensor] = {}
         for name, value in state.items():
             first = first_of.get(name, name)
-            if isinstance(value, torch.Tensor) and name not in objects and not (first != name and first in state):
+            # Of a tied weight, the first name is enough.
+            is_repeated = first != name and first in state
+            is_tensor = isinstance(value, torch.Tensor) and name not in objects
+            if is_tensor and not is_repeated:
                 tensors[name] = value
-        manifest = Manifest(
-            path.name,
-            parameters={first: record_of(state[first], tuple(others)) for first, *others in names_of_each(tensors)},
-        )
+        parameters = {}
+        for first, *others in names_of_each(tensors):
+            parameters[first] = record_of(state[first], tuple(others))
+        manifest = Manifest(path.name, parameters=parameters)
         manifest.pieces[path.name] = {MODULE: dict.fromkeys(manifest.parameters, Piece())}
         if objects:
             manifest.pieces[path.name][EXTRA] = dict.fromkeys(objects, Piece(whole_object=True))

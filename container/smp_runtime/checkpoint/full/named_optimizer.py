@@ -150,11 +150,17 @@ def _values_of(
     values: dict[str, Any] = {}
     for key, first in states.get(made.sources[0], {}).items():
         parts = {name: states.get(name, {}).get(key) for name in made.sources}
-        if all(isinstance(v, torch.Tensor) and v.dim() > 0 and tuple(v.shape) == shapes[n] for n, v in parts.items()):
+        if all(_has_shape(part, shapes[name]) for name, part in parts.items()):
             values[key] = made.value(parts.__getitem__).contiguous()  # type: ignore[arg-type]
         else:  # it belongs to the whole of a parameter, such as a step counter
             values[key] = first
     return values
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    return tuple(value.shape) == shape
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -204,9 +210,13 @@ def names_in(state: Mapping[str, Any]) -> list[list[str]] | None:
     names = state.get(NAMES_KEY)
     if not isinstance(names, list) or not all(isinstance(group, list) for group in names):
         return None
-    if [len(group) for group in names] != [len(group["params"]) for group in state["param_groups"]]:
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    if [len(group) for group in names] != counts:
         return None
-    return names if all(isinstance(name, str) for group in names for name in group) else None
+    for group in names:
+        if not all(isinstance(name, str) for name in group):
+            return None
+    return names
 
 
 def _renumbered(
@@ -256,7 +266,8 @@ def _refuse_other_shapes(saved: NamedState, shapes: Mapping[str, tuple[int, ...]
 def _clash(saved: NamedState, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Describe a value of the state that cannot belong to its parameter; empty if there is none."""
     for name, values in saved.by_name().items():
+        shape = shapes[name]
         for key, value in values.items():
-            if does_clash(value, shapes[name]):
-                return f"{key} of {name} is {list(value.shape)}, and the parameter {list(shapes[name])}"
+            if does_clash(value, shape):
+                return f"{key} of {name} is {list(value.shape)}, and the parameter {list(shape)}"
     return ""

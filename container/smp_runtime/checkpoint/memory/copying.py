@@ -157,7 +157,9 @@ class Interval:
 
     def measured(self) -> tuple[float, float] | None:
         """Return the seconds of a copy and of a step; None as long as these are unknown."""
-        return (median(self._copies), median(self._between)) if self._copies and self._between else None
+        if not self._copies or not self._between:
+            return None
+        return median(self._copies), median(self._between)
 
     def agree(self, measured: list[tuple[float, float] | None]) -> None:
         """Set the interval from all ranks' measurements.

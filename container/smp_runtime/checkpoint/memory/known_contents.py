@@ -57,7 +57,8 @@ class KnownContents:
         if optimizer is not self._optimizer:
             return False
         objects, places = _marks(model, optimizer)
-        if places != self._places or len(objects) != len(self._objects):
+        is_alike = places == self._places and len(objects) == len(self._objects)
+        if not is_alike:
             return False
         return all(one is other for one, other in zip(objects, self._objects, strict=True))
 

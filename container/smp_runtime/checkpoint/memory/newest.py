@@ -106,7 +106,12 @@ class MemoryReader(CheckpointReader):
 
     def check(self, files: Iterable[str]) -> None:
         """See :class:`CheckpointReader`; what is on another host only is checked there, and no rank here needs it."""
-        super().check(f for f in files if f not in self._holders or f in self._brought or self._here(f) is not None)
+        mine = []
+        for file in files:
+            is_elsewhere = file in self._holders and file not in self._brought
+            if not is_elsewhere or self._here(file) is not None:
+                mine.append(file)
+        super().check(mine)
 
     def bring(self, control: ControlPlane, wanted: Iterable[str] | None) -> int:
         """Fetch the tensors that this rank needs and only other hosts have; every rank calls it.
@@ -295,12 +300,16 @@ def _find(session: Session, environ: Mapping[str, str]) -> MemoryState | None:
 
 def _raw(folder: Path, generation: Generation) -> dict[int, tuple[bytes, str]]:
     """Return the head and layout of each copy on this host, by rank."""
+    if not folder.is_dir():
+        return {}
     found = {}
-    for other, of in copies_in(folder) if folder.is_dir() else ():
-        if other == generation:
-            with contextlib.suppress(*UNREADABLE):
-                head = head_path(folder, generation, of).read_bytes()
-                found[of] = head, (folder / str(deserialize(head)["layout"])).read_text()
+    for other, of in copies_in(folder):
+        if other != generation:
+            continue
+        # A copy that was cut off is as good as none: another host may have it whole.
+        with contextlib.suppress(*UNREADABLE):
+            head = head_path(folder, generation, of).read_bytes()
+            found[of] = head, (folder / str(deserialize(head)["layout"])).read_text()
     return found
 
 

@@ -146,6 +146,7 @@ class PeerReplication:
         """
         self.wait()
         if not self.is_over:
+            # A daemon: a buddy that is gone must not keep this process from ending.
             self._thread = threading.Thread(target=self._run, args=(outgoing, ends), name="smp-buddies", daemon=True)
             self._thread.start()
 
@@ -204,10 +205,14 @@ class PeerReplication:
         Returns:
             The received texts, by mirror.
         """
-        received = [
-            torch.empty(told[m.rank][2] + told[m.rank][3], dtype=torch.uint8, device="cpu") for m in self._mirrors
-        ]
-        work = [dist.isend(part, self._buddy, group=self._group) for flat in (words, data) for part in _messages(flat)]
+        received = []
+        for mirror in self._mirrors:
+            sizes = told[mirror.rank]
+            received.append(torch.empty(sizes[2] + sizes[3], dtype=torch.uint8, device="cpu"))
+        # All sends and receives begin before any is waited for: buddies form rings, in which waiting in turn would block.
+        work = []
+        for flat in (words, data):
+            work += [dist.isend(part, self._buddy, group=self._group) for part in _messages(flat)]
         for mirror, text, room in zip(self._mirrors, received, self._rooms, strict=True):
             for flat in (text, room):
                 work += [dist.irecv(part, mirror.rank, group=self._group) for part in _messages(flat)]

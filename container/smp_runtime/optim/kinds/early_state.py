@@ -22,20 +22,28 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, RemoteStub) or parameter.is_meta:
-                continue
-            state = optimizer.state.get(parameter)
-            if not state or is_without_values(state):
-                optimizer.state[parameter] = _constructed(optimizer, group, parameter)
-                continue
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
-                    state[key] = value.to(parameter.device)
+            has_values = not isinstance(parameter, RemoteStub) and not parameter.is_meta
+            if has_values:
+                _complete_one(optimizer, group, parameter)
+
+
+def _complete_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Any) -> None:
+    """Make the state of one parameter anew, or move it to the parameter's device."""
+    state = optimizer.state.get(parameter)
+    if not state or is_without_values(state):
+        optimizer.state[parameter] = _constructed(optimizer, group, parameter)
+        return
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            continue
+        if value.shape == parameter.shape:
+            state[key] = value.to(parameter.device)
 
 
 def is_without_values(state: Mapping[str, Any]) -> bool:
     """Return whether a parameter's state was computed on the meta device."""
-    return any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return any(tensor.is_meta for tensor in tensors)
 
 
 def _constructed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

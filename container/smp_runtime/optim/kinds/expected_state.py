@@ -41,16 +41,22 @@ def refuse_state_of_others(
         CheckpointError: If ``optimizer`` keeps other values, or is known to be of another kind.
     """
     mine, groups = type(optimizer).__name__, list(groups)
-    if kind == mine or any({kind, mine} <= alike for alike in _ALIKE):
+    is_alike = kind == mine or any({kind, mine} <= alike for alike in _ALIKE)
+    if is_alike:
         return
     saved = [set(names) for names in keys if names]
     expected = _expected(optimizer, groups)
     if saved:
-        fits = all(any(each <= names for each in expected) for names in saved) and any(expected)
+        fits = any(expected) and all(_has_one_of(names, expected) for names in saved)
     else:  # nothing was updated yet
         fits = not any(_lacking(optimizer, settings) for settings in groups)
-    if (expected and not fits) or _are_of_pytorch(kind, mine):
+    is_misfit = bool(expected) and not fits
+    if is_misfit or _are_of_pytorch(kind, mine):
         raise _error(title, kind or "another optimizer", mine, set().union(*saved), set().union(*expected))
+
+
+def _has_one_of(names: set[str], expected: Iterable[set[str]]) -> bool:
+    return any(each <= names for each in expected)
 
 
 def _error(title: str, kind: str, mine: str, saved: set[str], expected: set[str]) -> CheckpointError:
@@ -67,7 +73,9 @@ def _listed(keys: set[str]) -> str:
 
 def _are_of_pytorch(*kinds: str) -> bool:
     """Return whether all names are of classes of ``torch.optim``, so that a name identifies the class."""
-    return all(isinstance(getattr(torch.optim, kind, None), type) for kind in kinds if kind) and all(kinds)
+    if not all(kinds):
+        return False
+    return all(isinstance(getattr(torch.optim, kind, None), type) for kind in kinds)
 
 
 def _expected(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> list[set[str]]:

@@ -111,13 +111,17 @@ def make_dense(optimizer: torch.optim.Optimizer) -> None:
     is_known = home.partition(".")[0] == "torch" or is_runtime_module(home)
     if isinstance(optimizer, _TAKE_SPARSE) or not is_known:
         return
+    parameters: list[torch.Tensor] = []
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = get_gradient(parameter)
-            if gradient is not None and gradient.is_sparse:
-                set_gradient(parameter, gradient.to_dense())
+        parameters += group["params"]
+    for parameter in parameters:
+        gradient = get_gradient(parameter)
+        is_sparse = gradient is not None and gradient.is_sparse
+        if gradient is not None and is_sparse:
+            set_gradient(parameter, gradient.to_dense())
 
 
 def _is_named(kind: type, words: Iterable[str]) -> bool:
     """Return whether the name of a class or of one of its bases contains one of these words."""
-    return any(word in base.__name__.lower() for base in kind.__mro__ for word in words)
+    names = [base.__name__.lower() for base in kind.__mro__]
+    return any(word in name for name in names for word in words)

@@ -87,6 +87,7 @@ class StagingMemory:
     def pin_later(self) -> None:
         """Start to pin the memory on a thread, once."""
         if self._thread is None and self._ranges is not None and not self._ends.is_set():
+            # Pinning takes seconds for gigabytes, and nothing needs it before the next save.
             self._thread = threading.Thread(target=self._pin, name="smp-pinning", daemon=True)
             self._thread.start()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +171,16 @@ def _digest(batch: Any) -> str:
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor | str | int | float | bytes):
         yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _leaves(part)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _leaves(part)
+        parts = value
     elif dataclasses.is_dataclass(value):
-        yield from _leaves(vars(value))
+        parts = vars(value).values()
+    for part in parts:
+        yield from _leaves(part)
 
 
 def join(parts: Sequence[Any]) -> Any:
@@ -199,9 +201,12 @@ def join(parts: Sequence[Any]) -> Any:
         return made
     if isinstance(first, list | tuple):
         return _joined_sequences(parts)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        return dataclasses.replace(first, **join([vars(part) for part in parts]))
-    if isinstance(first, torch.Tensor | str | int | float | bytes) and all(bool(part == first) for part in parts):
+    is_record = dataclasses.is_dataclass(first) and not isinstance(first, type)
+    if is_record:
+        fields = join([vars(part) for part in parts])
+        return dataclasses.replace(first, **fields)
+    is_value = isinstance(first, torch.Tensor | str | int | float | bytes)
+    if is_value and all(bool(part == first) for part in parts):
         return first
     raise SMPRuntimeError(
         f"the ranks' batches have {type(first).__name__} entries ({first!r:.60} on rank 0), of which it is not known how to join "
@@ -211,12 +216,15 @@ def join(parts: Sequence[Any]) -> Any:
 
 def _joined_sequences(parts: Sequence[Any]) -> Any:
     first = parts[0]
-    # A list of tensors is a tuple of columns; a list of anything else has one entry for each sample.
-    is_columns = all(isinstance(entry, torch.Tensor | Mapping | list | tuple) for part in parts for entry in part)
-    if isinstance(first, list) and not is_columns:
-        return [entry for part in parts for entry in part]
+    if isinstance(first, list):
+        entries = [entry for part in parts for entry in part]
+        # A list of tensors is a tuple of columns; a list of anything else has one entry for each sample.
+        is_columns = all(isinstance(entry, torch.Tensor | Mapping | list | tuple) for entry in entries)
+        if not is_columns:
+            return entries
     joined = [join(same) for same in zip(*parts, strict=True)]
-    return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    is_named = hasattr(first, "_fields")
+    return type(first)(*joined) if is_named else type(first)(joined)
 
 
 def _joined_tensors(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -41,10 +41,14 @@ class LossWeight:
 def _mean_behind(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
     """Return the node of the mean that a loss is a multiple of, or None."""
     while node is not None:
-        if node.name().startswith("MeanBackward") or loss_reduction(node) == "mean":
+        name = node.name()
+        is_mean = name.startswith("MeanBackward") or loss_reduction(node) == "mean"
+        if is_mean:
             return node
+        # Only a multiple of one value keeps the mean's denominator.
         inputs = [found for found, _ in node.next_functions if found is not None]
-        if not node.name().startswith(_SCALING) or len(inputs) != 1:
+        is_multiple = name.startswith(_SCALING) and len(inputs) == 1
+        if not is_multiple:
             return None
         node = inputs[0]
     return None

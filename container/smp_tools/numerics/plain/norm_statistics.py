@@ -27,16 +27,21 @@ class _Forward:
 
     def __init__(self, module: Any) -> None:
         self._module, self._original = module, module.forward
-        size, like = module.num_features, module.weight if module.weight is not None else torch.zeros(())
-        has_own = module.running_mean is not None
-        self._mean = module.running_mean.clone() if has_own else like.new_zeros(size)
-        self._variance = module.running_var.clone() if has_own else like.new_ones(size)
+        like = torch.zeros(()) if module.weight is None else module.weight
+        if module.running_mean is None:
+            self._mean = like.new_zeros(module.num_features)
+            self._variance = like.new_ones(module.num_features)
+        else:
+            self._mean = module.running_mean.clone()
+            self._variance = module.running_var.clone()
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         module = self._module
         # Statistics that all ranks have in common need a GPU.
-        if module.training and not isinstance(module, nn.SyncBatchNorm):
+        has_own_batch = not isinstance(module, nn.SyncBatchNorm)
+        if module.training and has_own_batch:
             with torch.no_grad():
                 self._original(values.detach())
-        mean, variance = (found.to(values.dtype) for found in (self._mean, self._variance))
+        mean = self._mean.to(values.dtype)
+        variance = self._variance.to(values.dtype)
         return functional.batch_norm(values, mean, variance, module.weight, module.bias, False, 0.0, module.eps)

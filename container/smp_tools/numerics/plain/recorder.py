@@ -106,8 +106,10 @@ class PlainRecorder:
             return
         if module not in self._known:
             self._meet(module, args, kwargs)
-        found = next((model for model in self._models if model.module is module), None)
-        if found is not None and torch.is_grad_enabled() and not self._has_state:
+        if self._has_state or not torch.is_grad_enabled():
+            return
+        is_model = any(model.module is module for model in self._models)
+        if is_model:
             self._has_state = True
             self._note_state()
 
@@ -137,7 +139,9 @@ class PlainRecorder:
             watch.entered(prefix, (args, kwargs))
 
     def _listens(self) -> bool:
-        return not self.is_over and (torch.is_grad_enabled() or backward_pass() != -1)
+        if self.is_over:
+            return False
+        return torch.is_grad_enabled() or backward_pass() != -1
 
     @torch.no_grad()
     def _note_state(self) -> None:
@@ -147,8 +151,10 @@ class PlainRecorder:
             modules = dict(model.module.named_modules())
             for name, buffer in model.module.named_buffers():
                 # Statistics of a batch norm are those of a rank's own batch: only ranks that should have copies can be compared.
-                has_own = isinstance(modules.get(name.rpartition(".")[0]), NORMS_WITH_STATISTICS)
-                if buffer.numel() and not (has_own and self._place.world == 1):
+                owner = modules.get(name.rpartition(".")[0])
+                is_of_batch = isinstance(owner, NORMS_WITH_STATISTICS)
+                is_comparable = not is_of_batch or self._place.world > 1
+                if buffer.numel() and is_comparable:
                     self._note(ValueOwner(BUFFER, model.prefix + name), buffer)
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -165,10 +171,13 @@ class PlainRecorder:
             microbatch = self._place.step.microbatch
             self._note(ValueOwner(LOSS, "", 0, microbatch, self._place.rank), roots[0].detach())
         run()
-        if weight is not None:
+        if weight is None:
+            self._weights.append(None)
+        else:
             weight.close()
-        self._weights.append(None if weight is None else weight.value)
+            self._weights.append(weight.value)
         self._place.step.microbatch += 1
+        # Copies, since the script may scale or clip the gradients in place before the update.
         self._after_backward = {name: gradient.clone() for name, gradient in self._gradients()}
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,10 +198,13 @@ class PlainRecorder:
         self._depth += 1  # some optimizers call the step of another one
         if self._depth > 1 or self.is_over or not self._models:
             return
-        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        updated: set[int] = set()
+        for group in optimizer.param_groups:
+            updated.update(id(parameter) for parameter in group["params"])
         self._note_facts(optimizer, updated)
         for name, parameter in self._parameters():
-            if id(parameter) in updated and parameter.grad is not None:
+            has_gradient = parameter.grad is not None
+            if has_gradient and id(parameter) in updated:
                 self._note_part(GRADIENT, name, parameter, parameter.grad)
             local, region = local_part(parameter)
             place = ValueOwner(UPDATE, name, part=part_name(region))
@@ -218,14 +230,20 @@ class PlainRecorder:
 
     def _scaling(self) -> float | None:
         """Return the factor by which the script has multiplied all gradients since the last backward pass."""
-        pairs = [(now.double(), self._after_backward.get(name)) for name, now in self._gradients()]
-        found = [(now.flatten(), old.double().flatten()) for now, old in pairs if old is not None and old.numel()]
-        base = sum(float(old @ old) for _, old in found)
-        if not base or len(found) < len(pairs):
+        gradients = list(self._gradients())
+        pairs = []
+        for name, now in gradients:
+            old = self._after_backward.get(name)
+            if old is not None and old.numel():
+                pairs.append((now.double().flatten(), old.double().flatten()))
+        base = sum(float(old @ old) for _, old in pairs)
+        if not base or len(pairs) < len(gradients):
             return None
-        factor = sum(float(now @ old) for now, old in found) / base
-        rest = sum(float((now - factor * old).square().sum()) for now, old in found)
-        return factor if rest <= _REST * factor**2 * base else None
+        # The best factor by least squares; it counts only if almost nothing is left.
+        factor = sum(float(now @ old) for now, old in pairs) / base
+        rest = sum(float((now - factor * old).square().sum()) for now, old in pairs)
+        is_exact = rest <= _REST * factor**2 * base
+        return factor if is_exact else None
 
     @torch.no_grad()
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:

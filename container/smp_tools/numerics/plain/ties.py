@@ -69,4 +69,9 @@ class ParameterTies:
             for name, number in self._given.get(module, {}).items():
                 full = f"{path}.{name}" if path else name
                 groups.setdefault(number, {})[full] = module._parameters.get(name)
-        return [sorted(group) for group in groups.values() if len({id(now) for now in group.values()}) > 1]
+        broken = []
+        for group in groups.values():
+            parameters = {id(now) for now in group.values()}
+            if len(parameters) > 1:
+                broken.append(sorted(group))
+        return broken
