@@ -51,7 +51,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         here = gradients.setdefault((group, tensor_group, expert_group), [])
         if parameter.grad is not None:
             here.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
-    norm = _combine_norms(gradients, float(norm_type))
+    # Of the parameters, since a rank may have no gradient, and all ranks must add numbers of one type.
+    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    norm = _combine_norms(gradients, float(norm_type), torch.float64 if is_double else torch.float32)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for here in gradients.values():
         for gradient in here:
@@ -59,13 +61,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     return norm
 
 
-def _combine_norms(gradients: dict[_Spread, list[torch.Tensor]], norm_type: float) -> torch.Tensor:
+def _combine_norms(gradients: dict[_Spread, list[torch.Tensor]], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the norm of all elements; every rank has the same kinds of gradients, in the same order."""
     device = state.joined.device
     is_greatest = math.isinf(norm_type)
     total = torch.zeros((), device=device)
     for spread, here in gradients.items():
-        dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in here) else torch.float32
         norms = [
             torch.linalg.vector_norm(gradient, norm_type, dtype=dtype).to(device)
             for gradient in here

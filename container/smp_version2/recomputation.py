@@ -86,7 +86,7 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
     wrappers = activation_wrappers()
     kind, offloading = wrappers.CheckpointWrapper, wrappers.OffloadWrapper
     forward, plain_offload, original = kind.forward, offloading.forward, checkpointing.checkpoint
-    inputs = None
+    inputs, is_split = None, parameters.tensor_parallel_degree > 1
     if parameters.sm_activation_offloading:
         inputs = OffloadedInputs.of(ranks, parameters.activation_loading_horizon)
 
@@ -94,8 +94,12 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if inputs is not None and inputs.is_on and _recomputes() and _is_plain(self):
             return inputs.run(self, *args, **kwargs)
-        if _recomputes():
-            args, kwargs = without_caches(self, args, kwargs, _name_of(self))
+        if not _recomputes():
+            return forward(self, *args, **kwargs)
+        args, kwargs = without_caches(self, args, kwargs, _name_of(self))
+        if is_split and _is_plain(self):
+            # Results that only some ranks' code reads are gathered when it does, which the other way of PyTorch does not bear.
+            return self.checkpoint_fn(next(self.children()), *args, **{**kwargs, "use_reentrant": False})
         return forward(self, *args, **kwargs)
 
     @functools.wraps(plain_offload)

@@ -51,6 +51,37 @@ def test_fully_shard_takes_the_jobs_groups(ranks: Any, config: dict[str, Any], w
         assert found["held"] < 0.6 * found["whole"] / config.get("tensor_parallel_degree", 1)
 
 
+class _MostlyFrozen(torch.nn.Module):
+    """The second rank's shard has frozen elements only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.ones(2))
+        self.frozen = torch.nn.Parameter(torch.ones(100), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.trained).sum() * self.frozen.mean()
+
+
+def _clip_with_few_gradients() -> float:
+    import torch.sagemaker as tsm
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    import torch_sagemaker_finder  # noqa: F401
+    from smp_version2.clipping import clip_grad_norm_
+
+    tsm.init({"hybrid_shard_degree": 2})
+    model = FullyShardedDataParallel(_MostlyFrozen().double(), use_orig_params=True)
+    model(torch.tensor([3.0, 4.0], dtype=torch.float64)).backward()
+    norm = float(clip_grad_norm_(model, 1.0))
+    tsm.shutdown()
+    return norm
+
+
+def test_ranks_without_gradients_add_numbers_of_the_same_type(ranks: Any) -> None:
+    assert ranks(_clip_with_few_gradients, 2, init=False) == [5.0, 5.0]
+
+
 def test_blocks_are_recognized_by_the_originals_class_names(solo: Any) -> None:
     import torch.sagemaker as tsm
 
