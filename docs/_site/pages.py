@@ -71,18 +71,27 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 
 def _notebook(text: str, name: str) -> str:
-    """A notebook as a page: its texts, its code, and where it lies."""
+    """Return a notebook as a page: its texts, its code with what that printed, and where it lies."""
     cells = [
         "".join(cell["source"]) if cell["cell_type"] == "markdown" else _code(cell)
         for cell in json.loads(text)["cells"]
     ]
-    return "\n\n".join(
-        [cells[0], f"*This page is `{name}`; run it in Jupyter to see its tables and pictures.*", *cells[1:], ""]
-    )
+    return "\n\n".join([cells[0], f"*This page is `{name}`, which runs in Jupyter.*", *cells[1:], ""])
 
 
 def _code(cell: dict[str, Any]) -> str:
-    return f"```python\n{''.join(cell['source']).rstrip()}\n```"
+    blocks = [f"```python\n{''.join(cell['source']).rstrip()}\n```"]
+    return "\n\n".join(blocks + [_output(output) for output in cell["outputs"]])
+
+
+def _output(output: dict[str, Any]) -> str:
+    """Return what a cell has shown: a table or picture as it is, anything else as text."""
+    data = output.get("data", {})
+    page = "".join(data.get("text/html", ""))
+    if page and not page.startswith("<progress"):  # a bar that is full
+        return f'<div class="drawing">{" ".join(page.split())}</div>'
+    text = "".join(output.get("text", "") or data.get("text/plain", "")).strip("\n")
+    return f"```\n{text}\n```" if text else ""
 
 
 def _is_relative(link: str) -> bool:
