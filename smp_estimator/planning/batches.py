@@ -105,7 +105,7 @@ class Epochs:
         if not self.steps:
             return [
                 f"{samples} are fewer than the global batch of {self.global_batch:,}, so an epoch has no whole step; lower the "
-                "batch, the accumulation or the number of readers"
+                "batch, the accumulation or the number of replicas"
             ]
         left = "none left over"
         if self.dropped:
@@ -200,7 +200,7 @@ def batch_for(topology: Topology, global_batch: int, *, prescaled: bool = False,
     if global_batch < 1 or global_batch % each:
         near = max(1, round(global_batch / each)) * each
         raise ConfigError(
-            f"a global batch of {global_batch} samples cannot be read by {each // accumulation} readers in {accumulation} "
+            f"a global batch of {global_batch} samples cannot be divided over {each // accumulation} ranks in {accumulation} "
             f"accumulation steps ({each} batches per optimizer step); use a global batch of {near}"
         )
     return global_batch // each

@@ -203,7 +203,8 @@ def _degrees_line(plan: Forecast) -> str:
 
 def _batch_line(plan: Forecast) -> str:
     batch = plan.batches
-    text = f"{batch.readers} reader{'s' if batch.readers != 1 else ''} × {batch.batch}"
+    whose = "replica" if batch.readers == batch.replicas else "data parallel rank"
+    text = f"{batch.readers} {whose}{'s' if batch.readers != 1 else ''} × {batch.batch}"
     if batch.accumulation > 1:
         text += f" × {batch.accumulation} accumulation steps"
     text += (
