@@ -25,8 +25,8 @@ _FRAME = re.compile(
 )
 _TRACEBACK = "Traceback (most recent call last):"
 
-#: The folder in which a job's script lies.
-_CODE = "/opt/ml/code/"
+#: Where a job's script lies, with version 2 of the SDK and with version 3.
+_CODE = re.compile(r"/opt/ml/(?:code|input/data/code)/")
 
 _ERROR_CODE = re.compile(r"\[(SMP\d{3})\]")
 
@@ -76,13 +76,13 @@ def _places(detail: str) -> list[str]:
     if _TRACEBACK not in detail:
         return []
     frames = _FRAME.finditer(detail[detail.rindex(_TRACEBACK) :])
-    own = [frame for frame in frames if _CODE in frame["file"]]
+    own = [frame for frame in frames if _CODE.search(frame["file"])]
     chosen = [own[0], own[-1]] if len(own) > 1 else own
     return [_shown(frame) for frame in chosen]
 
 
 def _shown(frame: re.Match[str]) -> str:
-    file = frame["file"].rpartition(_CODE)[2]
+    file = _CODE.split(frame["file"])[-1]
     inside = f", in {frame['name']}" if frame["name"] else ""
     code = (frame["code"] or "").strip()
     return _cut(f"  at {file}:{frame['line']}{inside}{f': {code}' if code else ''}")

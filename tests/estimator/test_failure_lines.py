@@ -73,6 +73,7 @@ def test_lines_of_a_failure_are_shown_if_the_ranks_start_again() -> None:
             ],
         ),
         (f"bad\n{SYNTAX}", ["bad", "  at a.py:2: x ="]),
+        (f"bad\n{SYNTAX.replace('/code/', '/input/data/code/')}", ["bad", "  at a.py:2: x ="]),
         (f"bad\n{OF_LIBRARY}", ["bad"]),
         (f"no file: code 3. The log:\na\nb\n\n{'c' * 200}", ["no file: code 3. The log:", "  b", f"  {'c' * 157}…"]),
         ("", [""]),
