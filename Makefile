@@ -16,7 +16,8 @@ export PYTHONDONTWRITEBYTECODE :=
 # Compiled is what is imported, at the first time: of the packages that is a tenth, and pip would compile all of them on one processor.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # What most processes import, before many do so at once.
-IMPORTED := -c "import torch._dynamo, sagemaker.pytorch, matplotlib.pyplot, moto.server"
+IMPORTED := -c "import logging, os; os.environ['SAGEMAKER_SUPPRESS_V2_WARNING'] = '1'; logging.disable(); \
+	import torch._dynamo, sagemaker.pytorch, matplotlib.pyplot, moto.server"
 
 # A file's tests stay together, for what its fixtures have made; tests/conftest.py puts the files in order.
 SHARED_OUT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
