@@ -92,15 +92,12 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if inputs is not None and inputs.is_on and _recomputes() and _is_plain(self):
-            return inputs.run(self, *args, **kwargs)
         if not _recomputes():
             return forward(self, *args, **kwargs)
+        if inputs is not None and inputs.is_on and _is_plain(self):
+            return inputs.run(self, *args, **kwargs)
         args, kwargs = without_caches(self, args, kwargs, _name_of(self))
-        if is_split and _is_plain(self):
-            # Results that only some ranks' code reads are gathered when it does, which the other way of PyTorch does not bear.
-            return self.checkpoint_fn(next(self.children()), *args, **{**kwargs, "use_reentrant": False})
-        return forward(self, *args, **kwargs)
+        return _run_again(self, args, kwargs) if is_split and _is_plain(self) else forward(self, *args, **kwargs)
 
     @functools.wraps(plain_offload)
     def offload(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,18 +105,32 @@ def install(parameters: Version2Parameters, ranks: Ranks) -> Callable[[], None]:
             return plain_offload(self, *args, **kwargs)
         return inputs.call(next(self.children()), *args, **kwargs)
 
+    kind.forward, offloading.forward, checkpointing.checkpoint = run, offload, _make_function(original)
+
+    def end() -> None:
+        kind.forward, offloading.forward, checkpointing.checkpoint = forward, plain_offload, original
+
+    return end
+
+
+def _make_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.utils.checkpoint.checkpoint`` without caches among the arguments."""
+
     @functools.wraps(original)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _recomputes():
             args, kwargs = without_caches(function, args, kwargs)
         return original(function, *args, **kwargs)
 
-    kind.forward, offloading.forward, checkpointing.checkpoint = run, offload, checkpoint
+    return checkpoint
 
-    def end() -> None:
-        kind.forward, offloading.forward, checkpointing.checkpoint = forward, plain_offload, original
 
-    return end
+def _run_again(wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module with split parts that backward runs again.
+
+    Its results may have one that is gathered only when the code around reads it, which PyTorch's reentrant way does not bear.
+    """
+    return wrapper.checkpoint_fn(next(wrapper.children()), *args, **{**kwargs, "use_reentrant": False})
 
 
 def _recomputes() -> bool:
