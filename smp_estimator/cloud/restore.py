@@ -123,9 +123,11 @@ def restore_parameters(params: dict[str, Any], job_details: dict[str, Any]) -> d
 def _address_of_code(job_details: dict[str, Any]) -> str | None:
     """Return the address of the channel that gives an isolated job its code."""
     for channel in job_details.get("InputDataConfig") or ():
-        if channel["ChannelName"] == _CODE_CHANNEL:
-            address = channel.get("DataSource", {}).get("S3DataSource", {}).get("S3Uri")
-            return None if address is None else str(address)
+        if channel["ChannelName"] != _CODE_CHANNEL:
+            continue
+        source = channel.get("DataSource", {})
+        address = source.get("S3DataSource", {}).get("S3Uri")
+        return None if address is None else str(address)
     return None
 
 

@@ -100,30 +100,48 @@ class Partition:
         return totals
 
     def _boxes(self, node: _Node, x: float, y: float, wide: float, high: float, columns: int) -> Iterator[str]:
-        listed = ", ".join(map(str, sorted(node.stages)))
-        where = f"stage{'s' * (len(node.stages) > 1)} {listed}" if node.stages else "no stage"
         fill = colour(min(node.stages)) if len(node.stages) == 1 else _SEVERAL
-        whole = self._whole
-        part = f", {node.weight / whole:.1%}" if whole else ""
-        yield box(x, y, wide - 2, max(high - 1.5, 0.5), fill, f"{node.path or 'model'}: {where}{part}")
+        yield box(x, y, wide - 2, max(high - 1.5, 0.5), fill, self._tooltip(node))
         if high >= _READABLE:
-            label = f"{node.name} · {listed}" if len(node.stages) > 1 else node.name
+            label = f"{node.name} · {_listed(node.stages)}" if len(node.stages) > 1 else node.name
             yield text(x + 5, y + min(high / 2 + 4, 15), shorten(label, wide - 12), ink=ink_on(fill))
-        if columns == 1 or not node.weight:
-            return
-        shown = [child for child in node.children.values() if child.weight]
-        # Parts of one stage are told apart only where there is room; where the stage changes, always.
-        if len(node.stages) < 2 and shown and high * min(child.weight for child in shown) / node.weight < _READABLE:
+        if columns == 1:
             return
         top = y
-        for child in shown:
+        for child in _shown_children(node, high):
             part_high = high * child.weight / node.weight
             yield from self._boxes(child, x + wide, top, wide, part_high, columns - 1)
             top += part_high
 
+    def _tooltip(self, node: _Node) -> str:
+        if node.stages:
+            plural = "s" if len(node.stages) > 1 else ""
+            place = f"stage{plural} {_listed(node.stages)}"
+        else:
+            place = "no stage"
+        whole = self._whole
+        part = f", {node.weight / whole:.1%}" if whole else ""
+        return f"{node.path or 'model'}: {place}{part}"
+
     @cached_property
     def _whole(self) -> float:
         return sum(self.shares.values())
+
+
+def _listed(stages: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(stages)))
+
+
+def _shown_children(node: _Node, high: float) -> list[_Node]:
+    """Return the modules inside one that have boxes of their own."""
+    if not node.weight:
+        return []
+    shown = [child for child in node.children.values() if child.weight]
+    if len(node.stages) > 1 or not shown:
+        return shown
+    # Parts of one stage are told apart only if there is room; if the stage changes, always.
+    least = high * min(child.weight for child in shown) / node.weight
+    return shown if least >= _READABLE else []
 
 
 def _nodes(node: _Node) -> Iterator[tuple[str, _Node]]:

@@ -120,12 +120,14 @@ def group_appearance(topology: Topology, group: Group, members: list[int]) -> tu
     Groups with the same color hold the same part of the model; the fill pattern is the replica's number. If a kind's groups are
     not replicas of one another, each group has its own color.
     """
-    parts = [_part(topology, group, other) for other in topology.groups(group)]
-    if None in parts:
-        return topology.groups(group).index(members), 0
-    part = _part(topology, group, members)
+    groups = topology.groups(group)
+    parts = [_part(topology, group, other) for other in groups]
+    own_part = _part(topology, group, members)
+    if own_part is None or None in parts:
+        return groups.index(members), 0
+    known = sorted({part for part in parts if part is not None})
     replica = topology.coordinates(members[0]).rdp // topology.sharded
-    return sorted({known for known in parts if known is not None}).index(part or (0, 0)), replica
+    return known.index(own_part), replica
 
 
 def _part(topology: Topology, group: Group, members: list[int]) -> tuple[int, int] | None:

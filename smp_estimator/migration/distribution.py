@@ -45,17 +45,22 @@ def strategy_of(node: ast.AST | None, values: Values) -> str:
     if parts is None:
         return "unknown"
     libraries = _items(values.resolve(parts.get("smdistributed"))) if "smdistributed" in parts else {}
-    torch = _is_part_on(parts, "torch_distributed", values)
     if libraries is None or _is_part_on(libraries, "modelparallel", values):
-        model = _items(values.resolve((libraries or {}).get("modelparallel"))) or {}
-        parameters = _items(values.resolve(model.get("parameters"))) or {}
-        return "modelparallel 2" if torch or _ONLY_VERSION_2 & parameters.keys() else "modelparallel"
+        return _model_parallel_strategy(parts, libraries or {}, values)
     if _is_part_on(libraries, "dataparallel", values):
         return "dataparallel"
     for name in ("torch_distributed", "pytorchddp", "pytorchxla", "mpi"):
         if _is_part_on(parts, name, values):
             return name
     return "none"
+
+
+def _model_parallel_strategy(parts: dict[str, ast.expr], libraries: dict[str, ast.expr], values: Values) -> str:
+    model = _items(values.resolve(libraries.get("modelparallel"))) or {}
+    parameters = _items(values.resolve(model.get("parameters"))) or {}
+    # Version 2 is started by torchrun, version 1 by mpirun; some parameters exist in version 2 only.
+    is_version_2 = _is_part_on(parts, "torch_distributed", values) or _ONLY_VERSION_2 & parameters.keys()
+    return "modelparallel 2" if is_version_2 else "modelparallel"
 
 
 def translate_distribution(
@@ -191,10 +196,13 @@ def parameters_of(node: ast.expr | None) -> list[ast.AST]:
 
     These are the library's parameters, or the whole expression if it is not a plain dictionary.
     """
+    if node is None:
+        return []
     parts = _items(node)
     if parts is None:
-        return [node] if node is not None else []
-    model = _items((_items(parts.get("smdistributed")) or {}).get("modelparallel")) or {}
+        return [node]
+    libraries = _items(parts.get("smdistributed")) or {}
+    model = _items(libraries.get("modelparallel")) or {}
     return [model["parameters"]] if "parameters" in model else []
 
 
@@ -202,10 +210,13 @@ def _items(node: ast.AST | None) -> dict[str, ast.expr] | None:
     """Return the entries of a dictionary literal with plain string keys, or None for any other expression."""
     if not isinstance(node, ast.Dict):
         return None
-    keys = [literal_value(key) if key is not None else None for key in node.keys]
-    if not all(isinstance(key, str) for key in keys):
-        return None
-    return dict(zip([str(key) for key in keys], node.values, strict=True))
+    found: dict[str, ast.expr] = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        name = literal_value(key)
+        if not isinstance(name, str):
+            return None
+        found[name] = value
+    return found
 
 
 def _is_part_on(parts: dict[str, ast.expr], name: str, values: Values) -> bool:

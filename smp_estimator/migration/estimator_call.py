@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from smp_estimator.migration.distribution import IMAGE_OF_VERSION_2, parameters_of, strategy_of, translate_distribution
 from smp_estimator.migration.source import call, is_literal, literal_value
@@ -223,37 +223,46 @@ class EstimatorCall:
 
     def _requirements(self, folder: object, words: list[tuple[str, str]]) -> None:
         """Add ``requirements.txt`` to the arguments if the file exists: SDK v2 finds it, SDK v3 needs its name."""
-        if isinstance(folder, str) and (self._folder / folder / "requirements.txt").is_file() and not self._is_local():
+        if not isinstance(folder, str) or self._is_local():
+            return
+        if (self._folder / folder / "requirements.txt").is_file():
             words.append(("requirements", '"requirements.txt"'))
 
     def _records(self) -> list[tuple[str, str]]:
         made = []
-        address = self._given.get("checkpoint_s3_uri")
-        may_lack = address is not None and None in self._names.values.possible(address)
-        optional = self.source.segment(address) if address is not None and may_lack else None
-        if isinstance(address, ast.IfExp):
-            optional = f"({optional})" if optional else None
+        condition = self._condition_of_checkpoints()
         for record, (argument, fields) in _RECORDS.items():
             words = [(fields[name], self._text(name, 2)) for name in fields if name in self._given]
-            if record == "Compute" and not any(name == "instance_count" for name, _ in words) and words:
-                words.append(("instance_count", "1"))
-            has_limit = any(name == "max_runtime_in_seconds" for name, _ in words)
-            if record == "StoppingCondition" and not has_limit and not self._is_local():
-                words.insert(0, ("max_runtime_in_seconds", str(_MAX_RUN_SECONDS)))
-            if (
-                record == "OutputDataConfig"
-                and literal_value(self._given.pop("disable_output_compression", None)) is True
-            ):
-                words.append(("compression_type", '"NONE"'))
+            self._complete_record(record, words)
             if not words:
                 continue
             self.needed.add(record)
             text = call(record, words, self._indent + 4)
-            if record == "CheckpointConfig" and optional is not None:
+            if record == "CheckpointConfig" and condition is not None:
                 # SDK v3 makes up an address if there is a record without one.
-                text += f" if {optional} else None"
+                text += f" if {condition} else None"
             made.append((argument, text))
         return made
+
+    def _condition_of_checkpoints(self) -> str | None:
+        """Return the expression that is true if there is an address for checkpoints; None if there always is one."""
+        address = self._given.get("checkpoint_s3_uri")
+        if address is None or None not in self._names.values.possible(address):
+            return None
+        text = self.source.segment(address)
+        return f"({text})" if isinstance(address, ast.IfExp) else text
+
+    def _complete_record(self, record: str, words: list[tuple[str, str]]) -> None:
+        """Add the arguments of a record for which SDK v3 has no default, or another default than SDK v2."""
+        names = {name for name, _ in words}
+        if record == "Compute" and words and "instance_count" not in names:
+            words.append(("instance_count", "1"))
+        elif record == "StoppingCondition" and "max_runtime_in_seconds" not in names and not self._is_local():
+            words.insert(0, ("max_runtime_in_seconds", str(_MAX_RUN_SECONDS)))
+        elif record == "OutputDataConfig":
+            uncompressed = self._given.pop("disable_output_compression", None)
+            if literal_value(uncompressed) is True:
+                words.append(("compression_type", '"NONE"'))
 
     def _image(self) -> list[tuple[str, str]]:
         """Return the arguments for the image, and for the mode that a local instance type implies."""
@@ -383,15 +392,16 @@ class EstimatorCall:
         if node is None:
             return []
         self.needed.add("Tag")
-        resolved = self._names.values.resolve(node)
-        if isinstance(resolved, ast.Dict) and not isinstance(literal_value(resolved), list):
-            rows_of = "[Tag(key=key, value=value) for key, value in {}.items()]"
-            return [("tags", rows_of.format(self.source.segment(node)))]
+        text = self.source.segment(node)
+        if isinstance(self._names.values.resolve(node), ast.Dict):
+            return [("tags", f"[Tag(key=key, value=value) for key, value in {text}.items()]")]
         rows = literal_value(node)
-        if isinstance(rows, list) and all(isinstance(row, dict) and {"Key", "Value"} <= row.keys() for row in rows):
-            made = ", ".join(f"Tag(key={json.dumps(row['Key'])}, value={json.dumps(row['Value'])})" for row in rows)
-            return [("tags", f"[{made}]")]
-        return [("tags", f'[Tag(key=tag["Key"], value=tag["Value"]) for tag in {self.source.segment(node)}]')]
+        if not _is_list_of_tags(rows):
+            return [("tags", f'[Tag(key=tag["Key"], value=tag["Value"]) for tag in {text}]')]
+        made = []
+        for row in rows:
+            made.append(f"Tag(key={json.dumps(row['Key'])}, value={json.dumps(row['Value'])})")
+        return [("tags", f"[{', '.join(made)}]")]
 
     def _metrics(self) -> str:
         node = self._given.pop("metric_definitions", None)
@@ -409,3 +419,10 @@ class EstimatorCall:
         self.source.note(
             self.node, f"{name}={self.source.segment(value)} has no place in ModelTrainer and is left out; {instead}"
         )
+
+
+def _is_list_of_tags(rows: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Return whether a value is a list of tags as SDK v2 has them."""
+    if not isinstance(rows, list):
+        return False
+    return all(isinstance(row, dict) and {"Key", "Value"} <= row.keys() for row in rows)

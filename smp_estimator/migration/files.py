@@ -121,13 +121,19 @@ def _write_imports(source: ScriptSource, names: ScriptNames, needed: set[str], g
     """Update the imports of one piece.
 
     Args:
+        needed: names that the new code uses; ``=`` before the full name of SDK v2 if SDK v3 has it elsewhere.
         gone: full names that no piece uses any more.
         kept: full names that any piece still uses.
     """
-    moved = {name[1:] for name in needed if name.startswith("=")}
-    for full in moved:
-        HOMES.setdefault(full.rpartition(".")[2], MOVED[full])
-    wanted = {name for name in needed if not name.startswith("=")} | {full.rpartition(".")[2] for full in moved}
+    wanted: set[str] = set()
+    for name in needed:
+        if not name.startswith("="):
+            wanted.add(name)
+            continue
+        full = name[1:]
+        short = full.rpartition(".")[2]
+        HOMES.setdefault(short, MOVED[full])
+        wanted.add(short)
     for name in sorted(wanted):
         _note_taken(source, names, name)
     move_imports(source, names, wanted, gone, kept)

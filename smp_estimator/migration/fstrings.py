@@ -55,12 +55,18 @@ def _outermost(node: ast.AST) -> Iterator[ast.JoinedStr]:
 def _find(value: ast.expr, text: str, start: int, end: int) -> tuple[int, ast.expr] | None:
     """Return the position of an expression in braces, and the tree of its text."""
     wanted = ast.dump(value)
-    for opened in (place for place in range(start, end) if text[place] == "{"):
-        for closed in (place for place in range(opened + 1, end) if text[place] in "}!:="):
+    for opened in _positions(text, "{", start, end):
+        for closed in _positions(text, "}!:=", opened + 1, end):
             read = _parsed(text[opened + 1 : closed])
             if read is not None and ast.dump(read) == wanted:
                 return opened + 1, read
     return None
+
+
+def _positions(text: str, characters: str, start: int, end: int) -> Iterator[int]:
+    for position in range(start, end):
+        if text[position] in characters:
+            yield position
 
 
 def _parsed(text: str) -> ast.expr | None:

@@ -63,19 +63,29 @@ def rewrite_uses(source: ScriptSource, names: ScriptNames) -> set[str]:
     for node in ast.walk(source.tree):
         if not source.is_placed(node):
             continue
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and names.is_estimator(node.func.value):
-            if node.func.attr == "fit":
-                needed |= _fit(source, names, node)
-            elif node.func.attr == "logs":
-                start = source.span(node.func.value)[1]
-                source.replace(start, source.span(node)[1], ".latest_training_job.wait(logs=True)")
-            elif node.func.attr == "training_image_uri":
-                source.replace(source.span(node.func.value)[1], source.span(node)[1], ".training_image")
-            elif node.func.attr == "hyperparameters":
-                source.replace(source.span(node.func)[1], source.span(node)[1], "")
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Call):
+            needed |= _method_call(source, names, node)
+        elif isinstance(node, ast.Attribute):
             needed |= _attribute(source, names, node)
     return needed
+
+
+def _method_call(source: ScriptSource, names: ScriptNames, node: ast.Call) -> set[str]:
+    """Change a call of an estimator's method, if it is one."""
+    method = node.func
+    if not isinstance(method, ast.Attribute) or not names.is_estimator(method.value):
+        return set()
+    owner_end = source.span(method.value)[1]
+    call_end = source.span(node)[1]
+    if method.attr == "fit":
+        return _fit(source, names, node)
+    if method.attr == "logs":
+        source.replace(owner_end, call_end, ".latest_training_job.wait(logs=True)")
+    elif method.attr == "training_image_uri":
+        source.replace(owner_end, call_end, ".training_image")
+    elif method.attr == "hyperparameters":
+        source.replace(source.span(method)[1], call_end, "")
+    return set()
 
 
 def _fit(source: ScriptSource, names: ScriptNames, node: ast.Call) -> set[str]:
@@ -161,20 +171,33 @@ def _attribute(source: ScriptSource, names: ScriptNames, node: ast.Attribute) ->
         return {name} if name in ("Session", "image_uris") else {f"={full}"}
     owner = node.value
     if isinstance(owner, ast.Attribute) and owner.attr == "latest_training_job" and names.is_estimator(owner.value):
-        if node.attr in _JOB_ATTRIBUTES:
-            source.replace(source.span(owner)[1], source.span(node)[1], f".{_JOB_ATTRIBUTES[node.attr]}")
-        elif node.attr == "describe":
-            source.note(
-                node, "latest_training_job.describe() is refresh() in SDK v3, and its answer an object with attributes"
-            )
+        _job_attribute(source, node)
     elif node.attr == "_current_job_name" and names.is_estimator(owner):
         source.replace(source.span(owner)[1], source.span(node)[1], ".latest_training_job.training_job_name")
-    elif node.attr not in _KNOWN and (names.is_estimator(owner) or names.full(owner) in ESTIMATORS):
+    else:
+        _note_without_place(source, names, node)
+    return set()
+
+
+def _job_attribute(source: ScriptSource, node: ast.Attribute) -> None:
+    """Change an attribute of ``latest_training_job``."""
+    if node.attr in _JOB_ATTRIBUTES:
+        source.replace(source.span(node.value)[1], source.span(node)[1], f".{_JOB_ATTRIBUTES[node.attr]}")
+    elif node.attr == "describe":
+        source.note(
+            node, "latest_training_job.describe() is refresh() in SDK v3, and its answer an object with attributes"
+        )
+
+
+def _note_without_place(source: ScriptSource, names: ScriptNames, node: ast.Attribute) -> None:
+    """Note an attribute of an estimator or of a session that SDK v3 lacks."""
+    owner = node.value
+    is_of_estimator = names.is_estimator(owner) or names.full(owner) in ESTIMATORS
+    if node.attr not in _KNOWN and is_of_estimator:
         instead = _WITHOUT_PLACE.get(node.attr, "help(ModelTrainer) lists what there is")
         source.note(node, f"{source.segment(node)} is not in ModelTrainer; {instead}")
     elif node.attr in _SESSION_WITHOUT_PLACE and _is_session(names, owner):
         source.note(node, f"{source.segment(node)} is not in SDK v3; {_SESSION_WITHOUT_PLACE[node.attr]}")
-    return set()
 
 
 def _is_session(names: ScriptNames, node: ast.expr) -> bool:

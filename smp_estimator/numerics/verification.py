@@ -155,7 +155,9 @@ def loss_of(run: RecordedRun) -> list[float]:
     """Return the mean loss of every training step that returns a loss; NaN alone if there is none."""
     found = []
     for totals in run.moments.values():
+        has_gradients = any(key.phase == "gradient" for key in totals)
         losses = [total for key, total in totals.items() if key.phase == "loss"]
-        if losses and any(key.phase == "gradient" for key in totals):
-            found.append(losses[0].projections[0] / max(losses[0].elements, 1))
+        if has_gradients and losses:
+            loss = losses[0]
+            found.append(loss.projections[0] / max(loss.elements, 1))
     return found or [math.nan]

@@ -253,8 +253,9 @@ def request_for(
 
 def _refuse_unknown_types(prices: Mapping[str, float], instance_type: str) -> None:
     names = [known.name for known in instances()]
+    allowed = {*names, instance_type}
     for name in prices:
-        if name not in names and name != instance_type:
+        if name not in allowed:
             raise ConfigError(
                 f"prices has {name!r}{suggest(str(name), names)}; prices are looked up by the type of the instance, and the "
                 "catalogue has none of this name: use one of smp_estimator.planning.instances()"
@@ -263,21 +264,27 @@ def _refuse_unknown_types(prices: Mapping[str, float], instance_type: str) -> No
 
 def shape_given(model: Any, sequence: int | None) -> ModelShape:
     """Return the shape of a model that is given in any form that ``plan()`` accepts."""
+    if isinstance(model, int | float):
+        return ModelShape.from_parameter_count(model, sequence=sequence or 2048)
     if isinstance(model, ModelShape):
         shape = model
     elif isinstance(model, Mapping):
         shape = shape_of(model)
-    elif isinstance(model, Path) or (isinstance(model, str) and model not in SHAPES and Path(model).exists()):
-        shape = read_shape(Path(model))
-    elif isinstance(model, str):
-        shape = ModelShape.named(model)
-    elif isinstance(model, int | float):
-        return ModelShape.from_parameter_count(model, sequence=sequence or 2048)
+    elif isinstance(model, str | Path):
+        shape = _read_or_named_shape(model)
     elif hasattr(model, "model_type") and callable(getattr(model, "to_dict", None)):
         shape = shape_of(model.to_dict(), type(model).__name__)
     else:
         return ModelShape.from_module(model, sequence=sequence)
     return shape.with_sequence(sequence)
+
+
+def _read_or_named_shape(model: str | Path) -> ModelShape:
+    """Return the shape in a file, or that of a known model, whose name comes before a file's."""
+    is_known = isinstance(model, str) and model in SHAPES
+    if isinstance(model, Path) or (not is_known and Path(model).exists()):
+        return read_shape(Path(model))
+    return ModelShape.named(model)
 
 
 def is_of_transformers(model: Any) -> bool:

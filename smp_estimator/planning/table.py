@@ -164,22 +164,30 @@ def _memory(plan: Forecast) -> Grid:
     for stage in plan.stages:
         layers = f"{stage.layers} layer{'s' if stage.layers != 1 else ''}"
         columns.append(f"stage {stage.stage}, {layers}" if len(plan.stages) > 1 else layers)
-    rows = [
-        [kind.value, *(f"{stage.kinds[kind] / GB:,.2f}" for stage in plan.stages)]
-        for kind in plan.worst.kinds
-        if any(stage.kinds[kind] for stage in plan.stages)
-    ]
-    totals = [["total", *(f"{stage.in_backward / GB:,.2f}" for stage in plan.stages)]]
+    rows = []
+    for kind in plan.worst.kinds:
+        sizes = [stage.kinds[kind] for stage in plan.stages]
+        if any(sizes):
+            rows.append([kind.value, *map(_gigabytes, sizes)])
+    return Grid(columns, rows, frozenset(range(1, len(columns))), _memory_totals(plan))
+
+
+def _memory_totals(plan: Forecast) -> list[list[str]]:
+    """Return a row for the backward pass, and one for each other moment that needs memory of its own."""
     moments = {
         "at the loss": [stage.at_loss for stage in plan.stages],
         "in optimizer.step()": [stage.in_update if stage.gradient_copy else 0 for stage in plan.stages],
     }
-    for name, sizes in moments.items():
-        if any(sizes):
-            totals[0][0] = "total in backward"
-            shown = [f"{size / GB:,.2f}" if size else "–" for size in sizes]
-            totals.append([name, *shown])
-    return Grid(columns, rows, frozenset(range(1, len(columns))), totals)
+    others = {name: sizes for name, sizes in moments.items() if any(sizes)}
+    first = "total in backward" if others else "total"
+    totals = [[first, *(_gigabytes(stage.in_backward) for stage in plan.stages)]]
+    for name, sizes in others.items():
+        totals.append([name, *(_gigabytes(size) if size else "–" for size in sizes)])
+    return totals
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / GB:,.2f}"
 
 
 def _degrees_line(plan: Forecast) -> str:

@@ -149,8 +149,9 @@ class ModelTrainer(StockModelTrainer):
         settled = _with_this_library(self.distributed, self.training_image)
         if settled is not self.distributed:
             self.distributed = settled
-        ours = isinstance(self.distributed, ModelParallel)
-        return read_settings(self, self._where()) if ours or self._process_mode else None
+        if not isinstance(self.distributed, ModelParallel) and not self._process_mode:
+            return None
+        return read_settings(self, self._where())
 
     @classmethod
     def _take_stock_image(cls, arguments: dict[str, Any]) -> None:

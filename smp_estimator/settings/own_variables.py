@@ -22,11 +22,18 @@ def with_variables(environment: Any, wanted: Mapping[str, tuple[str, Any]]) -> A
     if not wanted:
         return environment
     require_mapping(environment, "environment")
-    given: Mapping[str, Any] = environment or {}
+    made: dict[str, Any] = dict(environment or {})
     for name, (argument, value) in wanted.items():
-        # Variables of a pipeline compare as what they stand for, which nobody knows yet.
-        if name in given and (is_variable(given[name]) or is_variable(value) or str(given[name]) != str(value)):
+        if name in made and not _are_equal(made[name], value):
             raise ConfigError(
-                f"{argument} says {name}={value}, and environment has {name}={given[name]}; both mean the same setting: remove one"
+                f"{argument} says {name}={value}, and environment has {name}={made[name]}; both mean the same setting: remove one"
             )
-    return {**given, **{name: value for name, (_, value) in wanted.items()}}
+        made[name] = value
+    return made
+
+
+def _are_equal(given: Any, wanted: Any) -> bool:
+    # Only a run knows the value of a variable of a pipeline, so that it equals nothing.
+    if is_variable(given) or is_variable(wanted):
+        return False
+    return str(given) == str(wanted)

@@ -70,17 +70,20 @@ def _parts(request: Request, topology: Topology, weights: list[Weight]) -> tuple
     """Return the state on a rank of a stage: of tensors that tensor parallelism divides, and of the others."""
     parameters, neighbours = request.parameters, _neighbours(request, topology)
     element = 2 if is_half(parameters) else 4
-    updated = OPTIMIZER_BYTES[request.workload.optimizer] + (4 if is_half(parameters) else 0)
+    master = 4 if is_half(parameters) else 0
+    updated = OPTIMIZER_BYTES[request.workload.optimizer] + master
     tensor, split_embedding = parameters.tensor_parallel_degree, embedding_is_distributed(parameters, request.workload)
+    is_sharded = parameters.sharded_data_parallel_degree > 1
     split, same = _StateParts(), _StateParts()
     for weight in weights:
-        is_split = tensor > 1 and (split_embedding if weight.embedding else weight.split)
+        can_split = split_embedding if weight.embedding else weight.split
+        is_split = tensor > 1 and can_split
         local = -(-weight.elements // tensor) if is_split else weight.elements
         found = split if is_split else same
         state = local * updated if weight.trainable else 0
-        if parameters.sharded_data_parallel_degree > 1 and local >= parameters.sdp_param_persistence_threshold:
+        if is_sharded and local >= parameters.sdp_param_persistence_threshold:
             found.divided += (local * element + state) / neighbours
-        elif parameters.sharded_data_parallel_degree == 1 and neighbours > 1:
+        elif neighbours > 1 and not is_sharded:
             found.whole += local * element
             found.divided += state / neighbours
         else:

@@ -229,21 +229,24 @@ class Search:
         the best.
         """
         before = self.judge(at, region)
-        of = self.regions[region]
         found: dict[str, Judged] = {}
-        waiting = sorted(
-            ((of.bound(other), number, name, other) for number, (name, other) in enumerate(of.space.neighbours(at))),
-            key=lambda one: one[:2],
-        )
-        for bound, _, name, other in waiting:
+        for bound, name, other in self._bounded_neighbours(at, region):
             best = min((one.worth for one in found.values()), default=before.worth)
-            if bound == math.inf or (bound > best and best < math.inf) or self._is_over():
+            is_too_slow = bound > best and best < math.inf
+            if bound == math.inf or is_too_slow or self._is_over():
                 break
             judged = self.judge(other, region)
             helps = judged.worth < math.inf and judged.worth < before.worth * (1.0 - _SAME)
             if helps and (name not in found or judged.preference < found[name].preference):
                 found[name] = judged
         yield from sorted(found.items(), key=lambda one: one[1].preference)
+
+    def _bounded_neighbours(self, at: Configuration, region: int) -> list[tuple[float, str, Configuration]]:
+        """Return the single changes of a configuration, in the order of their bounds."""
+        of = self.regions[region]
+        neighbours = [(of.bound(other), name, other) for name, other in of.space.neighbours(at)]
+        # The sort is stable: of equal bounds, the space's order counts.
+        return sorted(neighbours, key=lambda one: one[0])
 
     def _limit(self, best: Judged | None) -> float:
         return math.inf if best is None else best.worth * (1.0 - self._gap)
@@ -263,17 +266,15 @@ class Search:
 
     def _known_bound(self, region: int, at: Configuration) -> float:
         """Return a bound of a configuration from others that were evaluated; infinite if it cannot fit."""
+        weight = self.regions[region].weight
         least = 0.0
         for (number, other), judged in self._judged.items():
             if number != region or (other.pipeline, other.tensor) != (at.pipeline, at.tensor):
                 continue
-            evaluated = judged.evaluated
-            if not evaluated.fits and evaluated.peak_bytes is not None and keeps_no_less(at, other):
+            seconds = _least_seconds(at, other, judged.evaluated)
+            if seconds == math.inf:
                 return math.inf
-            if evaluated.seconds is not None and computes_no_less(at, other):
-                least = max(least, self.regions[region].weight * evaluated.seconds)
-            elif evaluated.passing is not None and other.sharded == 1 and passes_no_less(at, other):
-                least = max(least, self.regions[region].weight * evaluated.passing)
+            least = max(least, weight * seconds)
         return least
 
 
@@ -281,18 +282,44 @@ def _traits_of(at: Configuration) -> ScheduleTraits:
     return TRAITS[at.schedule or DEFAULT_SCHEDULE]
 
 
+def _least_seconds(at: Configuration, other: Configuration, evaluated: Evaluated) -> float:
+    """Return a bound of a configuration's time from the result of another; infinite if it cannot fit."""
+    does_not_fit = not evaluated.fits and evaluated.peak_bytes is not None
+    if does_not_fit and keeps_no_less(at, other):
+        return math.inf
+    if evaluated.seconds is not None and computes_no_less(at, other):
+        return evaluated.seconds
+    if evaluated.passing is not None and other.sharded == 1 and passes_no_less(at, other):
+        return evaluated.passing
+    return 0.0
+
+
+def _numbers_of(at: Configuration) -> tuple[int, int, int]:
+    """Return the numbers of stages, of microbatches and of active microbatches; 1 if not chosen."""
+    return at.pipeline or 1, at.microbatches or 1, at.active or 1
+
+
 def keeps_no_less(at: Configuration, other: Configuration) -> bool:
     """Return whether a configuration saves no memory in any respect, compared with another of the same degrees."""
-    if (at.microbatches or 1) > (other.microbatches or 1):
+    _, count, active = _numbers_of(at)
+    _, other_count, other_active = _numbers_of(other)
+    if count > other_count:
         return False
-    if (at.active or 1) * (other.microbatches or 1) < (other.active or 1) * (at.microbatches or 1):
+    if active * other_count < other_active * count:
         return False  # fewer samples in flight
     if _traits_of(at).keeps < _traits_of(other).keeps:
         return False
+    return _state_keeps_no_less(at, other) and _activations_keep_no_less(at, other)
+
+
+def _state_keeps_no_less(at: Configuration, other: Configuration) -> bool:
+    if at.state == other.state:
+        return True
     # Sharded state has buffers of its own, so that it is compared with other degrees of it only.
-    is_more = (at.state, other.state) == ("whole", "optimizer") or 1 < at.sharded < other.sharded
-    if at.state != other.state and not is_more:
-        return False
+    return (at.state, other.state) == ("whole", "optimizer") or 1 < at.sharded < other.sharded
+
+
+def _activations_keep_no_less(at: Configuration, other: Configuration) -> bool:
     # A stage of one checkpointed layer keeps more than without, the layer and its input.
     return at.memory == other.memory or (at.memory, other.memory) == ("again", "offloaded")
 
@@ -311,14 +338,24 @@ def passes_no_less(at: Configuration, other: Configuration) -> bool:
     """Return whether :func:`computes_no_less` holds for forward and backward passes, ignoring how state is stored."""
     if at.placement != other.placement:
         return False
-    count, others = at.microbatches or 1, other.microbatches or 1
-    if count != others and not ((at.pipeline or 1) == 1 and count > others):
+    stages, count, active = _numbers_of(at)
+    _, other_count, other_active = _numbers_of(other)
+    if active > other_active:
         return False
-    first, second = _traits_of(at).waits, _traits_of(other).waits
-    if first < second or (first > second and (at.active or 1) < min(at.pipeline or 1, count)):
+    if count != other_count and (stages > 1 or count < other_count):
+        return False
+    waits, other_waits = _traits_of(at).waits, _traits_of(other).waits
+    if waits < other_waits:
+        return False
+    is_filled = active >= min(stages, count)
+    if waits > other_waits and not is_filled:
         return False  # a pipeline that is not filled has no closed form
-    is_later = MEMORIES.index(at.memory or "kept") >= MEMORIES.index(other.memory or "kept")
-    return is_later and (at.active or 1) <= (other.active or 1)
+    return _memory_effort(at) >= _memory_effort(other)
+
+
+def _memory_effort(at: Configuration) -> int:
+    """Return the position of the way to save activations, in the order of the time that it takes."""
+    return MEMORIES.index(at.memory or "kept")
 
 
 __all__ = [

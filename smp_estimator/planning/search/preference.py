@@ -86,25 +86,37 @@ def rank_clusters(
     """
     names = [kind] if kind is not None else list(_types(ask))
     asked = list(_comparable(ask, prefer, names))
-    why_not: dict[str, list[str]] = {}
-    for _, name, why in asked:
-        if why is not None:
-            why_not.setdefault(why, []).append(name)
-    left_out = [f"{', '.join(of)}: {why}" for why, of in why_not.items()]
     comparable = [(least, name) for least, name, why in asked if why is None]
     most = count or up_to or MOST_INSTANCES
     if prefer == "fastest" and count is None and up_to is None:
         most = _fewest_of_all(ask, comparable)
+    only_fewest = prefer == "cheapest" and up_to is None
     best: list[Cluster] = []
     for is_slow, bound, least, name in sorted(_bounds(ask, prefer, comparable, most)):
-        fast = [cluster for cluster in best if not cluster.is_slow]
-        if len(fast) >= SHOWN and (is_slow or bound >= _worth(fast[SHOWN - 1], prefer)):
-            break  # no later one can be better than those that there are
-        found = list(_clusters(ask, name, least, most, count=count, only_fewest=up_to is None and prefer == "cheapest"))
+        if _are_settled(best, prefer, is_slow, bound):
+            break
+        found = list(_clusters(ask, name, least, most, count=count, only_fewest=only_fewest))
         if found:
             best.append(min(found, key=lambda cluster: _order(cluster, prefer)))
             best.sort(key=lambda cluster: _order(cluster, prefer))
-    return PreferredClusters(tuple(best[:SHOWN]), tuple(left_out))
+    return PreferredClusters(tuple(best[:SHOWN]), _left_out(asked))
+
+
+def _are_settled(best: list[Cluster], prefer: str, is_slow: bool, bound: float) -> bool:
+    """Return whether no cluster of this type, or of those after it in the order of bounds, can be among the best."""
+    fast = [cluster for cluster in best if not cluster.is_slow]
+    if len(fast) < SHOWN:
+        return False
+    return is_slow or bound >= _worth(fast[SHOWN - 1], prefer)
+
+
+def _left_out(asked: list[tuple[int, str, str | None]]) -> tuple[str, ...]:
+    """Return the reasons why types cannot be compared, each with the names of its types."""
+    names_by_reason: dict[str, list[str]] = {}
+    for _, name, why in asked:
+        if why is not None:
+            names_by_reason.setdefault(why, []).append(name)
+    return tuple(f"{', '.join(names)}: {why}" for why, names in names_by_reason.items())
 
 
 def _types(ask: Ask) -> Iterator[str]:
@@ -131,10 +143,16 @@ def _comparable(ask: Ask, prefer: str, names: Iterable[str]) -> Iterator[tuple[i
         least = least_count(request)
         if least > MOST_INSTANCES:
             continue
-        why = unknown_because(request if least == 1 else request.changed(instance_count=least))
-        if why is None and prefer == "cheapest" and request.usd_per_hour is None:
-            why = "no price is known"
-        yield least, name, why
+        smallest = request if least == 1 else request.changed(instance_count=least)
+        yield least, name, _not_comparable_because(smallest, prefer)
+
+
+def _not_comparable_because(request: Request, prefer: str) -> str | None:
+    why = unknown_because(request)
+    lacks_price = prefer == "cheapest" and request.usd_per_hour is None
+    if why is None and lacks_price:
+        return "no price is known"
+    return why
 
 
 def _fewest_of_all(ask: Ask, comparable: list[tuple[int, str]]) -> int:
@@ -177,13 +195,12 @@ def _arithmetic_worth(request: Request, prefer: str, most: int) -> float:
 
 def _clusters(ask: Ask, name: str, least: int, most: int, *, count: int | None, only_fewest: bool) -> Iterator[Cluster]:
     """Yield clusters of one type that fit, each with its fastest configuration."""
-    if count is not None:
-        counts: Iterable[int] = [count] if least <= count else []
+    if count is None:
+        counts = _tried_counts(ask, name, most, only_fewest=only_fewest)
+    elif count < least:
+        return
     else:
-        first = smallest_cluster(ask, name, 6)
-        if first is None or first.instance_count > most:
-            return
-        counts = [first.instance_count] if only_fewest else _doubled(first.instance_count, most)
+        counts = [count]
     for each in counts:
         try:
             request, samples = ask(name, each)
@@ -192,6 +209,16 @@ def _clusters(ask: Ask, name: str, least: int, most: int, *, count: int | None, 
         step = fastest_step(fitting_plans(request, samples))
         if step is not None and step.plan.time is not None:
             yield Cluster(step)
+
+
+def _tried_counts(ask: Ask, name: str, most: int, *, only_fewest: bool) -> list[int]:
+    """Return the numbers of instances of one type to try, the fewest that fit first."""
+    first = smallest_cluster(ask, name, 6)
+    if first is None or first.instance_count > most:
+        return []
+    if only_fewest:
+        return [first.instance_count]
+    return _doubled(first.instance_count, most)
 
 
 def _doubled(first: int, most: int) -> list[int]:
