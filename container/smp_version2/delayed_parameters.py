@@ -190,12 +190,9 @@ def _make_whole(module: nn.Module, device: torch.device) -> nn.Module:
 
 def _take_parts(module: nn.Module, whole: nn.Module) -> None:
     """Copy this rank's parts of a whole module's parameters into a split one."""
-    if isinstance(module, TabledExperts):
-        for name, parameter in module.named_parameters(recurse=False):
-            parameter.copy_(whole.get_parameter(name)[module.here.start : module.here.stop])
-        return
     slices = module.tensor_slices if isinstance(module, DistributedModule) else {}
     for name, parameter in module.named_parameters(recurse=False):
         value = whole.get_parameter(name).to(parameter.dtype)
         where = slices.get(name)
-        parameter.copy_(value if where is None else where.cut(value))
+        value = value if where is None else where.cut(value)
+        parameter.copy_(value[module.here.start : module.here.stop] if isinstance(module, TabledExperts) else value)

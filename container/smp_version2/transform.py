@@ -20,7 +20,7 @@ from smp_runtime.nn.distributed_module import DistributedModule, ReadByOthers
 from smp_version2.layer_classes import find_blocks, note_blocks, note_mixtures
 from smp_version2.modules import empty_module_params
 from smp_version2.moe.config import MoEConfig
-from smp_version2.moe.mixtures import convert
+from smp_version2.moe.mixtures import convert, find_mixtures
 from smp_version2.split_parameters import SplitRecord
 from smp_version2.state import state
 
@@ -66,13 +66,14 @@ def transform(
     ranks = state.joined
     _check_config(config)
     for kind in (Group.TP, Group.EP) if load_state_dict_from_rank0 else ():
-        if ranks.size(kind) > 1 and 0 in ranks.members(kind):
+        # First within rank 0's tensor parallel group, then from each of its members to ranks with other experts.
+        sources = {0} if kind is Group.TP else set(range(state.tp_size))
+        if ranks.size(kind) > 1 and ranks.members(kind)[0] in sources:
             _bring_from_first(model, ranks, kind)
-    blocks = find_blocks(model)
+    blocks, mixtures = find_blocks(model), find_mixtures(model)
     if state.tp_size > 1:
         model = _split(model)
-    else:
-        note_mixtures(convert(model, config))
+    note_mixtures(convert(model, mixtures, config))
     note_blocks(blocks)
     if device is not None or dtype is not None:
         model = model.to(device=device, dtype=dtype)
@@ -95,8 +96,9 @@ def _check_config(config: Any) -> None:
 
 
 def _bring_from_first(model: nn.Module, ranks: Ranks, kind: Group) -> None:
-    """Give the other ranks of rank 0's group its weights, before all of them split the model."""
-    if ranks.rank != 0:
+    """Give the other ranks of a group its first one's weights, before all of them split the model."""
+    source = ranks.members(kind)[0]
+    if ranks.rank != source:
         device = torch.device("cpu")
         late = {parameter: name for name, parameter in model.named_parameters() if parameter.is_meta}
         for module in model.modules() if late else ():
@@ -105,7 +107,7 @@ def _bring_from_first(model: nn.Module, ranks: Ranks, kind: Group) -> None:
         if late and tie is not None:
             tie()
     tensors = [*model.parameters(), *model.buffers()]
-    broadcast_tensors([each.detach() for each in tensors], 0, ranks.process_group(kind), ranks.collectives)
+    broadcast_tensors([each.detach() for each in tensors], source, ranks.process_group(kind), ranks.collectives)
 
 
 def _split(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
 from smp_runtime.tensor_parallel.group import TensorGroup, gather_whole
+from smp_version2.moe.experts import find_experts
 from smp_version2.split_parameters import find_slices
 from smp_version2.state import state
 
@@ -61,10 +62,13 @@ def register(unit: FullyShardedDataParallel) -> None:
 
 def _find_slices(unit: nn.Module) -> dict[str, TensorSlice]:
     """Return the places of the unit's split parameters by their names in it, without those of nested units."""
+    experts = set(find_experts(unit))
     nested = {
         id(inside)
         for child in unit.modules()
-        if child is not unit and isinstance(child, FullyShardedDataParallel)
+        if (child is not unit and isinstance(child, FullyShardedDataParallel))
+        # Shared experts get their unit when the outermost one has been made.
+        or (child in experts and child is not getattr(unit, "module", None))
         for inside in child.modules()
     }
     split = find_slices(unit)

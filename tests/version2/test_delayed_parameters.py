@@ -61,9 +61,11 @@ def test_every_topology_starts_with_the_same_weights(ranks: Any, make: Any) -> N
     assert float(weights.std()) == pytest.approx(0.02, rel=0.05)  # initializer_range of the models
 
 
-def test_experts_that_are_shared_out_start_as_others(ranks: Any) -> None:
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_experts_that_are_shared_out_start_as_others(ranks: Any, tensor: int) -> None:
     one, *_ = ranks(lambda: _start(make_mixtral, {"hybrid_shard_degree": 2}), 2, init=False, timeout=120)
-    two, *_ = ranks(lambda: _start(make_mixtral, {"expert_parallel_degree": 2}), 2, init=False, timeout=120)
+    config = {"expert_parallel_degree": 2, "tensor_parallel_degree": tensor}
+    two, *_ = ranks(lambda: _start(make_mixtral, config), 2 * tensor, init=False, timeout=120)
     assert one.keys() == two.keys()
     assert any("experts" in name for name in one)
     for name, value in one.items():
@@ -76,6 +78,7 @@ def test_experts_that_are_shared_out_start_as_others(ranks: Any) -> None:
         (make_llama, {"tensor_parallel_degree": 2}),
         (make_llama, {"hybrid_shard_degree": 2}),
         (make_mixtral, {"expert_parallel_degree": 2}),
+        pytest.param(make_mixtral, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, marks=pytest.mark.full),
     ],
 )
 def test_weights_of_rank_0_reach_all_ranks(ranks: Any, make: Any, config: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"hybrid_shard_degree": 4, "tensor_parallel_degree": 6}, "tensor_parallel_degree is 6", "use one of 1, 2, 4, 8"),
     ({"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "context_parallel_degree is 4", "set it to 1"),
     ({"context_parallel_degree": 2, "tensor_parallel_degree": 2}, "context_parallel_degree is 2", "set it to 1"),
-    ({"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, "tensor_parallel_degree is 2", "one of them to 1"),
+    ({"expert_parallel_degree": 8, "tensor_parallel_degree": 2}, "expert_parallel_degree is 8", "use one of 1, 2, 4"),
     ({"expert_parallel_degree": 2, "hybrid_shard_degree": 8}, "4 of them with the same experts", "1, 2, 4, or 0"),
     # other names
     ({"tensor_paralel_degree": 2}, "no parameter 'tensor_paralel_degree'", "did you mean 'tensor_parallel_degree'"),
@@ -90,6 +90,7 @@ def test_the_table_has_three_of_each_setting() -> None:
         ({"tensor_parallel_degree": 4, "hybrid_shard_degree": 2}, 4, 2),
         ({"expert_parallel_degree": 2}, 1, 4),
         ({"expert_parallel_degree": 4, "hybrid_shard_degree": 2}, 1, 2),
+        ({"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, 2, 2),
     ],
 )
 def test_what_works_is_laid_out(given: dict[str, Any], tensor: int, sharded: int) -> None:

@@ -150,16 +150,6 @@ class Version2Parameters(BaseModel):
             )
         return self
 
-    @model_validator(mode="after")
-    def _experts(self) -> Version2Parameters:
-        if self.expert_parallel_degree > 1 and self.tensor_parallel_degree > 1:
-            raise ValueError(
-                f"expert_parallel_degree is {self.expert_parallel_degree} and tensor_parallel_degree is "
-                f"{self.tensor_parallel_degree}, and this library has one of them above 1 at a time: set one of them to 1, and "
-                "save memory with a higher hybrid_shard_degree"
-            )
-        return self
-
     def to_mp_parameters(self) -> dict[str, Any]:
         """Return the settings that were given, as ``mp_parameters`` carries them."""
         return self.model_dump(exclude_unset=True)

@@ -60,10 +60,8 @@ class LocalShard:
 
 
 def _tensor_place() -> tuple[int, int]:
-    """Return the rank and the degree of tensor or expert parallelism, one of which is above 1."""
-    if state.tp_size > 1:
-        return state.tp_rank, state.tp_size
-    return (state.ep_rank, state.ep_size) if state.ep_size > 1 else (0, 1)
+    """Return the rank and the degree of tensor and expert parallelism together."""
+    return state.ep_rank * state.tp_size + state.tp_rank, state.ep_size * state.tp_size
 
 
 def read_local_state(model: nn.Module) -> dict[str, Any]:

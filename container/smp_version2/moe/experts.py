@@ -139,8 +139,10 @@ class TabledExperts(SharedExperts):
         made.__class__ = type(self).__bases__[1]  # see class_in_front
         vars(made).update(self.whole_numbers if self.group.size > 1 else {})
         made._parameters = {}
+        slices = getattr(self, "tensor_slices", {})
         for name, parameter in self.named_parameters(recurse=False):
-            value = torch.empty(self.experts, *parameter.shape[1:], dtype=parameter.dtype, device=device)
+            shape = slices[name].shape if name in slices else (self.experts, *parameter.shape[1:])
+            value = torch.empty(shape, dtype=parameter.dtype, device=device)
             made.register_parameter(name, nn.Parameter(value, parameter.requires_grad))
         return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -82,12 +82,13 @@ def _router_of(module: nn.Module, experts: str, count: int) -> str:
     return ""
 
 
-def convert(model: nn.Module, config: MoEConfig | None) -> list[nn.Module]:
+def convert(model: nn.Module, mixtures: list[Mixture], config: MoEConfig | None) -> list[nn.Module]:
     """Share the experts of a model out over the expert parallel ranks, let routers balance, and return the mixtures.
 
     Every mixture is tried on a few tokens first: it must compute as before, with the exchange but all experts on one rank.
 
     Args:
+        mixtures: as :func:`find_mixtures` has found them, before tensor parallelism splits blocks.
         config: how routers balance; None leaves the model's routing.
 
     Raises:
@@ -98,9 +99,9 @@ def convert(model: nn.Module, config: MoEConfig | None) -> list[nn.Module]:
     for name, sentence in _WITHOUT_EFFECT.items():
         if config is not None and getattr(config, name) != getattr(MoEConfig, name):
             session.say_once(f"MoEConfig got {name}={getattr(config, name)}, which has no effect: {sentence}")
+    found = [replace(mixture, module=model.get_submodule(mixture.path)) for mixture in mixtures]
     if group.size == 1 and not balances:
-        return [mixture.module for mixture in find_mixtures(model)]
-    found = find_mixtures(model)
+        return [mixture.module for mixture in found]
     if not found:
         asks = f"expert_parallel_degree is {group.size}" if group.size > 1 else "tsm.transform got a MoEConfig"
         raise SMPUserError(

@@ -42,6 +42,8 @@ def train_whole(model: nn.Module, ranks: int, vocabulary: int, losses: list[torc
             losses.clear()
             loss = compute_loss(model, draw(step, rank, vocabulary))
             ((loss + sum(losses)) / ranks).backward()
+        for parameter in model.parameters():  # FSDP updates experts without tokens too, plain or not
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
     return norms
@@ -84,12 +86,13 @@ def train(
         _checkpoint(wrapped)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
     norms = []
+    replicas, mine = tsm.state.world_size // tsm.state.tp_size, tsm.state.rank // tsm.state.tp_size
     for step in range(STEPS):
         optimizer.zero_grad()
-        compute_loss(wrapped, draw(step, tsm.state.rank, vocabulary)).backward()
+        compute_loss(wrapped, draw(step, mine, vocabulary)).backward()
         norms.append(float(clip_grad_norm_(wrapped, 0.5)))
         optimizer.step()
-    wanted_norms = train_whole(whole, tsm.state.world_size, vocabulary, losses)
+    wanted_norms = train_whole(whole, replicas, vocabulary, losses)
     wanted = {name: value.detach() for name, value in whole.state_dict().items()}
     saved = full_state(wrapped)
     return {
