@@ -215,6 +215,18 @@ class Case:
         return any(tp > 1 or sdp > 1 for _, _, tp, sdp, _ in degrees)
 
     @property
+    def is_placed_untraced(self) -> bool:
+        """Whether stages are chosen without knowing what a step reads.
+
+        Late parameters have no values. The tracing step cannot follow a model whose samples decide which modules run.
+        """
+        has_stages = any(
+            TOPOLOGIES[name][1] > 1 for name in self._topologies("resume_partial", "resume_full", "reshape")
+        )
+        samples_decide = NETS[self.net].branches or self.net == "mixtral"
+        return has_stages and (self.manual or (self.delayed and samples_decide))
+
+    @property
     def is_half(self) -> bool:
         """Whether the job's weights are in half precision."""
         return self.precision in ("bf16", "fp16")
@@ -318,7 +330,7 @@ def draw(seed: int | str, number: int, given: Mapping[str, Any] | None = None) -
         values["manual"] = False  # the script would place everything itself
     events = _events(chance, values)
     case = Case(**values, events=events)
-    if case.use == "penalty" and (case.divides_parameters or case.manual):
+    if case.use == "penalty" and (case.divides_parameters or case.is_placed_untraced):
         case = dataclasses.replace(case, use="teacher")
     if not case.is_comparable and NETS[case.net].branches:
         events = tuple(dataclasses.replace(e, goes_to=_UNSHARDED.get(e.goes_to, e.goes_to)) for e in events)
