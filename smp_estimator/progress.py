@@ -155,9 +155,10 @@ class ProgressTracker:
 
     def update(self, record: ProgressRecord) -> None:
         """Take the newest record."""
-        if self.record is not None and record.eval_loss is None and self.record.eval_loss is not None:
-            # Evaluations are rarer than steps; the last one stays in sight.
-            record = record.model_copy(update={"eval_loss": self.record.eval_loss})
+        former = self.record
+        # Evaluations are rarer than steps; the last one stays in sight.
+        if former is not None and record.eval_loss is None:
+            record = record.model_copy(update={"eval_loss": former.eval_loss})
         self.record = record
         self._window.append((time.monotonic(), record.step))
 

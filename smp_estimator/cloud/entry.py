@@ -171,7 +171,9 @@ def _is_ours(folder: str) -> bool:
         about = os.lstat(folder)
     except OSError:
         return False
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    is_own_folder = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+    is_writable_by_others = bool(about.st_mode & 0o022)
+    return is_own_folder and not is_writable_by_others
 
 
 def _unpack(wheel: bytes, folder: str) -> None:
@@ -241,9 +243,13 @@ def leading_host() -> str:
     resources = _resources()
     chosen = read_parameters().get("sagemaker_distribution_instance_groups") or ()
     for group in resources.get("instance_groups") or ():
-        if isinstance(group, dict) and group.get("instance_group_name") in chosen and group.get("hosts"):
+        if not isinstance(group, dict):
+            continue
+        is_chosen = group.get("instance_group_name") in chosen
+        if is_chosen and group.get("hosts"):
             return str(group["hosts"][0])
-    return str((resources.get("hosts") or ["127.0.0.1"])[0])
+    hosts = resources.get("hosts") or ["127.0.0.1"]
+    return str(hosts[0])
 
 
 def _resources() -> dict[str, Any]:

@@ -47,11 +47,14 @@ class PyTorchImage:
 
     def suits(self, gpus: Collection[str], region: str | None) -> bool:
         """Return whether the image supports these kinds of GPUs and is available in the region; None means any region."""
-        if self.regions is not None and region is not None and region not in self.regions:
+        if region is not None and self.regions is not None and region not in self.regions:
             return False
-        if not all(row.is_in(region) for row in self.rows.values()):
-            return False
-        return not any(images.is_too_new(row.cuda, gpu) for row in self.rows.values() for gpu in gpus)
+        for row in self.rows.values():
+            if not row.is_in(region):
+                return False
+            if any(images.is_too_new(row.cuda, gpu) for gpu in gpus):
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -340,7 +343,8 @@ def _together(chosen: Mapping[str, str], py_version: str | None, pythons: Sequen
 
 
 def _pythons(row: Mapping[str, Any]) -> list[str]:
-    return [str(version) for version in row.get("py_versions") or ["py3"]]
+    versions = row.get("py_versions") or ["py3"]
+    return [str(version) for version in versions]
 
 
 def _python(given: str | None, pythons: Sequence[str], what: str) -> str:

@@ -120,9 +120,13 @@ def row_of(image_uri: Any) -> TrainingImage | None:
     if found is None:
         return None
     words = found["tag"].split("-")
-    transformers = next((word.removeprefix("transformers") for word in words if word.startswith("transformers")), None)
-    row = rows_of(words[0], transformers).get("cpu" if "cpu" in words else "gpu")
-    return row if row is not None and row.repository == found["repository"] else None
+    prefix = "transformers"
+    transformers = next((word.removeprefix(prefix) for word in words if word.startswith(prefix)), None)
+    processor = "cpu" if "cpu" in words else "gpu"
+    row = rows_of(words[0], transformers).get(processor)
+    if row is None or row.repository != found["repository"]:
+        return None
+    return row
 
 
 @lru_cache(maxsize=1)

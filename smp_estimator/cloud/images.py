@@ -43,11 +43,12 @@ def is_stock(image_uri: Any) -> bool:
     found = _STOCK.match(image_uri) if isinstance(image_uri, str) else None
     if found is None:
         return False
-    if found["repository"] != "pytorch" or found["registry"].startswith("public"):
+    is_private_pytorch = found["repository"] == "pytorch" and not found["registry"].startswith("public")
+    if not is_private_pytorch:
         return True
-    if found["sign"] == ":" and _STOCK_TAG.fullmatch(found["tag"]):
-        return True
-    return found["registry"][:12] in _stock_accounts()
+    # Any account may have a repository "pytorch": only a stock tag, or an account of the SDK's images, shows that it is one.
+    has_stock_tag = found["sign"] == ":" and _STOCK_TAG.fullmatch(found["tag"]) is not None
+    return has_stock_tag or found["registry"][:12] in _stock_accounts()
 
 
 def _stock_accounts() -> frozenset[str]:
@@ -56,7 +57,10 @@ def _stock_accounts() -> frozenset[str]:
         versions = config_for_framework("pytorch")["training"]["versions"].values()
     except SDKMissing:
         return frozenset()
-    return frozenset(account for row in versions for account in row["registries"].values())
+    accounts: set[str] = set()
+    for row in versions:
+        accounts.update(row["registries"].values())
+    return frozenset(accounts)
 
 
 def lacks_toolkit(image_uri: Any) -> str | None:
@@ -121,9 +125,7 @@ def lacks_code_for(image: Any, gpu: str) -> str | None:
     Args:
         image: its address, or the name of a row of the table.
     """
-    row = image_table.row_of(image)
-    said = re.search(r"cu(\d{2})\d", image) if isinstance(image, str) else None
-    cuda = row.cuda.split(".")[0] if row is not None and row.cuda else said[1] if said else None
+    cuda = _cuda_of(image)
     if cuda is None or not is_too_new(cuda, gpu):
         return None
     return (
@@ -132,9 +134,20 @@ def lacks_code_for(image: Any, gpu: str) -> str | None:
     )
 
 
+def _cuda_of(image: Any) -> str | None:
+    """Return the major version of an image's CUDA, by the table or by its tag; None if neither has it."""
+    row = image_table.row_of(image)
+    if row is not None and row.cuda:
+        return row.cuda.split(".")[0]
+    tag = re.search(r"cu(\d{2})\d", image) if isinstance(image, str) else None
+    return tag[1] if tag else None
+
+
 def is_too_new(cuda: str | None, gpu: str | None) -> bool:
     """Return whether PyTorch for this CUDA (``"13.0"``) has no code for this GPU (``"V100"``); False for None."""
-    return gpu == "V100" and cuda is not None and int(cuda.split(".")[0]) >= _CUDA_WITHOUT_V100
+    if gpu != "V100" or cuda is None:
+        return False
+    return int(cuda.split(".")[0]) >= _CUDA_WITHOUT_V100
 
 
 def newest_patched(day: date, gpu: str | None = None, *, huggingface: bool = False) -> TrainingImage | None:

@@ -50,11 +50,16 @@ def combine_requirements(path: Path, needed: Sequence[str], image: TrainingImage
         ConfigError: because of some lines, pip would refuse the runtime's requirements or replace the image's
             PyTorch, on a cluster that is paid for.
     """
-    given = _text(path).rstrip("\n") if path.is_file() else ""
+    lines = []
+    if path.is_file():
+        given = _text(path).rstrip("\n")
+        if given:
+            lines += [given, ""]
     for file, line in _lines(path, set()):
         _check(file, line, needed)
     check_image(path, image)
-    return "\n".join([*([given, ""] if given else []), _HEADING, *needed, ""])
+    lines += [_HEADING, *needed, ""]
+    return "\n".join(lines)
 
 
 def check_image(path: Path, image: TrainingImage | None) -> None:
@@ -144,7 +149,10 @@ def _requirement(line: str) -> Requirement | None:
         found = Requirement(re.split(r"\s--", line)[0])
     except InvalidRequirement:
         return None
-    return None if found.marker is not None or found.url is not None else found
+    is_conditional = found.marker is not None
+    if is_conditional or found.url is not None:
+        return None
+    return found
 
 
 def _agree(ours: Requirement, theirs: Requirement) -> bool:

@@ -125,7 +125,8 @@ def channels(inputs: Any) -> Iterator[tuple[str, Any]]:
     """Yield the channels of ``fit(inputs)`` that are known now, as (name, value)."""
     if inputs is None:
         return
-    for name, value in inputs.items() if isinstance(inputs, Mapping) else [("training", inputs)]:
+    named = inputs.items() if isinstance(inputs, Mapping) else [("training", inputs)]
+    for name, value in named:
         if not is_variable(value):
             yield str(name), value
 

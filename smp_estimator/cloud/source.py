@@ -127,12 +127,14 @@ def travelling_requirements() -> list[str]:
     mpi4py is among them because some stock images lack it. The training toolkit starts a job's ranks by
     ``mpirun … python -m mpi4py``, after it has installed the requirements on every host.
     """
-    found = []
+    found = set()
     for needed in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or ()):
-        wanted = needed.marker is None or needed.marker.evaluate({"extra": "runtime"})
-        if wanted and needed.name not in _OF_THE_IMAGE:
-            found.append(needed.name if needed.name in _IN_ANY_VERSION else f"{needed.name}{needed.specifier}")
-    return sorted(set(found))
+        is_wanted = needed.marker is None or needed.marker.evaluate({"extra": "runtime"})
+        if not is_wanted or needed.name in _OF_THE_IMAGE:
+            continue
+        version = "" if needed.name in _IN_ANY_VERSION else str(needed.specifier)
+        found.add(f"{needed.name}{version}")
+    return sorted(found)
 
 
 def _package_files() -> Iterator[tuple[str, bytes]]:

@@ -111,26 +111,29 @@ class Holders:
             self.many.add(ast.unparse(target))
 
     def _add(self, container: ast.expr, values: list[ast.expr]) -> None:
-        parts = [part for value in values for part in (value.elts if isinstance(value, ast.Tuple) else [value])]
+        parts: list[ast.expr] = []
+        for value in values:
+            parts += value.elts if isinstance(value, ast.Tuple) else [value]
         if any(map(self.is_one, parts)):
             self.many.add(ast.unparse(container))
 
     def _loop(self, target: ast.expr, items: ast.expr) -> None:
         parts = target.elts if isinstance(target, ast.Tuple | ast.List) else []
-        if isinstance(items, ast.Call) and parts:
-            name = _last_name(items.func)
-            sources: list[ast.expr | None] = [None] * len(parts)
-            if name == "items" and isinstance(items.func, ast.Attribute):
-                sources[-1] = items.func.value
-            elif name == "enumerate" and items.args:
-                sources[-1] = items.args[0]
-            elif name == "zip":
-                sources = list(items.args)
-            for part, source in zip(parts, sources, strict=False):
-                if source is not None and self._is_many(source):
-                    self.single.add(ast.unparse(part))
-        elif self._is_many(items):
-            self.single |= {ast.unparse(part) for part in (parts or [target])}
+        if not isinstance(items, ast.Call) or not parts:
+            if self._is_many(items):
+                self.single |= {ast.unparse(part) for part in (parts or [target])}
+            return
+        name = _last_name(items.func)
+        sources: list[ast.expr | None] = [None] * len(parts)
+        if name == "items" and isinstance(items.func, ast.Attribute):
+            sources[-1] = items.func.value
+        elif name == "enumerate" and items.args:
+            sources[-1] = items.args[0]
+        elif name == "zip":
+            sources = list(items.args)
+        for part, source in zip(parts, sources, strict=False):
+            if source is not None and self._is_many(source):
+                self.single.add(ast.unparse(part))
 
     def _arguments(self, node: ast.Call, called: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         names = [each.arg for each in (*called.args.posonlyargs, *called.args.args)]

@@ -109,17 +109,23 @@ class ScriptNames:
     def read(self, sources: Sequence[ScriptSource]) -> None:
         """Take in the imports, the variables and the estimators of all pieces."""
         trees = [source.tree for source in sources]
-        for node in (node for tree in trees for node in ast.walk(tree)):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    self.bound[alias.asname or alias.name.split(".")[0]] = (
-                        alias.name if alias.asname else alias.name.split(".")[0]
-                    )
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                for alias in node.names:
-                    self.bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        for tree in trees:
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Import):
+                    self._bind_modules(node)
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    for alias in node.names:
+                        self.bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         self.values.read(trees)
         self.holders.read(trees)
+
+    def _bind_modules(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.asname:
+                self.bound[alias.asname] = alias.name
+            else:  # "import a.b" binds a
+                package = alias.name.split(".")[0]
+                self.bound[package] = package
 
     def full(self, node: ast.AST) -> str:
         """Return an expression's full imported name, or an empty string if it does not come from an import."""
@@ -179,14 +185,16 @@ def kept_names(source: ScriptSource, names: ScriptNames) -> set[str]:
     kept = set()
     for node in ast.walk(source.tree):
         full = names.full(node)
+        if full.split(".")[0] != "sagemaker":
+            continue
         parent = source.parent(node)
-        is_whole = not (isinstance(parent, ast.Attribute) and names.full(parent))
-        if not is_whole or full.split(".")[0] != "sagemaker" or (source.is_placed(node) and _has_moved(full)):
+        is_part = isinstance(parent, ast.Attribute) and bool(names.full(parent))
+        was_replaced = source.is_placed(node) and _has_moved(full)
+        if is_part or was_replaced:
             continue
         kept |= {full, names.root(node)}
-        if isinstance(node, ast.Attribute) and "." in full and full.split(".")[1] not in _OF_VERSION_3:
-            instead = _RENAMED.get(full)
-            source.note(node, f"SDK v3 has no {full}" + (f"; it has {instead}" if instead else ""))
+        if isinstance(node, ast.Attribute):
+            _note_if_missing(source, node, full)
     return kept
 
 
@@ -237,7 +245,9 @@ def _has_moved(full: str) -> bool:
 
 def _moves(full: str) -> bool:
     """Return whether a full name moves, is the prefix of a name that moves, or is an estimator class."""
-    return _has_moved(full) or any(moved.startswith(f"{full}.") for moved in (*MOVED, *ESTIMATORS))
+    if _has_moved(full):
+        return True
+    return any(moved.startswith(f"{full}.") for moved in (*MOVED, *ESTIMATORS))
 
 
 def move_imports(
@@ -278,7 +288,8 @@ def move_imports(
 
 def _is_left_behind(full: str, node: ast.Import | ast.ImportFrom, kept: set[str]) -> bool:
     """Return whether the script uses nothing of an imported module of SDK v2 but what has moved."""
-    if not full.startswith("sagemaker.") or full in (*MOVED, *ESTIMATORS) or not _moves(full):
+    has_moved = full not in (*MOVED, *ESTIMATORS) and _moves(full)
+    if not full.startswith("sagemaker.") or not has_moved:
         return False
     if isinstance(node, ast.Import) and "sagemaker" in kept:
         return False
@@ -296,10 +307,19 @@ def _note_missing(source: ScriptSource, node: ast.Import | ast.ImportFrom, kept:
     """Add notes on remaining imports that SDK v3 does not have."""
     for alias in kept:
         full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-        parts = full.split(".")
-        if parts[0] == "sagemaker" and len(parts) > 1 and parts[1] not in _OF_VERSION_3:
-            instead = _RENAMED.get(full)
-            source.note(node, f"SDK v3 has no {full}" + (f"; it has {instead}" if instead else ""))
+        _note_if_missing(source, node, full)
+
+
+def _note_if_missing(source: ScriptSource, node: ast.AST, full: str) -> None:
+    """Add a note if SDK v3 has no module of the SDK with this full name."""
+    package, _, inside = full.partition(".")
+    if package != "sagemaker" or not inside:
+        return
+    if inside.split(".")[0] in _OF_VERSION_3:
+        return
+    instead = _RENAMED.get(full)
+    advice = f"; it has {instead}" if instead else ""
+    source.note(node, f"SDK v3 has no {full}{advice}")
 
 
 def _insert(source: ScriptSource, names: ScriptNames, lines: list[str]) -> None:
@@ -328,15 +348,18 @@ def _insert(source: ScriptSource, names: ScriptNames, lines: list[str]) -> None:
 
 def _is_of_sdk(node: ast.Import | ast.ImportFrom) -> bool:
     modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-    return any(module.split(".")[0] in ("sagemaker", "smp_estimator") for module in modules)
+    packages = {module.split(".")[0] for module in modules}
+    return not packages.isdisjoint(("sagemaker", "smp_estimator"))
 
 
 def _uses_sdk(statement: ast.stmt, names: ScriptNames) -> bool:
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return False
-    return any(names.full(node).startswith(("sagemaker", "smp_estimator")) for node in ast.walk(statement)) or any(
-        names.is_estimator(node) for node in ast.walk(statement)
-    )
+    for node in ast.walk(statement):
+        is_of_sdk = names.full(node).startswith(("sagemaker", "smp_estimator"))
+        if is_of_sdk or names.is_estimator(node):
+            return True
+    return False
 
 
 def _imports(source: ScriptSource) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -126,13 +126,16 @@ class ScriptSource:
         """Return the comments inside a node that are in none of ``kept``, without the comment sign."""
         start, end = self.span(node)
         inside = [self.span(other) for other in kept]
-        found = []
+        found: list[str] = []
         try:
             for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-                if token.type == tokenize.COMMENT:
-                    place = self._starts[token.start[0] - 1] + token.start[1]
-                    if start <= place < end and not any(a <= place < b for a, b in inside):
-                        found.append(token.string.lstrip("# ").rstrip())
+                if token.type != tokenize.COMMENT:
+                    continue
+                row, column = token.start
+                place = self._starts[row - 1] + column
+                is_kept = any(first <= place < last for first, last in inside)
+                if start <= place < end and not is_kept:
+                    found.append(token.string.lstrip("# ").rstrip())
         except (tokenize.TokenError, IndentationError):  # magics of a notebook
             return found
         return found
@@ -206,9 +209,11 @@ class ScriptSource:
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.stmt):
                 continue
-            top = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+            decorators = [each.lineno for each in getattr(node, "decorator_list", [])]
+            top = min([node.lineno, *decorators])
             before = self._lines[node.lineno - 1].encode()[: node.col_offset]
-            is_continued = top > 1 and self._lines[top - 2].rstrip("\r\n").endswith("\\")
+            above = self._lines[top - 2] if top > 1 else ""
+            is_continued = above.rstrip("\r\n").endswith("\\")
             if not before.strip() and not is_continued:
                 tops[node.lineno] = top
         return tops
@@ -260,11 +265,15 @@ def call(name: str, arguments: list[tuple[str, str]], indent: int, comments: lis
     """
     words = [f"{key}={value}" if key else value for key, value in arguments]
     one_line = f"{name}({', '.join(words)})"
-    if not comments and "\n" not in one_line and len(one_line) + indent <= _LINE:
+    fits = "\n" not in one_line and len(one_line) + indent <= _LINE
+    if fits and not comments:
         return one_line
     inner = " " * (indent + len(_INDENT))
-    lines = [f"{inner}# {comment}" for comment in comments or ()] + [f"{inner}{word}," for word in words]
-    return "\n".join([f"{name}(", *lines, f"{' ' * indent})"])
+    lines = [f"{name}("]
+    lines += [f"{inner}# {comment}" for comment in comments or ()]
+    lines += [f"{inner}{word}," for word in words]
+    lines.append(f"{' ' * indent})")
+    return "\n".join(lines)
 
 
 def is_literal(node: ast.AST | None) -> bool:

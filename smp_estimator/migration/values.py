@@ -54,7 +54,10 @@ class Values:
         if isinstance(node, ast.IfExp):
             return [*self.possible(node.body, depth), *self.possible(node.orelse, depth)]
         if isinstance(node, ast.Name) and depth:
-            return [each for value in self.assigned.get(node.id, []) for each in self.possible(value, depth - 1)]
+            found: list[object] = []
+            for value in self.assigned.get(node.id, []):
+                found += self.possible(value, depth - 1)
+            return found
         return [literal_value(node)] if is_literal(node) else []
 
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:

@@ -71,11 +71,9 @@ class Matrix:
     def matching(self, words: Iterable[str]) -> list[FamilyOutcomes]:
         """Return the families with a word in their name or as their kind; without words, all families."""
         wanted = [word.lower() for word in words]
-        return [
-            family
-            for family in self.families
-            if not wanted or any(word in family.model_type.lower() or word == family.kind for word in wanted)
-        ]
+        if not wanted:
+            return list(self.families)
+        return [family for family in self.families if any(_is_meant(family, word) for word in wanted)]
 
     def counts(self, major: str) -> Iterator[tuple[str, int, int]]:
         """Yield each mode with two counts: families equal to one process, and families measured.
@@ -135,3 +133,8 @@ def format_cell(outcome: FamilyOutcome | None) -> str:
     split = "" if outcome.split is None else f" {outcome.split:.2f}"
     traffic = "" if outcome.traffic is None else f" / {outcome.traffic:.2f}"
     return f"equal{split}{traffic}"
+
+
+def _is_meant(family: FamilyOutcomes, word: str) -> bool:
+    """Return whether a lower-case word is a part of a family's model type, or its kind."""
+    return word in family.model_type.lower() or word == family.kind

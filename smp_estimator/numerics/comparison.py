@@ -84,14 +84,12 @@ class Compared:
     @property
     def where(self) -> str:
         """Return the name of the tensor in words."""
-        call, tensor = (
-            divmod(self.key.nth, NUMBERS_OF_CALL) if self.key.phase in (OUTPUT, OUTPUT_GRADIENT) else (0, self.key.nth)
-        )
+        phase = self.key.phase
+        is_of_call = phase in (OUTPUT, OUTPUT_GRADIENT)
+        call, tensor = divmod(self.key.nth, NUMBERS_OF_CALL) if is_of_call else (0, self.key.nth)
+        name = self.key.name or ("the model" if is_of_call or phase == INPUT else "")
         more = (f", call {call + 1}" if call else "") + (f", tensor {tensor + 1}" if tensor else "")
-        name = self.key.name or {INPUT: "the model", OUTPUT: "the model", OUTPUT_GRADIENT: "the model"}.get(
-            self.key.phase, ""
-        )
-        return f"{self.key.phase} of {name}{more}" if name else self.key.phase
+        return f"{phase} of {name}{more}" if name else phase
 
 
 @dataclass
@@ -181,14 +179,15 @@ def _time_by_calls(made: Totals, ordering: Totals, others: Totals) -> None:
     for key, found in ours.items():
         if len(found) < 2 or key not in theirs:
             continue
-        errors = [
-            min(estimate_distance(call.projections, other.projections) for other in theirs[key]) / (call.norm or 1.0)
-            for call in found
-        ]
+        errors = []
+        for call in found:
+            distances = [estimate_distance(call.projections, other.projections) for other in theirs[key]]
+            errors.append(min(distances) / (call.norm or 1.0))
         least = max(errors) / _GROWN
-        made[key].time = next(
-            (call.time for call, error in zip(found, errors, strict=True) if error >= least), made[key].time
-        )
+        for call, error in zip(found, errors, strict=True):
+            if error >= least:
+                made[key].time = call.time
+                break
 
 
 def _calls(totals: Totals) -> dict[TensorKey, list[Total]]:
@@ -284,20 +283,21 @@ class _Judge:
 
     def _begin(self, step: int, ours: Totals, is_first: bool) -> None:
         """Scale the distances of the weights by the number of steps that were not recorded since the last one."""
-        if not is_first and step > self._last_step + 1:
-            self._weights_apart = {
-                name: apart * (step - self._last_step) for name, apart in self._weights_apart.items()
-            }
+        skipped = step - self._last_step
+        if skipped > 1 and not is_first:
+            self._weights_apart = {name: apart * skipped for name, apart in self._weights_apart.items()}
         self._last_step = step
 
     def _relative_weights(self, totals: tuple[Totals, Totals], keys: list[TensorKey]) -> float:
         """Return the distance between all weights of the two runs, relative to their norm."""
         apart, size = 0.0, 0.0
+        ours, theirs = totals
         for key in keys:
-            if key.phase == WEIGHT:
-                a, b = (found[key] for found in totals)
-                apart += estimate_distance(a.projections, b.projections) ** 2
-                size += a.square
+            if key.phase != WEIGHT:
+                continue
+            one, other = ours[key], theirs[key]
+            apart += estimate_distance(one.projections, other.projections) ** 2
+            size += one.square
         return math.sqrt(apart / size) if size else 0.0
 
     def _equal_batches(self, at: tuple[int, int]) -> Iterator[Compared]:
@@ -482,9 +482,8 @@ def _least(ours: Totals, theirs: Totals, phase: str) -> float:
     It is a fixed part of the root mean square of the elements that both runs have.
     """
     part = _LEAST_GRADIENT if phase == GRADIENT else _LEAST_OUTPUT_GRADIENT
-    found = [
-        total for key, total in ours.items() if key.phase == phase and key in theirs and math.isfinite(total.square)
-    ]
+    common = [total for key, total in ours.items() if key.phase == phase and key in theirs]
+    found = [total for total in common if math.isfinite(total.square)]
     elements = sum(total.elements for total in found)
     return part * math.sqrt(sum(total.square for total in found) / elements) if elements else 0.0
 

@@ -72,11 +72,13 @@ def _of_ties(facts: PlainFacts) -> Iterator[str]:
 def _of_accumulation(alone: PlainFacts) -> Iterator[str]:
     """Yield a sentence if the mean losses of an update have the weight of several, or of a part of one."""
     for step, weights in enumerate(alone.loss_weights):
-        count, known = len(weights), [weight for weight in weights if weight is not None]
+        count = len(weights)
+        known = [weight for weight in weights if weight is not None]
         if count < 2 or len(known) < count or alone.has_loss_scale:
             continue
         total = sum(known)
-        if any(abs(total / wrong - 1) < _SAME for wrong in (count, 1 / count)):
+        is_wrong = any(abs(total / wrong - 1) < _SAME for wrong in (count, 1 / count))
+        if is_wrong:
             how = f"{count} times" if total > 1 else f"1/{count} of"
             yield (
                 f"accumulation scale: the {count} backward passes of update {step} add up to {how} the gradient of their mean "
@@ -102,15 +104,18 @@ def _of_constant_parameters(facts: PlainFacts) -> Iterator[str]:
 
 def _of_orders(ranks: Sequence[PlainFacts]) -> Iterator[str]:
     for number, loader in enumerate(ranks[0].loaders):
+        if not loader.shuffles:
+            continue
         others = [facts.loaders[number] for facts in ranks if number < len(facts.loaders)]
-        if loader.shuffles and all(_same_order(each) for each in others):
-            cure = "do not seed its generator anew in each epoch"
-            if loader.is_distributed:
-                cure = "call sampler.set_epoch(epoch) before each epoch"
-            yield (
-                f"same order in each epoch: {loader.sampler} of loader {number + 1} has yielded epoch 2 in the order of epoch 1 on "
-                f"every rank; {cure}"
-            )
+        if not all(_same_order(each) for each in others):
+            continue
+        cure = "do not seed its generator anew in each epoch"
+        if loader.is_distributed:
+            cure = "call sampler.set_epoch(epoch) before each epoch"
+        yield (
+            f"same order in each epoch: {loader.sampler} of loader {number + 1} has yielded epoch 2 in the order of epoch 1 on "
+            f"every rank; {cure}"
+        )
 
 
 def _same_order(loader: LoaderFacts) -> bool:
@@ -119,7 +124,10 @@ def _same_order(loader: LoaderFacts) -> bool:
     first, second = loader.epochs[:2]
     count = min(len(first), len(second))
     known = first[:count]
-    return count > 0 and all(known) and known == second[:count] and (count == 1 or len(set(known)) > 1)
+    if not known or not all(known) or known != second[:count]:
+        return False
+    # Equal samples have no order.
+    return count == 1 or len(set(known)) > 1
 
 
 # -- causes ------------------------------------------------------------------------------------------------------------
@@ -190,7 +198,9 @@ def _of_clip_norms(step: int, ranks: Sequence[PlainFacts]) -> Iterator[str]:
 
 
 def _are_near(one: Sequence[float], other: Sequence[float]) -> bool:
-    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=_SAME) for a, b in zip(one, other, strict=True))
+    if len(one) != len(other):
+        return False
+    return all(math.isclose(a, b, rel_tol=_SAME) for a, b in zip(one, other, strict=True))
 
 
 def _of_difference(found: Comparison, first: Compared, ranks: Sequence[PlainFacts], alone: PlainFacts) -> Iterator[str]:
@@ -225,7 +235,10 @@ def _of_loss_factor(found: Comparison, first: Compared) -> Iterator[str]:
 
 
 def _listed(rates: Sequence[Sequence[float]]) -> str:
-    return "; ".join(", ".join(f"{rate:.4g}" for rate in rate_of) for rate_of in rates)
+    rows = []
+    for rates_of_one in rates:
+        rows.append(", ".join(f"{rate:.4g}" for rate in rates_of_one))
+    return "; ".join(rows)
 
 
 # -- notes -------------------------------------------------------------------------------------------------------------

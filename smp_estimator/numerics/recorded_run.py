@@ -174,7 +174,8 @@ class RecordedRun:
     @property
     def was_pipeline(self) -> bool:
         """Return whether the run was a pipeline at any time: stages may make a module's calls in a different order."""
-        return self.degrees["pp"] > 1 or any(head.was_pipeline for head in self.heads)
+        is_pipeline = self.degrees["pp"] > 1
+        return is_pipeline or any(head.was_pipeline for head in self.heads)
 
     @property
     def title(self) -> str:
@@ -273,10 +274,15 @@ def _read_by(totals: Mapping[TensorKey, Total]) -> dict[int, tuple[float, ...]]:
     found: dict[int, list[float]] = {}
     for total in totals.values():
         for piece, part in total.pieces.items():
-            if piece.owner is not None:
-                numbers = found.setdefault(piece.owner, [0.0] * PROJECTIONS)
-                found[piece.owner] = [a + b for a, b in zip(numbers, part.projections, strict=True)]
-    return {owner: tuple(round(number, 6) for number in numbers) for owner, numbers in sorted(found.items())}
+            if piece.owner is None:
+                continue
+            numbers = found.setdefault(piece.owner, [0.0] * PROJECTIONS)
+            for index, number in enumerate(part.projections):
+                numbers[index] += number
+    rounded = {}
+    for owner, numbers in sorted(found.items()):
+        rounded[owner] = tuple(round(number, 6) for number in numbers)
+    return rounded
 
 
 def _read(file: Path) -> tuple[Head, list[RecordedMoment]]:
@@ -338,12 +344,16 @@ def _combined(at: tuple[int, int], by_rank: _Told, drifts: list[Drift]) -> Total
 def _copies_error(one: RecordedValue, other: RecordedValue) -> float:
     """Return the distance between two copies relative to their norm, or 0 if rounding explains it."""
     is_same = one.bits == other.bits and one.projections == other.projections
-    if is_same or not (one.is_finite and other.is_finite):
+    if is_same or not one.is_finite or not other.is_finite:
+        return 0.0
+    if one.phase not in PHASES or one.phase == LOSS:
         return 0.0
     scale = math.sqrt(max(one.square, other.square))
-    error = estimate_distance(one.projections, other.projections) / scale if scale else 0.0
+    if not scale:
+        return 0.0
+    error = estimate_distance(one.projections, other.projections) / scale
     limit = _COPIES * ROUNDING.get(one.dtype, 0.0)
-    return error if error > limit and one.phase in PHASES and one.phase != LOSS else 0.0
+    return error if error > limit else 0.0
 
 
 def estimate_distance(one: Iterable[float], other: Iterable[float]) -> float:

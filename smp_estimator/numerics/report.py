@@ -120,4 +120,6 @@ def phase_table(found: Comparison) -> Table:
 
 
 def _used(each: Compared) -> float:
-    return each.error / each.allowed if each.allowed else math.inf if each.error else 0.0
+    if each.allowed:
+        return each.error / each.allowed
+    return math.inf if each.error else 0.0

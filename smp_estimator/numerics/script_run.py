@@ -100,6 +100,7 @@ def _wait_for(
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
+        # A session of its own, so that all its processes can be ended together.
         start_new_session=True,
     )
     try:

@@ -314,21 +314,30 @@ def _attention_heads(hit: npt.NDArray[np.int64], length: int, heads: int, *, is_
 
     If queries, keys and values are side by side, name the affected ones too.
     """
+    if heads < 2:
+        return
     for groups in (1, 3):
-        if heads > 1 and length % (heads * groups) == 0:
-            size = length // (heads * groups)
-            found = sorted({int(place) // size for place in hit})
-            if len(found) * size == len(hit):
-                which = sorted({number % heads for number in found})
-                kinds = sorted({number // heads for number in found})
-                of = "" if groups == 1 else " of " + ", ".join(("queries", "keys", "values")[kind] for kind in kinds)
-                yield f"head(s) {', '.join(map(str, which))} of {heads}{of}"
-                return
+        if length % (heads * groups):
+            continue
+        size = length // (heads * groups)
+        found = sorted({int(place) // size for place in hit})
+        if len(found) * size != len(hit):
+            continue
+        numbers = ", ".join(map(str, sorted({number % heads for number in found})))
+        of = ""
+        if groups > 1:
+            kinds = sorted({number // heads for number in found})
+            of = " of " + ", ".join(("queries", "keys", "values")[kind] for kind in kinds)
+        yield f"head(s) {numbers} of {heads}{of}"
+        return
 
 
 def _is_flat(share: npt.NDArray[np.int64], shape: tuple[int, ...]) -> bool:
     """Return whether a shard is a contiguous range of the flattened tensor."""
-    return len(shape) > 0 and len(share) > 0 and int(share[-1]) - int(share[0]) + 1 == len(share)
+    if not len(shape) or not len(share):
+        return False
+    span = int(share[-1]) - int(share[0]) + 1
+    return span == len(share)
 
 
 def _runs(hit: npt.NDArray[np.int64]) -> str:
@@ -363,10 +372,11 @@ def _moved_rows(a: Numbers, b: Numbers) -> str:
     """Return the mapping from rows of the first tensor to rows of the second, if both have the same rows."""
     if a.ndim < 2 or len(a) > 1 << 16:
         return ""
-    rows = [run.reshape(len(run), -1) for run in (a, b)]
-    orders = [np.lexsort(run.T[::-1]) for run in rows]
-    if not np.allclose(rows[0][orders[0]], rows[1][orders[1]], rtol=1e-5, atol=0.0):
+    ours, theirs = (run.reshape(len(run), -1) for run in (a, b))
+    our_order, their_order = (np.lexsort(run.T[::-1]) for run in (ours, theirs))
+    if not np.allclose(ours[our_order], theirs[their_order], rtol=1e-5, atol=0.0):
         return ""
-    moved = sorted((int(i), int(j)) for i, j in zip(*orders, strict=True) if i != j)
-    shown = ", ".join(f"row {i} is row {j} of the other run" for i, j in moved[:_MOST_RUNS])
-    return shown + (" …" if len(moved) > _MOST_RUNS else "")
+    pairs = zip(our_order, their_order, strict=True)
+    moved = sorted((int(row), int(other)) for row, other in pairs if row != other)
+    shown = ", ".join(f"row {row} is row {other} of the other run" for row, other in moved[:_MOST_RUNS])
+    return f"{shown} …" if len(moved) > _MOST_RUNS else shown

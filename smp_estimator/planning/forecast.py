@@ -144,12 +144,16 @@ class Forecast:
     @property
     def training(self) -> Training | None:
         """Return the time and price of all steps; None if their number or their time is not known."""
-        script, epochs, seconds, cost = self.request.workload, self.epochs, self.step_seconds, self.cost
-        steps = script.steps or (epochs.total_steps if epochs is not None else 0)
+        script, epochs, seconds = self.request.workload, self.epochs, self.step_seconds
+        steps = script.steps
+        if not steps and epochs is not None:
+            steps = epochs.total_steps
         if not steps or seconds is None:
             return None
-        passes = steps / epochs.steps if epochs is not None and epochs.steps else None
-        each = None if cost is None else cost.usd_per_step
+        passes = None
+        if epochs is not None and epochs.steps:
+            passes = steps / epochs.steps
+        each = None if self.cost is None else self.cost.usd_per_step
         return Training(steps, passes, seconds, script.step_seconds is not None, each)
 
     @property

@@ -134,7 +134,9 @@ class _Configuration:
     def _size(self, name: str) -> int:
         for key in _NAMES[name]:
             value = self._fields.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if isinstance(value, bool) or not isinstance(value, int):
+                continue
+            if value > 0:
                 return value
         return 0
 
@@ -183,8 +185,8 @@ class _Configuration:
         if not self._fields.get("is_encoder_decoder"):
             return range(0)
         first = self._size("layers")
-        many = self._fields.get("num_decoder_layers") or self._fields.get("decoder_layers") or first
-        return range(first, first + int(many))
+        given = self._fields.get("num_decoder_layers") or self._fields.get("decoder_layers")
+        return range(first, first + int(given or first))
 
     # -- layers and weights ----------------------------------------------------------------------------------------
 
@@ -193,7 +195,8 @@ class _Configuration:
 
     def _is_plain(self) -> bool:
         """Return whether linear layers and norms have no biases."""
-        return any(key.startswith("rms_") for key in self._fields) or self._type in ("t5", "mt5", "umt5")
+        has_rms_norm = any(key.startswith("rms_") for key in self._fields)
+        return has_rms_norm or self._type in ("t5", "mt5", "umt5")
 
     def _is_gated(self) -> bool:
         if "is_gated_act" in self._fields:

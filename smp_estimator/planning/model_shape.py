@@ -105,7 +105,8 @@ class ModelShape:
     @cached_property
     def layer_parameters(self) -> int:
         """Return the elements of the parameter tensors of all layers, without embeddings and head."""
-        return sum(weight.elements for weight in self.tensors() if weight.layer is not None and weight.layer >= 0)
+        of_layers = [weight for weight in self.tensors() if weight.layer is not None and weight.layer >= 0]
+        return sum(weight.elements for weight in of_layers)
 
     @property
     def has_layers(self) -> bool:

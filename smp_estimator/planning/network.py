@@ -108,11 +108,14 @@ def gathered_shards(request: Request) -> list[int]:
 
     A unit is a layer, or the parameters before or after all layers.
     """
-    parameters, units = request.parameters, dict[int | None, int]()
-    tensor, split_embedding = parameters.tensor_parallel_degree, embedding_is_distributed(parameters, request.workload)
+    parameters = request.parameters
+    tensor = parameters.tensor_parallel_degree
+    split_embedding = embedding_is_distributed(parameters, request.workload)
+    units: dict[int | None, int] = {}
     for weight in request.shape.tensors():
-        split = split_embedding if weight.embedding else weight.split
-        local = -(-weight.elements // tensor) if split else weight.elements
+        is_split = split_embedding if weight.embedding else weight.split
+        local = -(-weight.elements // tensor) if is_split else weight.elements
+        # Smaller ones stay whole on every rank.
         if local >= parameters.sdp_param_persistence_threshold:
             units[weight.layer] = units.get(weight.layer, 0) + local
     element = 2 if is_half(parameters) else 4

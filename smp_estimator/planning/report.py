@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -76,9 +76,12 @@ def as_rich(report: Report) -> Group:
     """Return the report for a rich console."""
     shown: list[RenderableType] = []
     for part in report:
-        if isinstance(part, Grid) and part.title is not None:
+        if isinstance(part, Lines):
+            shown.append(_rich_lines(part))
+            continue
+        if part.title is not None:
             shown.append(Text(part.title, style="italic"))
-        shown.append(_rich_lines(part) if isinstance(part, Lines) else _rich_grid(part))
+        shown.append(_rich_grid(part))
     return Group(*shown)
 
 
@@ -106,13 +109,15 @@ def _rich_lines(part: Lines) -> Table:
 def _rich_grid(part: Grid) -> Table:
     table = Table()
     for number, column in enumerate(part.columns):
-        table.add_column(column, justify="right" if number in part.numbers else "left", no_wrap=number == 0)
+        justify: JustifyMethod = "right" if number in part.numbers else "left"
+        table.add_column(column, justify=justify, no_wrap=number == 0)
     for row in part.rows:
         table.add_row(*map(_rich_cell, row))
     if part.totals:
         table.add_section()
-        for row in part.totals:
-            table.add_row(*(_rich_cell(cell, "bold") for cell in row))
+    for row in part.totals:
+        cells = [_rich_cell(cell, "bold") for cell in row]
+        table.add_row(*cells)
     return table
 
 

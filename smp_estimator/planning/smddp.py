@@ -18,8 +18,12 @@ def find_grids(request: Request, topology: Topology) -> list[tuple[int, int] | s
     """Return, for every sharding group, its hosts and ranks per host, or why it cannot gather in phases."""
     found: list[tuple[int, int] | str] = []
     for members in topology.groups(Group.SHARD):
-        rows = host_rows([f"algo-{rank // request.processes_per_host + 1}" for rank in members])
-        found.append(rows if isinstance(rows, str) else (len(rows), len(rows[0])))
+        hosts = [f"algo-{rank // request.processes_per_host + 1}" for rank in members]
+        rows = host_rows(hosts)
+        if isinstance(rows, str):
+            found.append(rows)
+        else:
+            found.append((len(rows), len(rows[0])))
     return found
 
 

@@ -164,13 +164,15 @@ class Training:
         }
 
     def __str__(self) -> str:
-        epochs = "" if self.epochs is None else f" ({self.epochs:,.3g} epoch{'s' if self.epochs != 1 else ''})"
-        each = f"{self.seconds_per_step:.3g} s, as given" if self.is_given else f"about {self.seconds_per_step:.3g} s"
-        price = "" if self.usd is None else f" and {self.usd:,.2f} USD" if self.usd >= 1 else f" and {self.usd:.3g} USD"
         steps = f"{self.steps:,} step{'s' if self.steps != 1 else ''}"
-        return (
-            f"{steps}{epochs} of {each}: {_duration(self.seconds)}{price}; starting, evaluation and saving come on top"
-        )
+        if self.epochs is not None:
+            steps += f" ({self.epochs:,.3g} epoch{'s' if self.epochs != 1 else ''})"
+        each = f"{self.seconds_per_step:.3g} s, as given" if self.is_given else f"about {self.seconds_per_step:.3g} s"
+        price = ""
+        if self.usd is not None:
+            amount = f"{self.usd:,.2f}" if self.usd >= 1 else f"{self.usd:.3g}"
+            price = f" and {amount} USD"
+        return f"{steps} of {each}: {_duration(self.seconds)}{price}; starting, evaluation and saving come on top"
 
 
 def _duration(seconds: float) -> str:

@@ -134,9 +134,11 @@ class Alone:
         """Return the number of modules in the longest list, which stages are made of, or 1 if there is no list."""
         numbers: dict[str, set[str]] = {}
         for row in self.kinds[0].work:
-            if (match := _OF_A_LIST.match(row.module)) is not None:
+            match = _OF_A_LIST.match(row.module)
+            if match is not None:
                 numbers.setdefault(match[1], set()).add(match[2])
-        return max((len(found) for found in numbers.values()), default=1)
+        lengths = [len(found) for found in numbers.values()]
+        return max(lengths, default=1)
 
     @property
     def checkpoints(self) -> bool:

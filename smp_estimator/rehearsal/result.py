@@ -126,18 +126,21 @@ class Rehearsed(Shown):
         card = self.rehearsal.request.rates
         if card is None:
             return "the instance's stated rates"
-        parts = [one.measured_seconds / one.step_seconds for one in self.rehearsal.kinds if one.step_seconds]
         by_rates = f"the rates of {card.name}"
-        return f"measured durations ({max(parts):.0%}) and {by_rates}" if card.measured and parts else by_rates
+        parts = [one.measured_seconds / one.step_seconds for one in self.rehearsal.kinds if one.step_seconds]
+        if not card.measured or not parts:
+            return by_rates
+        return f"measured durations ({max(parts):.0%}) and {by_rates}"
 
     def _speed(self) -> str:
         samples = self.rehearsal.samples_per_second
         return "" if samples is None else f", {samples:,.4g} samples per second"
 
     def _idle(self) -> str:
-        idle = next((one.pipeline_idle for one in self.rehearsal.kinds if one.pipeline_idle), {})
-        if not idle:
+        planned = [one.pipeline_idle for one in self.rehearsal.kinds if one.pipeline_idle]
+        if not planned:
             return ""
+        idle = planned[0]
         shares = ", ".join(f"{idle[stage]:.0%}" for stage in sorted(idle))
         return f"; of the pipeline's planned order, stages are idle {shares}"
 
@@ -315,7 +318,9 @@ def _hours(hours: float) -> str:
 
 def _dollars(price: float) -> str:
     """Format a price in whole dollars, or with cents if it is small."""
-    return f"{price:,.0f}" if price >= 100 else f"{price:,.2f}" if price >= 0.01 else "less than 0.01"
+    if price >= 100:
+        return f"{price:,.0f}"
+    return f"{price:,.2f}" if price >= 0.01 else "less than 0.01"
 
 
 def on_gpu(kind: KindReport) -> int:

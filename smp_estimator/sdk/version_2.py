@@ -119,10 +119,13 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
     """Return every named argument of the constructors of an estimator's class and its bases, in order."""
     found: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
-        if "__init__" in vars(base) and base is not object:
-            for name, parameter in list(inspect.signature(base).parameters.items()):
-                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                    found.setdefault(name, parameter)
+        has_constructor = "__init__" in vars(base) and base is not object
+        if not has_constructor:
+            continue
+        for name, parameter in inspect.signature(base).parameters.items():
+            is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if is_named:
+                found.setdefault(name, parameter)
     return found
 
 

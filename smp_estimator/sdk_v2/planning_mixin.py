@@ -104,7 +104,9 @@ class PlanningMixin:
         given = self._hyperparameters or {}
         for name in _BATCH_NAMES:
             value = given.get(name, "")
-            text = "" if is_variable(value) else str(value)
+            if is_variable(value):
+                continue
+            text = str(value)
             if text.isdecimal() and int(text) > 0:
                 return name, int(text)
         return None

@@ -149,5 +149,11 @@ class InStockImage(_SDK):
 
 def _gpus(sdk: dict[str, Any]) -> frozenset[str]:
     """Return the known GPU models of the instances that an estimator's arguments name."""
-    kinds = [sdk.get("instance_type"), *(group.instance_type for group in sdk.get("instance_groups") or ())]
-    return frozenset(known.gpu for kind in kinds if isinstance(kind, str) and (known := instance(kind)) is not None)
+    kinds = [sdk.get("instance_type")]
+    kinds += [group.instance_type for group in sdk.get("instance_groups") or ()]
+    gpus = set()
+    for kind in kinds:
+        known = instance(kind) if isinstance(kind, str) else None
+        if known is not None:
+            gpus.add(known.gpu)
+    return frozenset(gpus)

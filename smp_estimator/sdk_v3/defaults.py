@@ -40,15 +40,19 @@ def fill_in_dropped(trainer: Any, where: JobLocation) -> None:
 def _section(session: Any) -> Mapping[str, Any]:
     """Return the section of the session's defaults for training jobs."""
     config = getattr(session, "sagemaker_config", None) or {}
-    return (config.get("SageMaker") or {}).get("TrainingJob") or {}
+    defaults = config.get("SageMaker") or {}
+    return defaults.get("TrainingJob") or {}
 
 
 def _completed(record: Any, defaults: Mapping[str, Any]) -> Any:
     """Return a copy of one of the SDK's records with the missing fields filled in, or None if none is filled in."""
-    missing = {
-        name: value for name, value in defaults.items() if value is not None and given_value(record, name) is None
-    }
+    missing = {}
+    for name, value in defaults.items():
+        if value is not None and given_value(record, name) is None:
+            missing[name] = value
     if not missing:
         return None
+    if record is None:
+        return Networking(**missing)
     # A copy: the record is the user's, who may give it to other trainers.
-    return Networking(**missing) if record is None else record.model_copy(update=missing)
+    return record.model_copy(update=missing)

@@ -253,8 +253,13 @@ def _channel(channel: Any) -> dict[str, Any]:
 
 def _fields(record: Any, names: Sequence[str]) -> dict[str, Any]:
     """Return the fields that are set in a record of the SDK, under the names of the service."""
-    found = {name: given_value(record, name) for name in names}
-    return {"".join(word.title() for word in name.split("_")): value for name, value in found.items() if value}
+    found = {}
+    for name in names:
+        value = given_value(record, name)
+        if value:
+            of_service = "".join(word.title() for word in name.split("_"))
+            found[of_service] = value
+    return found
 
 
 def _output(config: Any) -> str:

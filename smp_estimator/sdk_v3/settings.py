@@ -280,7 +280,10 @@ def advise(trainer: Trainer, where: JobLocation, read: Distribution | None, chan
 
 def _s3_uri(source: Any) -> Any:
     """Return a channel's address, also from the SDK's records around it."""
-    return source if isinstance(source, str) else given_value(given_value(source, "s3_data_source") or source, "s3_uri")
+    if isinstance(source, str):
+        return source
+    record = given_value(source, "s3_data_source") or source
+    return given_value(record, "s3_uri")
 
 
 def planner_of(trainer: Trainer, where: JobLocation, read: Distribution | None) -> PlanningMixin:

@@ -31,10 +31,12 @@ def find_instance(instance_type: Any, say: Callable[[str], None]) -> Instance | 
     """
     known = require_usable(instance_type)
     is_of_cloud = isinstance(instance_type, str) and instance_type.startswith("ml.")
-    if known is None and is_of_cloud and has_gpus(instance_type) is None:
+    if known is not None or not is_of_cloud:
+        return known
+    if has_gpus(instance_type) is None:
         hint = suggest(instance_type, [row.name for row in instances()])
         say(f"instance_type {instance_type} is not in this version's catalogue{hint}: its GPUs are not checked")
-    return known
+    return None
 
 
 def check_accelerators(

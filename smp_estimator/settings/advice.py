@@ -159,11 +159,13 @@ def _first(hyperparameters: Mapping[str, Any], names: tuple[str, ...]) -> int | 
 
 def _whole(value: Any) -> int | None:
     """Return a positive integer, also from text, or None; hyperparameters of a tuning job are text."""
+    if isinstance(value, bool):
+        return None
     try:
         number = int(str(value))
     except ValueError:
         return None
-    return number if number > 0 and not isinstance(value, bool) else None
+    return number if number > 0 else None
 
 
 def _region_of(bucket: str, session: Any) -> str | None:

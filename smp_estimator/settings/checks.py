@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from smp_config import ConfigError
@@ -118,21 +117,26 @@ def refuse_remote_script(entry_point: Any) -> None:
 
 def require_paths(value: Any, name: str) -> None:
     """Raise ConfigError unless an argument is left out or a list of paths."""
-    listed = value if isinstance(value, list | tuple) else [value] * (value is not None)
-    if not isinstance(value, list | tuple | NoneType) or not all(
-        isinstance(p, str | os.PathLike) and str(p) for p in listed
-    ):
+    if value is None:
+        return
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(_is_path(each) for each in value):
         raise ConfigError(
             f"{name} is {show_value(value)}, {kind_of(value)}; it lists paths of what is shipped beside the script: write "
             f'{name}=["lib"]'
         )
 
 
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and bool(str(value))
+
+
 def require_count(value: Any, name: str) -> None:
     """Raise ConfigError unless an argument is left out or a whole number of at least 1."""
     if value is None or is_variable(value):
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number or value < 1:
         raise ConfigError(
             f"{name} is {show_value(value)} ({type(value).__name__}); it is a number of hosts: write {name}=1 or more"
         )
@@ -155,15 +159,17 @@ def require_mapping(value: Any, name: str) -> None:
 def check_environment(environment: Mapping[str, Any] | None) -> None:
     """Raise ConfigError for an environment variable that no process can have, and for those that the ranks would refuse."""
     check_variables(environment)
-    if environment and not is_variable(environment.get(TIMELINE_VARIABLE)):
+    if not environment:
+        return
+    if not is_variable(environment.get(TIMELINE_VARIABLE)):
         steps_to_keep(environment)
-    if environment and not is_variable(environment.get(EVERY_VARIABLE)):
+    if not is_variable(environment.get(EVERY_VARIABLE)):
         every_steps(environment)
-    if environment and not is_variable(guards := environment.get(GUARDS_VARIABLE, "")):
+    guards = environment.get(GUARDS_VARIABLE, "")
+    if not is_variable(guards):
         Guards.of(guards)
-    if environment:
-        tracking.check(_settled(environment))
-        Profile.of(_settled(environment))
+    tracking.check(_settled(environment))
+    Profile.of(_settled(environment))
 
 
 def check_trackers(environment: Mapping[str, Any] | None) -> None:
@@ -186,7 +192,8 @@ def check_code(entry_point: Any, source_dir: Any, dependencies: Iterable[Any], *
         ConfigError: a file is missing; the message has the path that was tried and similar file names.
     """
     require_paths(dependencies, "dependencies")
-    if not (is_variable(entry_point) or is_variable(source_dir) or is_s3_uri(source_dir)):
+    is_elsewhere = is_variable(entry_point) or is_variable(source_dir) or is_s3_uri(source_dir)
+    if not is_elsewhere:
         _check_files(entry_point, source_dir, dependencies)
     if own_launcher and entry_point and not is_variable(entry_point):
         _require_suffix(entry_point)
@@ -357,8 +364,11 @@ def _require_writable(path: Path) -> None:
 
     A relative path is in the job's own folders, which are writable.
     """
-    there = next(folder for folder in path.parents if folder.exists()) if path.is_absolute() else None
-    if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
+    if not path.is_absolute():
+        return
+    there = next(folder for folder in path.parents if folder.exists())
+    is_writable = there.is_dir() and os.access(there, os.W_OK)
+    if not is_writable:
         raise ConfigError(
             f"partition_file is {path}, and {there} is {'not writable' if there.is_dir() else 'no directory'}; the rank that "
             "traces the model writes it: name a file in a folder that it can write to, or leave partition_file out"

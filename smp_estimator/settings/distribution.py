@@ -295,9 +295,13 @@ def _check_version_2(
 
 def _refuse_other_count(settings: JobSettings) -> None:
     """Refuse a number of processes that the launcher of a stock image would ignore: it starts torchrun on all GPUs."""
-    processes = settings.torchrun.processes_per_host if settings.torchrun is not None else None
+    if settings.torchrun is None:
+        return
+    processes = settings.torchrun.processes_per_host
     known = find_instance(settings.instance_type, lambda _: None)
-    if processes is not None and known is not None and processes != known.gpus:
+    if processes is None or known is None:
+        return
+    if processes != known.gpus:
         raise ConfigError(
             f"torch_distributed.processes_per_host is {processes}, and a stock image starts one process on each of the "
             f"{known.gpus} GPUs of {known.name}: leave processes_per_host out, or set it to {known.gpus}"
@@ -389,13 +393,17 @@ def _with_mpi(
 def _check_ranks(settings: JobSettings, hosts: int | None, *, process_mode: bool) -> None:
     """Raise ConfigError for too many ranks, before any work that is done for each of them."""
     started_by = settings.torchrun or settings.mpi
-    processes = started_by.processes_per_host if started_by is not None else None
-    strategy = "torch_distributed" if settings.torchrun is not None else "mpi"
-    ranks, most = (processes or 1) * (hosts or 1), limits.MOST_LOCAL_RANKS if process_mode else limits.MOST_RANKS
+    given = started_by.processes_per_host if started_by is not None else None
+    processes = given or 1
+    ranks = processes * (hosts or 1)
+    if process_mode:
+        most, where = limits.MOST_LOCAL_RANKS, "one machine, which all hosts of this job are"
+    else:
+        most, where = limits.MOST_RANKS, "one job"
     if ranks > most:
-        where = "one machine, which all hosts of this job are" if process_mode else "one job"
+        strategy = "torch_distributed" if settings.torchrun is not None else "mpi"
         raise ConfigError(
-            f"the job has {ranks} processes = {strategy}.processes_per_host {processes or 1} × instance_count {hosts or 1}, and "
+            f"the job has {ranks} processes = {strategy}.processes_per_host {processes} × instance_count {hosts or 1}, and "
             f"{where}, has at most {most:,}: lower one of the two"
         )
 

@@ -19,7 +19,11 @@ def first_use(pattern: re.Pattern[str], entry_point: Any, source_dir: Any) -> st
     """
     for path, tree in _scripts(entry_point, source_dir):
         for node in ast.walk(tree):
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            name = ""
+            if isinstance(node, ast.Name):
+                name = node.id
+            elif isinstance(node, ast.Attribute):
+                name = node.attr
             if pattern.fullmatch(name):
                 return f"{path.name} ({name})"
     return None

@@ -29,9 +29,11 @@ class ModelParallel(dict[str, Any]):
     """
 
     def __init__(self, **parameters: Any) -> None:
-        given = {
-            (_FIELDS[name].alias if name in _FIELDS else None) or name: value for name, value in parameters.items()
-        }
+        given = {}
+        for name, value in parameters.items():
+            field = _FIELDS.get(name)
+            alias = None if field is None else field.alias
+            given[alias or name] = value
         ModelParallelParameters.from_mp_parameters(given)
         super().__init__(smdistributed={"modelparallel": {"enabled": True, "parameters": given}})
 

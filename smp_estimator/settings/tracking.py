@@ -66,9 +66,15 @@ def _words(given: Any) -> str:
             f"profile is {show_value(given)}; it says which steps PyTorch's profiler records: write "
             '{"steps": (10, 12), "memory": True} with any of memory, shapes, stacks and ranks'
         )
-    steps, ranks = given["steps"], given.get("ranks", ())
-    words = ["steps=" + ("-".join(map(str, steps)) if isinstance(steps, list | tuple) else str(steps))]
+    words = [f"steps={_joined(given['steps'], '-')}"]
     words += [flag for flag in _FLAGS if given.get(flag)]
+    ranks = given.get("ranks", ())
     if ranks:
-        words.append("ranks=" + ("/".join(map(str, ranks)) if isinstance(ranks, list | tuple) else str(ranks)))
+        words.append(f"ranks={_joined(ranks, '/')}")
     return ",".join(words)
+
+
+def _joined(numbers: Any, sign: str) -> str:
+    if isinstance(numbers, list | tuple):
+        return sign.join(map(str, numbers))
+    return str(numbers)

@@ -143,9 +143,13 @@ def with_options_of_all(
     if settings.mpi is None:
         return settings, []
     custom = settings.mpi.custom_mpi_options
-    wanted = [{str(o): o for o in _added_options(kind, custom, environment or {})} for kind in instance_types]
+    wanted = []
+    for kind in instance_types:
+        options = _added_options(kind, custom, environment or {})
+        wanted.append({str(option): option for option in options})
     shared = [option for text, option in wanted[0].items() if all(text in each for each in wanted)]
-    missing = sorted({o.key for each in wanted for o in each.values()} - {o.key for o in shared})
+    keys = {option.key for each in wanted for option in each.values()}
+    missing = sorted(keys - {option.key for option in shared})
     mpi = settings.mpi.model_copy(update={"custom_mpi_options": _joined(shared, custom)})
     return settings.model_copy(update={"mpi": mpi}), missing
 
@@ -177,28 +181,29 @@ def stock_image_conflicts(settings: JobSettings) -> list[str]:
 
 def _default_options(instance_type: str | None) -> list[MpiOption]:
     """Return the options that the platform needs on this instance, besides those that it sets itself."""
-    options: list[MpiOption] = []
     known = instance(instance_type) if instance_type else None
-    if known is not None and known.efa:
-        wanted = {**EFA_VARIABLES, **(RDMA_VARIABLES if known.rdma else {})}
-        options += [MpiOption("x", name, value) for name, value in wanted.items()]
-    return options
+    if known is None or not known.efa:
+        return []
+    wanted = dict(EFA_VARIABLES)
+    if known.rdma:
+        wanted |= RDMA_VARIABLES
+    return [MpiOption("x", name, value) for name, value in wanted.items()]
 
 
 def _added_options(instance_type: str | None, custom: str, environment: Mapping[str, Any]) -> list[MpiOption]:
     """Return the platform's options and the mirrored variables, without those that the user sets in either place."""
     given = {option.subject for option in parse_mpi_options(custom)}
-    added = [
-        option
-        for option in _default_options(instance_type)
-        if option.subject not in given and not (option.name == "x" and option.key in environment)
-    ]
-    mirrored = {name: value for name, value in environment.items() if _is_mirrored(name) and isinstance(value, str)}
-    added += [
-        MpiOption("x", name, value)
-        for name, value in sorted(mirrored.items())
-        if ("x", name) not in given and not _needs_quotes(value)
-    ]
+    added = []
+    for option in _default_options(instance_type):
+        is_in_environment = option.name == "x" and option.key in environment
+        if option.subject not in given and not is_in_environment:
+            added.append(option)
+    for name, value in sorted(environment.items()):
+        if not _is_mirrored(name) or not isinstance(value, str):
+            continue
+        # The stock images' launcher splits the options at spaces.
+        if ("x", name) not in given and not _needs_quotes(value):
+            added.append(MpiOption("x", name, value))
     return added
 
 
@@ -208,7 +213,11 @@ def _joined(options: Sequence[MpiOption], custom: str) -> str:
     The option that every launcher sets itself is removed. mpirun 4.1 refuses to start if a parameter of ``--mca`` is listed
     twice, even with the same value.
     """
-    return " ".join([*(word for option in options for word in option.arguments()), _without_repetition(custom)]).strip()
+    words = []
+    for option in options:
+        words += option.arguments()
+    words.append(_without_repetition(custom))
+    return " ".join(words).strip()
 
 
 def _without_repetition(custom: str) -> str:

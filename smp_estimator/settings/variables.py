@@ -58,10 +58,12 @@ def separate(distribution: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def _found(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     if is_variable(value):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key != "instance_groups":
-                yield from _found(inner, (*path, key))
+        return
+    if not isinstance(value, Mapping):
+        return
+    for key, inner in value.items():
+        if key != "instance_groups":
+            yield from _found(inner, (*path, key))
 
 
 def _without(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,9 +86,13 @@ def read_files(place: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
     plain = sorted(place.rglob(pattern))
     for path in plain:
         yield from _read(path)
-    if not plain:
-        for archive in sorted({path for suffix in _ARCHIVES for path in place.rglob(suffix)}):
-            yield from _in_archive(archive, pattern)
+    if plain:
+        return
+    archives: set[Path] = set()
+    for suffix in _ARCHIVES:
+        archives.update(place.rglob(suffix))
+    for archive in sorted(archives):
+        yield from _in_archive(archive, pattern)
 
 
 def _read(path: Path) -> Iterator[tuple[str, bytes]]:

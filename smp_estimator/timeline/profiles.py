@@ -56,15 +56,20 @@ class RankTrace:
     def seconds(self) -> float:
         """Return the seconds from the first event to the end of the last."""
         timed = [event for event in self.events if _is_timed(event)]
-        return (max(e["ts"] + e.get("dur", 0) for e in timed) - min(e["ts"] for e in timed)) / 1e6
+        begin = min(event["ts"] for event in timed)
+        end = max(event["ts"] + event.get("dur", 0) for event in timed)
+        return (end - begin) / 1e6
 
     def longest(self) -> tuple[str, float]:
         """Return the operation with the most time, including operations inside it, and its seconds."""
         spent: dict[str, float] = defaultdict(float)
         for event in self.events:
-            if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "kernel"):
+            is_operation = event.get("ph") == "X" and event.get("cat") in ("cpu_op", "kernel")
+            if is_operation:
                 spent[str(event.get("name", ""))] += event.get("dur", 0) / 1e6
-        return max(spent.items(), key=lambda item: item[1], default=("–", 0.0))
+        if not spent:
+            return "–", 0.0
+        return max(spent.items(), key=lambda item: item[1])
 
 
 def read_profiles(job_output: str) -> list[RankTrace]:
@@ -174,7 +179,8 @@ def _is_timed(event: Event) -> bool:
 
 
 def _is_mark(event: Event) -> bool:
-    return event.get("ph") == "X" and "ts" in event and str(event.get("name", "")).startswith(CLOCK_MARK)
+    has_time = event.get("ph") == "X" and "ts" in event
+    return has_time and str(event.get("name", "")).startswith(CLOCK_MARK)
 
 
 def _parsed(content: bytes, name: str) -> RankTrace:
@@ -202,8 +208,11 @@ def _shift(events: Sequence[Event], about: About) -> tuple[float, float]:
     The value comes from the mark with the shortest duration.
     """
     begun = {str(event["name"]): event["ts"] / 1e6 for event in events if _is_mark(event)}
-    marks = [(after - before, (before + after) / 2, n) for n, (before, after) in enumerate(about.marks)]
-    known = [(width, middle, begun[f"{CLOCK_MARK}{n}"]) for width, middle, n in marks if f"{CLOCK_MARK}{n}" in begun]
+    known = []
+    for number, (before, after) in enumerate(about.marks):
+        seen = begun.get(f"{CLOCK_MARK}{number}")
+        if seen is not None:
+            known.append((after - before, (before + after) / 2, seen))
     if not known:
         raise ValueError("the marks of the rank's clock are missing")
     width, middle, seen = min(known)
@@ -215,10 +224,12 @@ def _checked(event: Any) -> Event:
     if not isinstance(event, dict):
         raise TypeError(f"an event is {kind_of(event)}")
     for name in ("ts", "dur"):
-        if name in event:
-            number = event[name]
-            if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < 1e18:
-                raise ValueError(f"{name} of an event is {str(number)[:40]!r}")
-    if isinstance(event.get("pid"), list | dict) or not isinstance(event.get("args", {}), dict | None):
+        number = event.get(name, 0)
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not abs(number) < 1e18:  # NaN too
+            raise ValueError(f"{name} of an event is {str(number)[:40]!r}")
+    if isinstance(event.get("pid"), list | dict):
+        raise TypeError("an event of another form")
+    if not isinstance(event.get("args", {}), dict | None):
         raise TypeError("an event of another form")
     return event

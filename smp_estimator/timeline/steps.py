@@ -74,7 +74,9 @@ class Step:
     @property
     def window(self) -> tuple[float, float]:
         """Return the begin of the job's first block and the end of its last, in seconds of its clock."""
-        return min(start for start, _ in self._windows.values()), max(stop for _, stop in self._windows.values())
+        begins = [start for start, _ in self._windows.values()]
+        ends = [stop for _, stop in self._windows.values()]
+        return min(begins), max(ends)
 
     @property
     def makespan(self) -> float:
@@ -91,7 +93,10 @@ class Step:
         """Return ``failed`` if a rank ended with an error, ``training`` if there was a backward pass, or ``evaluation``."""
         if any(rank.failed for rank in self.ranks):
             return "failed"
-        return "training" if any(b.kind == "B" for rank in self.ranks for b in rank.blocks) else "evaluation"
+        for rank in self.ranks:
+            if any(block.kind == "B" for block in rank.blocks):
+                return "training"
+        return "evaluation"
 
     @property
     def title(self) -> str:
@@ -116,7 +121,10 @@ class Step:
     @property
     def microbatches(self) -> int:
         """Return the number of microbatches in the step."""
-        return len({block.microbatch for rank in self.ranks for block in rank.blocks})
+        found: set[int] = set()
+        for rank in self.ranks:
+            found.update(block.microbatch for block in rank.blocks)
+        return len(found)
 
     @property
     def expected_idle(self) -> float:
@@ -265,4 +273,9 @@ def _ranges(numbers: list[int]) -> str:
             parts[-1][1] = number
         else:
             parts.append([number, number])
-    return ", ".join(f"{a}–{b}" if b > a else str(a) for a, b in parts) or "none"
+    if not parts:
+        return "none"
+    shown = []
+    for first, last in parts:
+        shown.append(f"{first}–{last}" if last > first else str(first))
+    return ", ".join(shown)

@@ -152,10 +152,14 @@ def seconds_per_step(timeline: JobTimeline) -> float:
     The result includes the update, data loading and the script's other work between two calls of the step
     function. With a single training step, it is the time of that call on the slowest rank.
     """
-    training = [step for step in timeline.steps if step.trains]
-    begins = {step.number: max(rank.start for rank in step.ranks) for step in training}
-    distances = sorted(begins[number + 1] - begin for number, begin in begins.items() if number + 1 in begins)
+    begins = {step.number: max(rank.start for rank in step.ranks) for step in timeline.steps if step.trains}
+    distances = []
+    for number, begin in begins.items():
+        following = begins.get(number + 1)
+        if following is not None:
+            distances.append(following - begin)
     if distances:
+        distances.sort()
         return distances[(len(distances) - 1) // 2]
     step = timeline.step()
     return max(rank.stop - rank.start for rank in step.ranks)

@@ -172,7 +172,11 @@ def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, 
 
 def begin_of(steps: Sequence[Step]) -> float:
     """Return the first moment of the steps, in seconds of the job's clock."""
-    return min(min(step.window[0], *(rank.start for rank in step.ranks)) for step in steps)
+    begins = []
+    for step in steps:
+        begins.append(step.window[0])
+        begins += [rank.start for rank in step.ranks]
+    return min(begins)
 
 
 def chrome_trace(timeline: JobTimeline, only: Step | None = None, origin: float | None = None) -> dict[str, Any]:

@@ -96,8 +96,13 @@ class Stragglers:
         for rank, record in self._newest.items():
             if len(self._samples[rank]) >= _LEAST_SAMPLES:
                 stages[record.stage].append(rank)
-        judged = [self._judge(rank, [o for o in ranks if o != rank]) for ranks in stages.values() for rank in ranks]
-        return sorted((one for one in judged if one is not None), key=lambda one: -one.share)
+        found = []
+        for ranks in stages.values():
+            for rank in ranks:
+                straggler = self._judge(rank, [other for other in ranks if other != rank])
+                if straggler is not None:
+                    found.append(straggler)
+        return sorted(found, key=lambda one: -one.share)
 
     def _judge(self, rank: int, others: list[int]) -> Straggler | None:
         theirs = [sample for other in others for sample in self._samples[other]]

@@ -197,12 +197,9 @@ def optimizer_record(optimizer: DistributedOptimizer, entries: Sequence[Updated]
     """Return the optimizer's groups for the manifest."""
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        record: dict[str, Any] = {}
-        for key, value in group.items():
-            if key != "params" and _is_json(value):
-                record[key] = value
-        record["params"] = [entry.name for entry in entries if entry.group == index]
-        groups.append(record)
+        plain = {key: value for key, value in group.items() if key != "params" and _is_json(value)}
+        names = [entry.name for entry in entries if entry.group == index]
+        groups.append({**plain, "params": names})
     return OptimizerRecord(type(optimizer.optimizer).__name__, groups)
 
 

@@ -52,12 +52,14 @@ def weight_versions(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
     Parameters that are gathered for a while only get other data all the time, and are left out.
     """
+    versions: dict[str, tuple[int, ...]] = {}
     with DisableTorchFunctionSubclass():
-        return {
-            name: (id(parameter), parameter._version, parameter.data_ptr())
-            for name, parameter in module._parameters.items()
-            if type(parameter) is torch.nn.Parameter and not parameter.is_meta and not hasattr(parameter, "ds_tensor")
-        }
+        for name, parameter in module._parameters.items():
+            if type(parameter) is not torch.nn.Parameter or parameter.is_meta:
+                continue
+            if not hasattr(parameter, "ds_tensor"):
+                versions[name] = (id(parameter), parameter._version, parameter.data_ptr())
+    return versions
 
 
 class Attributes:
@@ -108,7 +110,9 @@ class Attributes:
     @property
     def crosses(self) -> bool:
         """Return whether such values are written only after a wait, so that the next microbatch must begin later."""
-        return bool(self._interleaved) or any(attribute.crosses for attribute in self._changing.values())
+        if self._interleaved:
+            return True
+        return any(attribute.crosses for attribute in self._changing.values())
 
     @property
     def carried(self) -> list[str]:
@@ -187,7 +191,10 @@ class Attributes:
         return {key: attribute.slot.take() for key, attribute in self._changing.items()}
 
     def _keep(self) -> None:
-        if self._present is not None and (self._present not in self._ended or self._present == self._newest):
+        if self._present is None:
+            return
+        is_newest = self._present == self._newest
+        if is_newest or self._present not in self._ended:
             self._kept[self._present] = self._take_all()
 
     def _bring(self, microbatch: int) -> None:
@@ -206,10 +213,13 @@ class Attributes:
         """Watch which of the attributes that a new microbatch finds are read by it."""
         owners = {id(vars(module)): module for module in self._modules}
         for (holder, name), attribute in self._changing.items():
+            owner = owners.get(holder)
             taken = attribute.slot.take()
+            if owner is None or taken.value is ABSENT:
+                continue
             is_known = attribute.returns or attribute.is_carried or attribute.is_shared(taken)
-            if holder in owners and not is_known and taken.value is not ABSENT:
-                self._found[id(owners[holder]), name] = attribute, taken
+            if not is_known:
+                self._found[id(owner), name] = attribute, taken
         found_on = {owner for owner, _ in self._found}
         self._watch.begin(module for module in self._modules if id(module) in found_on)
 
@@ -257,7 +267,11 @@ class Attributes:
         self._weights = weights
 
     def _weight_versions(self) -> dict[_Key, tuple[int, ...]]:
-        return {(id(m), name): seen for m in self._modules for name, seen in weight_versions(m).items()}
+        versions: dict[_Key, tuple[int, ...]] = {}
+        for module in self._modules:
+            for name, seen in weight_versions(module).items():
+                versions[id(module), name] = seen
+        return versions
 
     def _buffer_versions(self) -> dict[_Key, tuple[int, ...]]:
         return {

@@ -86,8 +86,10 @@ class Blueprint:
         shapes = list(self._shapes)
         for part, _, entries in self._kept:
             registry = vars(part).get("_parameters")
+            if not isinstance(registry, dict):
+                continue
             for name, number in entries["_parameters"].items():
-                now = registry.get(name) if isinstance(registry, dict) else None
+                now = registry.get(name)
                 if number is not None and now is not None:
                     shapes[number] = replace(shapes[number], dtype=now.dtype)
         return shapes
@@ -211,22 +213,31 @@ def _copied(value: Any) -> Any:
 
 
 def _plain(part: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(part).items() if type(value) in _PLAIN and key != "training"}
+    plain: dict[str, Any] = {}
+    for key, value in vars(part).items():
+        if type(value) in _PLAIN and key != "training":
+            plain[key] = value
+    return plain
 
 
 def _add_hooks(entries: dict[str, Any], since: Mapping[str, Any]) -> None:
     """Keep hooks that are not this library's and came later."""
     for name, hooks in since.items():
-        if not name.endswith(_HOOKS) or not isinstance(hooks, dict) or not isinstance(entries.get(name), dict):
+        kept = entries.get(name)
+        are_hooks = name.endswith(_HOOKS) and isinstance(hooks, dict)
+        if not are_hooks or not isinstance(kept, dict):
             continue
         for key, hook in hooks.items():
-            if key not in entries[name] and not _is_own(hook):
-                entries[name][key] = hook
+            if key not in kept and not _is_own(hook):
+                kept[key] = hook
 
 
 def _is_listened_to(parameter: nn.Parameter) -> bool:
     """Return whether the script has registered a gradient hook on a parameter."""
-    return any(not _is_own(hook) for hooks in gradient_hooks(parameter) for hook in (hooks or {}).values())
+    hooks: list[Any] = []
+    for registered in gradient_hooks(parameter):
+        hooks += (registered or {}).values()
+    return not all(map(_is_own, hooks))
 
 
 def _without_own(hooks: dict[int, Any] | None) -> dict[int, Any] | None:

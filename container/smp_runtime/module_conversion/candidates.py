@@ -44,12 +44,14 @@ class Candidate(NamedTuple):
 
 def find_registration(module: nn.Module, mark: Mark, automatic: Mapping[str, Any]) -> Registration | None:
     """Return the registration to distribute a marked module with, or None."""
-    how = registration_of(module)
-    if mark.in_place and not (is_linear(module) or isinstance(module, nn.Embedding)):
+    can_split_in_place = is_linear(module) or isinstance(module, nn.Embedding)
+    if mark.in_place and not can_split_in_place:
         return None
-    if how is None or how.only_if is None or {**automatic, **mark.overrides}.get(how.only_if):
+    how = registration_of(module)
+    if how is None or how.only_if is None:
         return how
-    return None
+    settings = {**automatic, **mark.overrides}
+    return how if settings.get(how.only_if) else None
 
 
 def is_taken(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
@@ -150,7 +152,8 @@ def _lost(module: nn.Module) -> str | None:
     """Return what a distributed form of a module would lose; None if it loses nothing."""
     if "forward" in vars(module):
         return "the forward that was set on it in place of its class's"
-    if any(_is_adapted(part) for part in module.modules()):
+    has_adapters = any(_is_adapted(part) for part in module.modules())
+    if has_adapters:
         return "the adapters in it"
     return None
 
@@ -176,6 +179,7 @@ def _needs_whole_weight(module: nn.Module) -> str | None:
     """Return why the module inside an adapter cannot be distributed; None for LoRA, which only adds to its result."""
     if "lora_A" not in _adapter_names(module):
         return "an adapter around it that is not LoRA may read its whole weight"
-    if getattr(module, "lora_variant", None) or getattr(module, "parameter_name", None):
+    is_variant = getattr(module, "lora_variant", None) or getattr(module, "parameter_name", None)
+    if is_variant:
         return "the variant of LoRA around it (DoRA, or one of single parameters) reads its whole weight"
     return None

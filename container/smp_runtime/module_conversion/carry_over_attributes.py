@@ -254,9 +254,12 @@ def _lost_hooks(original: nn.Module) -> Iterator[str]:
 
 
 def _any_of(attributes: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    hooks = (hook for name in names for hook in (attributes.get(name) or {}).values())
-    # Transformers' own, which lets gradients pass through frozen embeddings to checkpointed layers: ours need none.
-    return any("make_inputs_require_grads" not in getattr(hook, "__qualname__", "") for hook in hooks)
+    for name in names:
+        for hook in (attributes.get(name) or {}).values():
+            # Transformers' own, which lets gradients pass through frozen embeddings to checkpointed layers: ours need none.
+            if "make_inputs_require_grads" not in getattr(hook, "__qualname__", ""):
+                return True
+    return False
 
 
 def list_names(facts: list[str]) -> str:

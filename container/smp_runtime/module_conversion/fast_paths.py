@@ -18,17 +18,23 @@ _MASK = "src_key_padding_mask"
 
 def leave_fast_paths(module: nn.Module, group: TensorGroup) -> None:
     """Keep split transformer layers from using such kernels; an encoder's results stay the same as with them."""
-    for part in module.modules() if group.size > 1 else ():
-        is_split = any(
-            isinstance(inside, DistributedModule) or entry_of(inside) is not None for inside in part.modules()
-        )
-        if not is_split:
+    if group.size == 1:
+        return
+    for part in module.modules():
+        if not any(_is_split(inside) for inside in part.modules()):
             continue
         if isinstance(part, nn.TransformerEncoderLayer):
             part.activation_relu_or_gelu = 0
-        if isinstance(part, nn.TransformerEncoder) and getattr(part, "use_nested_tensor", False) and len(part.layers):
+        if not isinstance(part, nn.TransformerEncoder):
+            continue
+        uses_nested = getattr(part, "use_nested_tensor", False)
+        if uses_nested and len(part.layers):
             part.use_nested_tensor = False
             part.layers[-1].register_forward_hook(_zero_padding_of(part), with_kwargs=True, prepend=True)
+
+
+def _is_split(module: nn.Module) -> bool:
+    return isinstance(module, DistributedModule) or entry_of(module) is not None
 
 
 def _zero_padding_of(encoder: nn.TransformerEncoder) -> Any:
@@ -38,14 +44,23 @@ def _zero_padding_of(encoder: nn.TransformerEncoder) -> Any:
     """
 
     def hook(layer: nn.Module, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor | None:
-        mask, given = kwargs.get(_MASK), kwargs.get("src_mask")
-        trains = torch.is_grad_enabled() and (result.requires_grad or any(p.requires_grad for p in layer.parameters()))
-        if mask is None or given is not None or trains or layer.training or result.dim() != 3 or mask.dim() != 2:
+        mask = kwargs.get(_MASK)
+        if mask is None or kwargs.get("src_mask") is not None:
+            return None
+        # PyTorch's own conditions for nested tensors.
+        are_batches = result.dim() == 3 and mask.dim() == 2
+        attention: Any = layer.self_attn
+        if not are_batches or not attention.batch_first or torch.is_autocast_enabled():
+            return None
+        if layer.training or _wants_gradients(layer, result):
             return None
         padding = mask if mask.dtype == torch.bool else mask == float("-inf")
-        attention: Any = layer.self_attn
-        if not attention.batch_first or torch.is_autocast_enabled():
-            return None
         return result.masked_fill(padding.unsqueeze(-1), 0.0)
 
     return hook
+
+
+def _wants_gradients(layer: nn.Module, result: torch.Tensor) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return result.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())

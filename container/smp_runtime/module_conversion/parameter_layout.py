@@ -50,8 +50,11 @@ def watch_batches(module: nn.Module) -> None:
     if any(isinstance(hook, PrescaledBatchCheck) for hook in hooks):
         return
     first = next(distributed_modules(module), None)
-    if first is not None and first.tensor_group.size > 1 and first.tensor_group.prescaled:
-        PrescaledBatchCheck(first.tensor_group).watch(module)
+    if first is None:
+        return
+    group = first.tensor_group
+    if group.size > 1 and group.prescaled:
+        PrescaledBatchCheck(group).watch(module)
 
 
 def _close_fast_paths(module: nn.Module) -> None:
@@ -60,9 +63,10 @@ def _close_fast_paths(module: nn.Module) -> None:
     In evaluation it reads the children's weights, but distributed modules have only a part of them.
     """
     for part in module.modules():
-        if isinstance(part, nn.TransformerEncoderLayer) and any(
-            isinstance(child, DistributedModule) for child in part.modules()
-        ):
+        if not isinstance(part, nn.TransformerEncoderLayer):
+            continue
+        has_distributed = any(isinstance(child, DistributedModule) for child in part.modules())
+        if has_distributed:
             part.activation_relu_or_gelu = 0
 
 

@@ -95,9 +95,12 @@ def _summary(tensor: torch.Tensor) -> _Summary:
 
 
 def _alike(one: _Summary | None, other: _Summary | None) -> bool:
-    if one is None or other is None or one[:2] != other[:2] or not isinstance(one[2], list):
+    if one is None or other is None or one[:2] != other[:2]:
         return one == other
-    mine, theirs = (torch.tensor(found[2], device="cpu") for found in (one, other))
+    if not isinstance(one[2], list):
+        return one == other
+    mine = torch.tensor(one[2], device="cpu")
+    theirs = torch.tensor(other[2], device="cpu")
     scale = float(mine.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(mine, theirs, rtol=1e-2, atol=1e-3 * scale, equal_nan=True)
 
@@ -105,7 +108,13 @@ def _alike(one: _Summary | None, other: _Summary | None) -> bool:
 def _listed(names: list[str], one: Mapping[str, _Summary], other: Mapping[str, _Summary]) -> str:
     parts = []
     for name in names[:3]:
-        shapes = ["none" if name not in found else str(list(found[name][0])) for found in (one, other)]
-        differs = "other values" if shapes[0] == shapes[1] else f"{shapes[1]} for {shapes[0]}"
+        shapes = []
+        for found in (one, other):
+            shapes.append(str(list(found[name][0])) if name in found else "none")
+        first, second = shapes
+        differs = "other values" if first == second else f"{second} for {first}"
         parts.append(f"argument {name}: {differs}")
-    return "; ".join(parts) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
+    more = len(names) - len(parts)
+    if more:
+        parts.append(f"and {more} more")
+    return "; ".join(parts)

@@ -260,7 +260,8 @@ def was_noted(module: nn.Module) -> bool:
 
 
 def _pair(name: str, value: Any) -> Arguments:
-    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)):
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    if not is_pair or not isinstance(value[1], Mapping):
         raise SMPUserError(
             f"{name} returned {value!r}; it must return (args, kwargs): a sequence of positional arguments and a dictionary"
         )

@@ -303,6 +303,7 @@ def _put_in_place(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         return made[id(module)]
     for part in list(module.modules()):
         for name, child in part._modules.items():
-            if child is not None and id(child) in made:
-                part._modules[name] = made[id(child)]
+            replacement = made.get(id(child))
+            if replacement is not None:
+                part._modules[name] = replacement
     return module

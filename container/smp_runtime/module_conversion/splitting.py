@@ -169,8 +169,12 @@ class _OnOwnFeatures:
         parameter = own[_FORMER + self._name] = own.get(self._name)
         if parameter is None:
             parameter = module._parameters[self._name]
-        value = collectives.use_shared(self._group, parameter)[0] if self._is_summed else parameter
-        own[self._name] = value / self._group.size if self._is_divided and value is not None else value
+        value = parameter
+        if self._is_summed:
+            value = collectives.use_shared(self._group, parameter)[0]
+        if self._is_divided and value is not None:
+            value = value / self._group.size
+        own[self._name] = value
 
     def behind(self, module: nn.Module, args: Any, result: Any) -> None:
         own = module.__dict__

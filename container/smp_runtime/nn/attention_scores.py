@@ -99,24 +99,32 @@ def is_grouped_by_kernel(
 def _bias(query: torch.Tensor, keys: int, mask: torch.Tensor | None, scoring: Scoring) -> torch.Tensor | None:
     """Return the sum of all biases of the scores; None if the kernel's own causal mask is enough."""
     queries = query.shape[2]
-    window = scoring.window if scoring.window is not None and scoring.window < keys else None
+    window = scoring.window
+    if window is not None and window >= keys:
+        window = None
     before = keys - queries if scoring.causal else 0  # tokens that only a cache has
-    if mask is None and scoring.slopes is None and window is None and (not before or queries == 1):
+    is_plain = mask is None and scoring.slopes is None and window is None
+    if is_plain and (not before or queries == 1):
         return None
     lowest = torch.finfo(query.dtype).min
     bias = to_additive(mask, query.dtype)
-    if scoring.causal or scoring.slopes is not None:
-        # How far back each key lies, [queries, keys].
-        places = torch.arange(before, before + queries, device=query.device)
-        distance = places[:, None] - torch.arange(keys, device=query.device)
+    if not scoring.causal and scoring.slopes is None:
+        return bias
+    # How far back each key lies, [queries, keys].
+    places = torch.arange(before, before + queries, device=query.device)
+    distance = places[:, None] - torch.arange(keys, device=query.device)
     if scoring.slopes is not None:
         slopes = _numbers_on(scoring.slopes, query.dtype, query.device)
         linear = -slopes[:, None, None] * distance.abs()
         bias = (linear if bias is None else bias + linear).clamp_min(lowest)
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
     if scoring.causal:
-        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        bias = (query.new_zeros(1, 1, queries, keys) if bias is None else bias).masked_fill(hidden, lowest)
+        hidden = distance < 0
+        if window is not None:
+            hidden = hidden | (distance >= window)
+        if bias is None:
+            bias = query.new_zeros(1, 1, queries, keys)
+        bias = bias.masked_fill(hidden, lowest)
     return bias
 
 

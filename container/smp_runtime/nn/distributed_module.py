@@ -173,7 +173,8 @@ class DistributedModule(nn.Module, metaclass=_DrawnFromOneSeed):
         A replacement takes precedence. The module's own dictionary may have one that autograd sums behind, or that is
         pruned or normed; its class may have one with a parametrization.
         """
-        return getattr(self, name) if name in self.__dict__ or name not in self._parameters else self._parameters[name]
+        is_replaced = name in self.__dict__ or name not in self._parameters
+        return getattr(self, name) if is_replaced else self._parameters[name]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load whole weights too: each rank takes its part of them."""

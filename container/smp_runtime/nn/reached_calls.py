@@ -79,7 +79,10 @@ class ReachedCalls:
     def note(self, path: str, output: Any) -> None:
         """Record a module's ``output``, only inside a step: the results do not outlast it."""
         step = self._ranks.step
-        if step.microbatch is None or step.is_tracing or not torch.is_grad_enabled() or backward_pass() != -1:
+        if step.microbatch is None or step.is_tracing:
+            return
+        is_forward = torch.is_grad_enabled() and backward_pass() == -1
+        if not is_forward:
             return
         if step.microbatch != self._microbatch:
             self.begin(step.microbatch)

@@ -67,8 +67,9 @@ class HalfBlock(DistributedModule):
         settings = self.settings
         if not settings.use_normal_initialization:
             return None
-        special = settings.output_initializer_range
-        return special if ends_in_residual and special is not None else settings.initializer_range
+        if ends_in_residual and settings.output_initializer_range is not None:
+            return settings.output_initializer_range
+        return settings.initializer_range
 
     def _row_parameters(self, *biases: nn.Parameter | None) -> list[torch.Tensor | None]:
         """Return weight and bias of the norm before, of the norm after, then ``biases``; ready for use on rows."""

@@ -138,7 +138,10 @@ class _View(torch.Tensor):
 
 def _first_as_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move a tensor given by keyword, as ``torch.nn.init`` does, to the front of the arguments."""
-    return (args, kwargs) if args or "tensor" not in kwargs else ((kwargs.pop("tensor"),), kwargs)
+    if args or "tensor" not in kwargs:
+        return args, kwargs
+    first = kwargs.pop("tensor")
+    return (first,), kwargs
 
 
 def _changes_first(func: Any) -> bool:

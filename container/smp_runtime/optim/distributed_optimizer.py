@@ -347,10 +347,7 @@ class DistributedOptimizer(SavedOptimizer):
         Returns:
             Whether replicas must gather parameters: shards of them have changed.
         """
-        has_changed = self._writes.store()
-        if self._model is None:
-            return False
-        return has_changed and self._model.sharded_state is not None
+        return self._writes.store() and self._model is not None and self._model.sharded_state is not None
 
     def _call_inner(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the inner optimizer that this class lacks; weights that it has moved reach the model."""
@@ -358,11 +355,9 @@ class DistributedOptimizer(SavedOptimizer):
         if model is not None:
             model.adopt_writes()
         result = method(*args, **kwargs)
-        if model is None:
-            return result
-        has_moved = self._writes.store()
         is_agreed = method.__name__ in ("train", "eval")  # every rank calls these, also one without a shard
-        if model.sharded_state is not None and (has_moved or is_agreed):
+        has_moved = model is not None and self._writes.store()
+        if model is not None and model.sharded_state is not None and (has_moved or is_agreed):
             model.sharded_state.gather_parameters()
         return result
 
@@ -480,14 +475,9 @@ class DistributedOptimizer(SavedOptimizer):
         self, among: Iterable[nn.Parameter] | None
     ) -> tuple[list[tuple[nn.Parameter, torch.Tensor]], list[OptimizerShard]]:
         """Return the parameters that are updated directly, with their gradients, and the optimizer shards, of ``among`` or all."""
-        parameters = self._parameters() if among is None else among
-        wanted = {id(parameter) for parameter in parameters}
-        whole = []
-        for parameter in self._updated_themselves():
-            if parameter.grad is not None and id(parameter) in wanted:
-                whole.append((parameter, parameter.grad))
-        shards = [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
-        return whole, shards
+        wanted = {id(parameter) for parameter in (self._parameters() if among is None else among)}
+        whole = [(p, p.grad) for p in self._updated_themselves() if p.grad is not None and id(p) in wanted]
+        return whole, [shard for shard in self._optimizer_shards if id(shard.parameter) in wanted]
 
     @property
     def _global_grad_norm(self) -> float | None:
@@ -496,9 +486,7 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _updated_themselves(self) -> list[nn.Parameter]:
         """Return the parameters on this rank that are updated directly, not through optimizer shards."""
-        optimizer_shards = None if self._model is None else self._model.optimizer_shards
-        if not optimizer_shards:
-            return self._parameters()
+        optimizer_shards = self._model.optimizer_shards or {} if self._model is not None else {}
         return [parameter for parameter in self._parameters() if parameter not in optimizer_shards]
 
     def __repr__(self) -> str:

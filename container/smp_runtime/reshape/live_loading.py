@@ -54,11 +54,13 @@ class LiveLoading(PartialLoad):
         """Return the model's parameters by optimizer group: each is in the group of its source parameters."""
         made: list[list[nn.Parameter]] = [[] for _ in range(count)]
         saved = self.manifest.optimizer
-        owner = {name: index for index, group in enumerate(saved.groups if saved else ()) for name in group["params"]}
+        owner: dict[str, int] = {}
+        for index, group in enumerate([] if saved is None else saved.groups):
+            owner.update(dict.fromkeys(group["params"], index))
         for record in self._model.registry:
-            index = next((owner[source] for source in self._sources(record.name) if source in owner), None)
-            if index is not None:
-                made[index].append(record.parameter)
+            owners = [owner[source] for source in self._sources(record.name) if source in owner]
+            if owners:
+                made[owners[0]].append(record.parameter)
         return made
 
     @torch.no_grad()
@@ -129,7 +131,8 @@ class LiveLoading(PartialLoad):
             yield holding, always_key(MODULE)
 
     def _store_masters(self) -> None:
-        store_all(shard for shard in (self._model.optimizer_shards or {}).values() if shard is not None)
+        shards = self._model.optimizer_shards or {}
+        store_all(shard for shard in shards.values() if shard is not None)
 
     def _wants(self, names: Container[str]) -> Iterator[Want]:
         for holding, key in self._holdings():
@@ -155,20 +158,26 @@ class LiveLoading(PartialLoad):
         self, name: str, region: TensorRegion, key: Callable[[str], str], only: str | None = None
     ) -> Iterator[Want]:
         found = self._of.get(name)
-        for source in found.sources if found is not None else ():
-            if only in (None, source) and self.reader.holds(key(source), source):
-                whole = (
-                    TensorRegion.of(self.manifest.parameters[source].shape)
-                    if source in self.manifest.parameters
-                    else region
-                )
-                yield key(source), source, region if found is not None and found.is_leaf_of_checkpoint else whole
+        if found is None:
+            return
+        for source in found.sources:
+            is_wanted = only in (None, source) and self.reader.holds(key(source), source)
+            if not is_wanted:
+                continue
+            wanted = region
+            record = self.manifest.parameters.get(source)
+            # What is computed from a parameter may need any of its elements.
+            if not found.is_leaf_of_checkpoint and record is not None:
+                wanted = TensorRegion.of(record.shape)
+            yield key(source), source, wanted
 
     def _unsaved(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's buffers that are in no ``state_dict``, if some rank had them before."""
         saved = set(self._model.module.state_dict(keep_vars=True))
         for name, buffer in self._model.local_named_buffers(remove_duplicate=False):
             record = self.manifest.buffers.get(name)
-            is_held = name not in saved and record is not None and self.reader.holds(UNSAVED, name)
-            if is_held and record is not None and tuple(buffer.shape) == record.shape:
+            if record is None or name in saved:
+                continue
+            has_shape = tuple(buffer.shape) == record.shape
+            if has_shape and self.reader.holds(UNSAVED, name):
                 yield name, buffer

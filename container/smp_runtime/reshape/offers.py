@@ -120,7 +120,9 @@ class Offer:
 
 
 def _piece(region: TensorRegion) -> Piece:
-    return Piece(None if region.axis is None else region.cuts, None if region.is_slice else (region.first, region.last))
+    tensor = None if region.axis is None else region.cuts
+    flat = None if region.is_slice else (region.first, region.last)
+    return Piece(tensor, flat)
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -41,6 +41,7 @@ class ReshapeRequests:
         self._over = threading.Event()
         self._agreement = self._agreed_anew()
         if session.ranks.rank == 0:
+            # On a thread, so that no step waits for a file system.
             threading.Thread(target=self._look, name="smp-reshape", daemon=True).start()
         session.after_update.append(self.updated)
         session.at_close.append(self.close)
@@ -54,7 +55,10 @@ class ReshapeRequests:
         """Run rank 0's thread, which passes each request on once."""
         handed_on: StopAgreement | None = None
         while not self._over.wait(_LOOK_SECONDS):
-            if self._agreement is not handed_on and (text := read_request(self._folder)) is not None:
+            if self._agreement is handed_on:
+                continue
+            text = read_request(self._folder)
+            if text is not None:
                 handed_on = self._agreement
                 handed_on.request(text)
 

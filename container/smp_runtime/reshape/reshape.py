@@ -228,8 +228,9 @@ class _Move:
         made = dict(module.named_parameters(remove_duplicate=False))
         for name, record in self._found.manifest.parameters.items():
             for known in (name, *record.aliases):
-                if known in made and made[known].requires_grad != record.trained:
-                    made[known].requires_grad_(record.trained)
+                parameter = made.get(known)
+                if parameter is not None and parameter.requires_grad != record.trained:
+                    parameter.requires_grad_(record.trained)
 
     def _partition(self) -> None:
         """Decide which stage gets which module, so that whatever the script reads next is in its place.

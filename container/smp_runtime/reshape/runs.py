@@ -92,7 +92,9 @@ def take_runs(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor) -
     blocks = _blocks(flat, places, lengths)
     if blocks is None:
         return flat[_elements(places, lengths).to(flat.device)]
-    return torch.cat([block.reshape(-1) for block in blocks]) if blocks else flat[:0]
+    if not blocks:
+        return flat[:0]
+    return torch.cat([block.reshape(-1) for block in blocks])
 
 
 def write_runs(flat: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor) -> None:

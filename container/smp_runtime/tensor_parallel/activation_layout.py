@@ -218,7 +218,9 @@ def split_dropout(group: TensorGroup, device: torch.device, active: bool) -> con
 
 def choose_flow(group: TensorGroup) -> ActivationFlow:
     """Return the activation flow for the ``optimize`` option."""
-    return SlicedFlow(group) if group.slices_activations and group.size > 1 else ReplicatedFlow(group)
+    if group.slices_activations and group.size > 1:
+        return SlicedFlow(group)
+    return ReplicatedFlow(group)
 
 
 @contextlib.contextmanager

@@ -40,11 +40,13 @@ class SharedInput:
 
     def of(self, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
         """Return a replicated tensor for uses that differ between ranks, the same for each use of one input."""
-        if group.size == 1 or not torch.is_grad_enabled() or not x.requires_grad:
+        is_trained = torch.is_grad_enabled() and x.requires_grad
+        if group.size == 1 or not is_trained:
             return x
         last = self._last
         if last is None or last[0] is not x:
-            self._last = last = (x, collectives.use_replicated(x, group))
+            last = (x, collectives.use_replicated(x, group))
+            self._last = last
         return last[1]
 
     def clear(self) -> None:
@@ -252,7 +254,10 @@ def _carries(leaf: Any, batch: int) -> bool:
 
     A batch of one row is found only in tensors with more than one dim.
     """
-    return isinstance(leaf, torch.Tensor) and leaf.dim() >= (2 if batch == 1 else 1) and leaf.shape[0] == batch
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    least_dims = 2 if batch == 1 else 1
+    return leaf.dim() >= least_dims and leaf.shape[0] == batch
 
 
 def _refuse_gradient(block: nn.Module, leaf: Any, rows: int, what: str) -> None:

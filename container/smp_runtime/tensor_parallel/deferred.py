@@ -105,14 +105,18 @@ def of_own_rows(value: torch.Tensor) -> torch.Tensor | None:
 def of_all_rows(value: torch.Tensor) -> torch.Tensor | None:
     """Return the rows of all batches of a deferred tensor with this rank's rows; None for other tensors."""
     parts = value.parts if isinstance(value, Deferred) else None
-    return defer_gather(parts.mine, parts.group, parts.dim) if parts is not None and parts.by_rows else None
+    if parts is None or not parts.by_rows:
+        return None
+    return defer_gather(parts.mine, parts.group, parts.dim)
 
 
 def part_of(value: Any, group: TensorGroup, dim: int) -> torch.Tensor | None:
     """Return this rank's slice of a deferred tensor, if it is sliced along ``dim``; otherwise None."""
     parts = value.parts if isinstance(value, Deferred) else None
-    fits = parts is not None and parts.group is group and parts.dim == dim and not parts.by_rows
-    return parts.mine if parts is not None and fits else None
+    if parts is None or parts.by_rows:
+        return None
+    is_same_slice = parts.group is group and parts.dim == dim
+    return parts.mine if is_same_slice else None
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class Throttle:
 
     def launched(self, work: Work, tensor: torch.Tensor) -> Work:
         """Return the collective ``work`` on ``tensor``; it is counted once it is waited for."""
-        return work if self._limit < 0 or tensor.device.type != "cuda" else _CountedWork(work, self)
+        is_counted = self._limit >= 0 and tensor.device.type == "cuda"
+        return _CountedWork(work, self) if is_counted else work
 
     def passed(self) -> None:
         """Count a collective that the stream waits for, and block on the oldest if there are too many."""

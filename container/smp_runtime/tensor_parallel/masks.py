@@ -83,7 +83,8 @@ def agree_on_mask(
 
 def _differ(group: TensorGroup) -> bool:
     """Return whether each rank has a batch of its own."""
-    return group.size > 1 and not group.prescaled and not group.is_tracing
+    has_own_batches = group.size > 1 and not group.prescaled
+    return has_own_batches and not group.is_tracing
 
 
 def _agreed(

@@ -47,13 +47,18 @@ def layer_bytes(shape: ModelShape, cost: LayerCost, *, fused_attention: bool = T
     mask). Fused attention keeps one fp32 number per token and head.
     """
     tokens, b = cost.tokens(shape), cost.element_bytes
-    whole = 4 * shape.hidden * b + (2 * shape.hidden if dropout else 0)
-    divided = (4 * shape.hidden + (4 if shape.gated else 2) * shape.width) * b
+    whole = 4 * shape.hidden * b
+    if dropout:
+        whole += 2 * shape.hidden
+    of_mlp = 4 if shape.gated else 2
+    divided = (4 * shape.hidden + of_mlp * shape.width) * b
     if fused_attention:
         divided += 4 * shape.heads
     else:
-        divided += shape.heads * shape.sequence * (2 * b + 1 if dropout else b)
-    return round(tokens * (whole / (cost.tensor if cost.sliced else 1) + divided / cost.tensor))
+        of_map = 2 * b + 1 if dropout else b
+        divided += shape.heads * shape.sequence * of_map
+    parts = cost.tensor if cost.sliced else 1
+    return round(tokens * (whole / parts + divided / cost.tensor))
 
 
 def backward_bytes(shape: ModelShape, cost: LayerCost) -> int:

@@ -27,7 +27,8 @@ def talking_stages(stages: int, pieces: int = 1) -> set[tuple[int, int]]:
     if pieces > 1 and stages > 1:
         forward.add((last, 0))
     backward = {(target, source) for source, target in forward}
-    return forward | backward | {(last, stage) for stage in range(last)}
+    results = {(last, stage) for stage in range(last)}
+    return forward | backward | results
 
 
 def communicator_bytes(request: Request, stage: int) -> int:

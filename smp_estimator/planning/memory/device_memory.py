@@ -112,11 +112,15 @@ def memory(request: Request, topology: Topology, batch: Batches) -> list[StageMe
 def weights_of_stages(request: Request) -> list[list[Weight]]:
     """Return the model's tensors by pipeline stage; raise ConfigError if there are more stages than layers."""
     shape, stages = request.shape, request.parameters.pipeline_parallel_degree
+    owner: dict[int, int] = {}
+    for stage, layers in enumerate(layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)):
+        owner.update(dict.fromkeys(layers, stage))
     held: list[list[Weight]] = [[] for _ in range(stages)]
-    ranges = layers_of_stages(shape.layers, stages, request.parameters.virtual_stages)
-    owner = {layer: stage for stage, layers in enumerate(ranges) for layer in layers}
     for weight in shape.tensors():
-        held[stages - 1 if weight.layer is None else owner.get(weight.layer, 0)].append(weight)
+        if weight.layer is None:  # behind all layers
+            held[-1].append(weight)
+        else:
+            held[owner.get(weight.layer, 0)].append(weight)
     return held
 
 
@@ -161,7 +165,8 @@ def is_half(parameters: ModelParallelParameters) -> bool:
 
 def summed_bytes(parameters: ModelParallelParameters) -> int:
     """Return the bytes of a gradient element in reductions; bfloat16 is too coarse for sums, so it is summed in fp32."""
-    return 2 if parameters.fp16 and not parameters.fp32_grad_accumulation else 4
+    sums_in_half = parameters.fp16 and not parameters.fp32_grad_accumulation
+    return 2 if sums_in_half else 4
 
 
 def _stage(

@@ -68,14 +68,17 @@ class Needs:
 
 def least_state(needs: Needs, at: Configuration, replicas: int) -> float:
     """Return the bytes of state on a rank, divided evenly; tensors that are not divided only add to it."""
-    elements = needs.elements / ((at.pipeline or 1) * (at.tensor or 1))
+    model_parallel = (at.pipeline or 1) * (at.tensor or 1)
+    elements = needs.elements / model_parallel
     whole = needs.kept_bytes + needs.updated_bytes
     if at.sharded > 1:
         return elements * whole / at.sharded
     if at.state == "optimizer":
         return elements * (needs.kept_bytes + needs.updated_bytes / (replicas * (at.tensor or 1)))
+    if at.state is not None:
+        return elements * whole
     # If no way to store state is chosen yet, assume that all replicas share it, the smallest case.
-    return elements * whole / (1 if at.state is not None else max(1, replicas))
+    return elements * whole / max(1, replicas)
 
 
 def least_bytes(needs: Needs, space: Space, at: Configuration) -> float:
@@ -127,8 +130,10 @@ def _summing_seconds(needs: Needs, space: Space, card: RateCard, at: Configurati
 
 def _update_seconds(needs: Needs, space: Space, at: Configuration) -> float:
     """Return the seconds of an even part of the update; an open state counts as sharded over all replicas."""
-    shards = at.sharded if at.state not in (None, "optimizer") else space.replicas(at)
-    return needs.update / ((at.pipeline or 1) * (at.tensor or 1) * shards)
+    divides = at.state not in (None, "optimizer")
+    shards = at.sharded if divides else space.replicas(at)
+    model_parallel = (at.pipeline or 1) * (at.tensor or 1)
+    return needs.update / (model_parallel * shards)
 
 
 def _pipelined(seconds: float, stages: int, microbatches: int, active: int, waiting: float) -> float:

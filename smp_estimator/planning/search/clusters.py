@@ -154,6 +154,7 @@ def _counts(least: int) -> Iterator[int]:
     while power <= MOST_INSTANCES:
         for quarter in range(4):
             count, rest = divmod(power * (4 + quarter), 4)
-            if rest == 0 and least <= count <= MOST_INSTANCES:
+            is_whole = rest == 0
+            if is_whole and least <= count <= MOST_INSTANCES:
                 yield count
         power *= 2

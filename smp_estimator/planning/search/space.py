@@ -77,12 +77,17 @@ class Configuration:
     def effort(self) -> int:
         """Return how many features are enabled; of two equally fast configurations, the simpler one is preferred."""
         stages, count = self.pipeline or 1, self.microbatches or 1
-        switched = (stages > 1, (self.tensor or 1) > 1, self.state not in (None, _WHOLE), self.recomputes)
-        own = stages > 1 and self.active not in (None, min(default_active(stages), count))
-        cut = stages == 1 and count > 1
-        other = self.schedule not in (None, DEFAULT_SCHEDULE)
-        single = own + cut + other + (self.memory == _OFFLOADED) + (self.placement not in (None, "DPT"))
-        return 2 * sum(switched) + single
+        features = (stages > 1, (self.tensor or 1) > 1, self.state not in (None, _WHOLE), self.recomputes)
+        details = [
+            self.schedule not in (None, DEFAULT_SCHEDULE),
+            self.memory == _OFFLOADED,
+            self.placement not in (None, "DPT"),
+        ]
+        if stages > 1:
+            details.append(self.active not in (None, min(default_active(stages), count)))
+        else:
+            details.append(count > 1)
+        return 2 * sum(features) + sum(details)
 
     def settings(self) -> dict[str, Any]:
         """Return the ``mp_parameters`` of the configuration; values equal to their defaults are omitted."""
@@ -98,35 +103,53 @@ class Configuration:
             found["sharded_data_parallel_degree"] = self.sharded
         if (self.microbatches or 1) > 1:
             found["microbatches"] = self.microbatches
-        if stages > 1 and self.schedule not in (None, DEFAULT_SCHEDULE):
-            found["pipeline"] = self.schedule
-        if stages > 1 and self.active is not None and self.active != default_active(stages):
-            found["active_microbatches"] = self.active
+        if stages > 1:
+            found |= self._schedule_settings(stages)
         if self.memory == _OFFLOADED:
             found["offload_activations"] = True
         if self.placement not in (None, "DPT"):
             found["placement_strategy"] = _PLACEMENT_NAMES.get(self.placement or "", self.placement)
         return found
 
+    def _schedule_settings(self, stages: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.schedule not in (None, DEFAULT_SCHEDULE):
+            found["pipeline"] = self.schedule
+        if self.active not in (None, default_active(stages)):
+            found["active_microbatches"] = self.active
+        return found
+
     def __str__(self) -> str:
-        stages = self.pipeline or 1
-        words = [f"pipeline {stages}"] if stages > 1 else []
-        words += [f"tensor parallelism {self.tensor}"] if (self.tensor or 1) > 1 else []
-        words += [f"sharded data parallelism {self.sharded}"] if self.sharded > 1 else []
-        words += ["sharded optimizer state"] if self.state == _OPTIMIZER else []
-        words += ["activation checkpointing"] if self.recomputes else []
-        words += ["offloading"] if self.memory == _OFFLOADED else []
-        words += [f"{self.microbatches} microbatches"] if (self.microbatches or 1) > 1 else []
-        words += [f"schedule {self.schedule}"] if stages > 1 and self.schedule not in (None, DEFAULT_SCHEDULE) else []
-        if (
-            stages > 1
-            and self.active is not None
-            and self.active != min(default_active(stages), self.microbatches or 1)
-        ):
-            words.append(f"{self.active} of them active")
+        stages, microbatches = self.pipeline or 1, self.microbatches or 1
+        words = []
+        if stages > 1:
+            words.append(f"pipeline {stages}")
+        if (self.tensor or 1) > 1:
+            words.append(f"tensor parallelism {self.tensor}")
+        if self.sharded > 1:
+            words.append(f"sharded data parallelism {self.sharded}")
+        if self.state == _OPTIMIZER:
+            words.append("sharded optimizer state")
+        if self.recomputes:
+            words.append("activation checkpointing")
+        if self.memory == _OFFLOADED:
+            words.append("offloading")
+        if microbatches > 1:
+            words.append(f"{microbatches} microbatches")
+        if stages > 1:
+            words += self._pipeline_words(stages, microbatches)
         if self.placement not in (None, "DPT"):
             words.append(f"placement {_PLACEMENT_NAMES.get(self.placement or '', self.placement)}")
         return " + ".join(words) or "data parallelism"
+
+    def _pipeline_words(self, stages: int, microbatches: int) -> list[str]:
+        words = []
+        if self.schedule not in (None, DEFAULT_SCHEDULE):
+            words.append(f"schedule {self.schedule}")
+        usual = min(default_active(stages), microbatches)
+        if self.active is not None and self.active != usual:
+            words.append(f"{self.active} of them active")
+        return words
 
 
 @dataclass(frozen=True)
@@ -160,7 +183,8 @@ class Space:
 
     def replicas(self, at: Configuration) -> int:
         """Return the number of ranks that have the same part of the model."""
-        return self.world // ((at.pipeline or 1) * (at.tensor or 1))
+        model_parallel = (at.pipeline or 1) * (at.tensor or 1)
+        return self.world // model_parallel
 
     def batch(self, at: Configuration) -> int:
         """Return the samples that a replica reads at a time, the script's batch size."""
@@ -173,12 +197,15 @@ class Space:
             ConfigError: degrees that do not divide the processes, or a batch that is not whole.
         """
         self.topology(at)
-        readers = self.replicas(at) * self.accumulation
-        if self.samples % readers or self.samples // readers % (at.microbatches or 1):
+        microbatches = at.microbatches or 1
+        replicas = self.replicas(at)
+        readers = replicas * self.accumulation
+        each, rest = divmod(self.samples, readers)
+        if rest or each % microbatches:
             raise ConfigError(
-                f"a global batch of {self.samples} samples cannot be read by {self.replicas(at)} replicas in {self.accumulation} "
-                f"accumulation steps of {at.microbatches or 1} microbatches ({self.world} processes, pipeline {at.pipeline or 1}, "
-                f"tensor {at.tensor or 1}); use a multiple of {readers * (at.microbatches or 1)}"
+                f"a global batch of {self.samples} samples cannot be read by {replicas} replicas in {self.accumulation} "
+                f"accumulation steps of {microbatches} microbatches ({self.world} processes, pipeline {at.pipeline or 1}, "
+                f"tensor {at.tensor or 1}); use a multiple of {readers * microbatches}"
             )
 
     def topology(self, at: Configuration) -> Topology:
@@ -224,11 +251,12 @@ class Space:
         """
         for level, name in enumerate(LEVELS):
             before = dataclasses.replace(at, **dict.fromkeys(LEVELS[level:]))
-            for changed in self.children(before):
-                if getattr(changed, name) != getattr(at, name):
-                    found = self._completed(changed, at)
-                    if found is not None:
-                        yield name, found
+            value = getattr(at, name)
+            others = [changed for changed in self.children(before) if getattr(changed, name) != value]
+            for changed in others:
+                found = self._completed(changed, at)
+                if found is not None:
+                    yield name, found
 
     def _completed(self, at: Configuration, like: Configuration) -> Configuration | None:
         while not at.is_complete:
@@ -245,12 +273,19 @@ class Space:
 
     def _tensors(self, at: Configuration) -> Iterator[int]:
         """Yield degrees inside a host, but only those with which replicas can read the global batch."""
-        for degree in _divisors(self.world // (at.pipeline or 1)):
-            if degree > 1 and (not self.heads or self.heads % degree or self.per_host % degree):
+        stages = at.pipeline or 1
+        for degree in _divisors(self.world // stages):
+            if degree > 1 and not self._can_split(degree):
                 continue
-            replicas = self.world // ((at.pipeline or 1) * degree)
+            replicas = self.world // (stages * degree)
             if self.samples % (replicas * self.accumulation) == 0:
                 yield degree
+
+    def _can_split(self, degree: int) -> bool:
+        """Return whether a tensor parallel group of this size divides the attention heads, and fits into a host."""
+        if not self.heads or self.heads % degree:
+            return False
+        return self.per_host % degree == 0
 
     def _states(self, at: Configuration) -> Iterator[str | int]:
         replicas = self.replicas(at)
@@ -267,7 +302,8 @@ class Space:
 
     def _schedules(self, at: Configuration) -> Iterator[str]:
         """Yield the schedules; only the default one without a pipeline, because all are then alike."""
-        yield from self.schedules if (at.pipeline or 1) > 1 else (DEFAULT_SCHEDULE,)
+        has_pipeline = (at.pipeline or 1) > 1
+        yield from self.schedules if has_pipeline else (DEFAULT_SCHEDULE,)
 
     def _actives(self, at: Configuration) -> Iterator[int]:
         """Yield the default, enough to fill the pipeline and half of that, twice as many, and all."""

@@ -390,10 +390,14 @@ def _refuse_incomparable(
 def _with_clusters(found: Suggestion, ask: Ask) -> Suggestion:
     """Return the suggestion with the clusters that would be large enough, those of the same type first."""
     request = found.plan.request
+    clusters = []
     same = smallest_cluster(ask, request.instance_type)
-    others = smallest_clusters(ask) if instance(request.instance_type) is not None else ()
-    kept = [other for other in others if same is None or other.instance_type != same.instance_type]
-    return dataclasses.replace(found, clusters=(*([same] if same else []), *kept))
+    if same is not None:
+        clusters.append(same)
+    if instance(request.instance_type) is not None:
+        others = smallest_clusters(ask)
+        clusters += [other for other in others if same is None or other.instance_type != same.instance_type]
+    return dataclasses.replace(found, clusters=tuple(clusters))
 
 
 def _on(request: Request, samples: int, prefer: str = "smallest", *, budget: float = 0.0) -> Suggestion:

@@ -194,13 +194,21 @@ def was_initialised(module: torch.nn.Module) -> bool:
     that was trained and loaded shows in the values of the norms.
     """
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if base is None or getattr(base.init_weights, "__module__", "").startswith("transformers."):
+    if base is None:
+        return True
+    is_original = getattr(base.init_weights, "__module__", "").startswith("transformers.")
+    if is_original:
         return True
     if any(getattr(part, "_is_hf_initialized", False) for part in module.modules()):
         return True
-    norms = (part for part in module.modules() if "norm" in type(part).__name__.lower())
-    firsts = ((value, 1.0 if name == "weight" else 0.0) for norm in norms for name, value in norm.named_parameters())
-    return any(not value.is_meta and bool((value != first).any()) for value, first in firsts)
+    for part in module.modules():
+        if "norm" not in type(part).__name__.lower():
+            continue
+        for name, value in part.named_parameters():
+            first = 1.0 if name == "weight" else 0.0
+            if not value.is_meta and bool((value != first).any()):
+                return True
+    return False
 
 
 def _facts(module: Any) -> dict[str, Any]:

@@ -26,12 +26,14 @@ def transformers_major() -> int:
 
 def parameter_names(modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]) -> dict[str, Any]:
     """Return names of parameters from those of their modules: of weight and bias, if no ``kinds`` are passed."""
-
-    def of(target: str | tuple[str, ...], kind: str) -> str | tuple[str, ...]:
-        return f"{target}.{kind}" if isinstance(target, str) else tuple(f"{part}.{kind}" for part in target)
-
-    kinds = kinds or ("weight", "bias")
-    return {f"{theirs}.{kind}": of(ours, kind) for theirs, ours in modules.items() for kind in kinds}
+    names: dict[str, Any] = {}
+    for theirs, ours in modules.items():
+        for kind in kinds or ("weight", "bias"):
+            if isinstance(ours, str):
+                names[f"{theirs}.{kind}"] = f"{ours}.{kind}"
+            else:  # joined from several
+                names[f"{theirs}.{kind}"] = tuple(f"{part}.{kind}" for part in ours)
+    return names
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,21 @@ class LayerNames:
             parts = (target,) if isinstance(target, str) else target
             if not all(part in layer for part in parts):
                 continue
-            value = layer[parts[0]] if len(parts) == 1 else torch.cat([layer[part] for part in parts], 0)
-            yield name, value.t().contiguous() if name in self.transposed else value
+            value = layer[parts[0]]
+            if len(parts) > 1:
+                value = torch.cat([layer[part] for part in parts], 0)
+            if name in self.transposed:
+                value = value.t().contiguous()
+            yield name, value
 
     def own_names(self, layer: Mapping[str, Any]) -> set[str]:
         """Return the names in a distributed layer's state that :meth:`to_theirs` translates."""
-        targets = ((target,) if isinstance(target, str) else target for target in self.names.values())
-        return {part for parts in targets if all(name in layer for name in parts) for part in parts}
+        own: set[str] = set()
+        for target in self.names.values():
+            parts = (target,) if isinstance(target, str) else target
+            if all(name in layer for name in parts):
+                own.update(parts)
+        return own
 
 
 @dataclass(frozen=True)
@@ -125,14 +135,18 @@ class CausalNames:
     def _levels(self, place: str, state: Mapping[str, Any], heads: Mapping[str, bool]) -> tuple[str, str]:
         """Return the root inside the distributed model, or an empty text, and the prefix before it."""
         root = f"{self.root}."
-        if place != root and not place.endswith(f".{root}"):
+        is_inside_root = place == root or place.endswith(f".{root}")
+        if not is_inside_root:
             return "", place
         around = place.removesuffix(root)
-        if around in heads or place in heads:
-            return (root, around) if around in heads else ("", place)
+        if around in heads:
+            return root, around
+        if place in heads:
+            return "", place
         beside = {name for name in _below(state, around) if not name.startswith(root)}
         # If another head is around it, the inner model keeps its place.
-        return (root, around) if beside <= {self.head, self.head_bias} else ("", place)
+        has_other_head = not beside <= {self.head, self.head_bias}
+        return ("", place) if has_other_head else (root, around)
 
     def _one_to_ours(self, state: Mapping[str, Any], root: str) -> dict[str, Any]:
         heads = {self.head: self.ours["head"], self.head_bias: self.ours["bias"]}
@@ -188,7 +202,10 @@ class CausalNames:
 
     def _seems_to_have_a_head(self, place: str, state: Mapping[str, Any]) -> bool:
         is_root = place == f"{self.root}." or place.endswith(f".{self.root}.")
-        return not is_root or place + self.ours["head"] in state or place + self.ours["bias"] in state
+        if not is_root:
+            return True
+        own_heads = (place + self.ours["head"], place + self.ours["bias"])
+        return any(name in state for name in own_heads)
 
     def _one_to_theirs(self, state: Mapping[str, Any], has_head: bool) -> dict[str, Any]:
         root = f"{self.root}." if has_head else ""
@@ -357,9 +374,13 @@ def translators(names: CausalNames | EncoderNames | BlockNames, model: str) -> t
 
 def _wrapped_heads(names: CausalNames) -> dict[str, bool]:
     """Return the places of distributed models of this kind in wrapped models, and whether they have a head."""
+    if not sessions.is_initialized():
+        return {}
     found: dict[str, set[bool]] = {}
-    for model in sessions.current_session().models if sessions.is_initialized() else ():
+    for model in sessions.current_session().models:
         for path, part in model.module.named_modules(remove_duplicate=False):
             if getattr(part, "state_names", None) is names:
-                found.setdefault(f"{path}." if path else "", set()).add(bool(part.add_lm_head))
+                place = f"{path}." if path else ""
+                found.setdefault(place, set()).add(bool(part.add_lm_head))
+    # If models differ in it, the place decides nothing.
     return {place: heads.pop() for place, heads in found.items() if len(heads) == 1}

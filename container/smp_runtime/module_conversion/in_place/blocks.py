@@ -56,36 +56,52 @@ def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterat
     while pending:
         path, module = pending.pop(0)
         mark = mark_of(module)
-        if isinstance(module, DistributedModule) or id(module) in planned or (mark.enabled and is_taken(module)):
+        if isinstance(module, DistributedModule) or id(module) in planned:
             continue
-        found = list(_blocks_of_plan(path, module, mark)) if mark.enabled else []
-        found = [block for block in found if id(block.module) not in planned]
+        if mark.enabled and is_taken(module):
+            continue
+        found = []
+        if mark.enabled:
+            found = [block for block in _blocks_of_plan(path, module, mark) if id(block.module) not in planned]
         planned |= {id(block.module) for block in found}
         yield from found
-        if id(module) in planned or (found and mark.plan is not None):
-            continue  # it is a block itself, or the script's plan is complete
-        is_open = mark.enabled and mark.plan is None and not any(id(part) in planned for part in module.modules())
+        is_block = id(module) in planned
+        has_complete_plan = bool(found) and mark.plan is not None
+        if is_block or has_complete_plan:
+            continue
+        has_planned_parts = any(id(part) in planned for part in module.modules())
+        is_open = mark.enabled and mark.plan is None and not has_planned_parts
         if is_open and _may_be_inferred(module, is_taken):
             yield PlannedBlock(path, module)
-        else:  # a model's plan may omit modules beside its language part
-            pending += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+            continue
+        # A model's plan may omit modules beside its language part.
+        for name, child in module.named_children():
+            pending.append((f"{path}.{name}" if path else name, child))
 
 
 def _may_be_inferred(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -> bool:
     """Return whether a module has linear maps to pair, and neither is nor contains a list of blocks."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) or sum(map(is_linear, module.modules())) < 2:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or is_patched(module):
         return False
-    inside = [part for part in module.modules() if part is not module]
-    if is_patched(module) or any(isinstance(part, DistributedModule) or is_taken(part) for part in inside):
+    if sum(map(is_linear, module.modules())) < 2:
         return False
+    for part in module.modules():
+        is_other_s = isinstance(part, DistributedModule) or is_taken(part)
+        if part is not module and is_other_s:
+            return False
     return not _is_around_blocks(module)
 
 
 def _is_around_blocks(module: nn.Module) -> bool:
     """Return whether a module contains lists of blocks; lists of experts do not count."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-    blocks = [part for part in lists if not is_list_of_experts(part)]
-    return any(sum(map(is_linear, element.modules())) > 1 for part in blocks for element in part.children())
+    for part in module.modules():
+        is_list = isinstance(part, nn.ModuleList | nn.Sequential)
+        if not is_list or is_list_of_experts(part):
+            continue
+        for element in part.children():
+            if sum(map(is_linear, element.modules())) > 1:
+                return True
+    return False
 
 
 def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[PlannedBlock]:
@@ -132,11 +148,14 @@ def _block_of(leaf: str, plan: Mapping[str, str]) -> str:
     the planned module itself.
     """
     for pattern in plan:
-        if _matches(leaf, pattern):
-            parts = pattern.split(".")
-            if "*" not in parts:
-                return pattern.rpartition(".")[0] if any("*" in other for other in plan) else ""
-            return ".".join(leaf.split(".")[: parts.index("*") + 1])
+        if not _matches(leaf, pattern):
+            continue
+        parts = pattern.split(".")
+        if "*" in parts:
+            length = parts.index("*") + 1
+            return ".".join(leaf.split(".")[:length])
+        has_stars = any("*" in other for other in plan)
+        return pattern.rpartition(".")[0] if has_stars else ""
     raise AssertionError(f"{leaf} is in no pattern of the plan")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -169,15 +170,17 @@ def _drawn(value: Any, *, is_frozen: bool) -> Any:
     """Return a structure of arguments with random activations; other values stay."""
     if isinstance(value, torch.Tensor):
         # Activations of a model without memory are equal for all tokens, so they are drawn. Masks and positions stay.
-        if value.is_floating_point() and value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH):
+        has_tokens = value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH)
+        if has_tokens and value.is_floating_point():
             return torch.randn(value.shape, dtype=torch.float64, requires_grad=value.requires_grad or is_frozen)
         return value.detach().clone().requires_grad_(value.requires_grad)
+    draw = functools.partial(_drawn, is_frozen=is_frozen)
     if isinstance(value, dict):
-        return {key: _drawn(item, is_frozen=is_frozen) for key, item in value.items()}
+        return {key: draw(item) for key, item in value.items()}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_drawn(item, is_frozen=is_frozen) for item in value)
+        return tuple(map(draw, value))
     if isinstance(value, list):
-        return [_drawn(item, is_frozen=is_frozen) for item in value]
+        return list(map(draw, value))
     return value
 
 

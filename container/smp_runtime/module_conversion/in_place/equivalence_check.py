@@ -211,10 +211,19 @@ class EquivalenceCheck:
         """
         given = [t for t in (*_tensors(self._call.args), *_tensors(self._call.kwargs)) if t.dim()]
         rows = [t.shape[0] for t in given]
-        plain = all(t.shape[0] == batch for t in given if t.requires_grad)
-        doubtful = any(count > batch and not count % batch for count in rows)
-        returned = all(t.dim() > 1 and (not t.shape[0] % batch or not flows) for t, flows in self._whole.outputs)
-        return plain and returned and batch in rows and not doubtful
+        # A length that is a multiple of the batch may be the batch of all ranks.
+        is_doubtful = any(count > batch and count % batch == 0 for count in rows)
+        if batch not in rows or is_doubtful:
+            return False
+        for tensor in given:
+            if tensor.requires_grad and tensor.shape[0] != batch:
+                return False
+        for tensor, flows in self._whole.outputs:
+            has_rows = tensor.dim() > 1 and tensor.shape[0] % batch == 0
+            is_constant = tensor.dim() > 1 and not flows
+            if not has_rows and not is_constant:
+                return False
+        return True
 
     def of(self, split: BlockSplit) -> BlockSplit:
         """Check a split, and return it with the parameters that need their gradients summed.
@@ -246,47 +255,55 @@ class EquivalenceCheck:
         """Return the results that every part returned its slice of, such as attention weights of its heads."""
         found = []
         for place, (expected, _) in enumerate(self._whole.outputs):
-            mine = [run.outputs[place][0] for run in runs if place < len(run.outputs)]
-            dims = [
-                dim
-                for dim, length in enumerate(expected.shape)
-                if dim and all(part.shape == _cut(expected.shape, dim, length // self._size) for part in mine)
-            ]
-            if expected.dim() > 2 and dims and not expected.shape[dims[0]] % self._size:
-                found.append(DeferredSlice(place, dims[0], expected.shape[dims[0]]))
+            if expected.dim() < 3:
+                continue
+            parts = [run.outputs[place][0] for run in runs if place < len(run.outputs)]
+            dim = self._sliced_dim(expected, parts)
+            if dim is not None and expected.shape[dim] % self._size == 0:
+                found.append(DeferredSlice(place, dim, expected.shape[dim]))
         return found
+
+    def _sliced_dim(self, expected: torch.Tensor, parts: Sequence[torch.Tensor]) -> int | None:
+        """Return the first dim, after that of the batch, of which each part has its slice; None if there is none."""
+        for dim, length in enumerate(expected.shape):
+            shape = _cut(expected.shape, dim, length // self._size)
+            if dim and all(part.shape == shape for part in parts):
+                return dim
+        return None
 
     def slices_of_arguments(self, numbers: Iterable[Number]) -> tuple[DeferredSlice, ...]:
         """Return the arguments with a slice for each head that ``numbers`` reduce, such as a bias of attention scores."""
         heads = {number_of(self.block, path, name) for path, name, _ in numbers}
         found = []
         for place, value in self._call.given().items():
-            if isinstance(value, torch.Tensor) and value.dim() > 2:
-                dims = [dim for dim in (1, 0) if value.shape[dim] in heads]
-                found += [DeferredSlice(place, dims[0], value.shape[dims[0]])] if dims else []
+            if not isinstance(value, torch.Tensor) or value.dim() < 3:
+                continue
+            dims = [dim for dim in (1, 0) if value.shape[dim] in heads]
+            if dims:
+                found.append(DeferredSlice(place, dims[0], value.shape[dims[0]]))
         return tuple(found)
 
     def _summed(self, runs: Sequence[_PassResult]) -> list[str]:
         """Return the names of whole parameters with a gradient that is the sum of the parts' gradients."""
-        found = []
         # Some gradients are 0 but for rounding, as that of a bias of keys: what rounds is as great as others are.
-        least = max(
-            1e-3,
-            1e-2 * max((float(g.abs().max()) for g in self._whole.parameters.values() if g is not None), default=0.0),
-        )
+        sizes = [float(g.abs().max()) for g in self._whole.parameters.values() if g is not None]
+        least = max(1e-3, 1e-2 * max(sizes, default=0.0))
+        found = []
         for name, expected in self._whole.parameters.items():
             parts = [run.parameters[name] for run in runs]
             slices = [run.slices.get(name) for run in runs]
             if slices[0] is not None:
                 cuts = [None if expected is None else where.cut(expected) for where in slices if where is not None]
-                if not all(_equal(mine, expected, least) for mine, expected in zip(parts, cuts, strict=True)):
+                if not all(_equal(mine, cut, least) for mine, cut in zip(parts, cuts, strict=True)):
                     raise NotEqualError(f"the gradient of {name} differs", 2)
-            elif not all(_equal(mine, expected, least) for mine in parts):
-                present = [mine for mine in parts if mine is not None]
-                total = torch.stack(present).sum(0) if present else None
-                if not _equal(total, expected, least):
-                    raise NotEqualError(f"the gradient of {name} differs, and so does its sum", 2)
-                found.append(name)
+                continue
+            if all(_equal(mine, expected, least) for mine in parts):
+                continue
+            present = [mine for mine in parts if mine is not None]
+            total = torch.stack(present).sum(0) if present else None
+            if not _equal(total, expected, least):
+                raise NotEqualError(f"the gradient of {name} differs, and so does its sum", 2)
+            found.append(name)
         return found
 
     def _all_parts(self, split: BlockSplit) -> list[_PassResult]:
@@ -301,6 +318,7 @@ class EquivalenceCheck:
                 errors.append(error)
                 meeting.abort()
 
+        # The parts meet in collectives, so all of them must run at the same time.
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self._size)]
         for thread in threads:
             thread.start()
@@ -389,14 +407,15 @@ def with_values(module: nn.Module) -> nn.Module:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                memo[id(parameter)] = nn.Parameter(
-                    _random(parameter, name), requires_grad=parameter.is_floating_point()
-                )
+                trains = parameter.is_floating_point()
+                memo[id(parameter)] = nn.Parameter(_random(parameter, name), requires_grad=trains)
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_meta:
                 memo[id(buffer)] = _random(buffer, name)
+        # deepcopy takes these for the copies of the hooks.
         for name, value in vars(part).items():
-            if name.endswith("_hooks") and isinstance(value, dict):
+            is_hooks = name.endswith("_hooks") and isinstance(value, dict)
+            if is_hooks:
                 memo[id(value)] = type(value)()
     return copy.deepcopy(module, memo)
 
@@ -439,17 +458,20 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _equal(found: torch.Tensor | None, expected: torch.Tensor | None, least: float = 1e-3) -> bool:
     """Return whether two tensors are equal except for rounding, relative to the greatest element or ``least``."""
     if found is None or expected is None:
-        return all(t is None or not bool(t.count_nonzero()) for t in (found, expected))
+        given = found if expected is None else expected
+        return given is None or not bool(given.count_nonzero())
     if found.shape != expected.shape:
         return False
     if not found.is_floating_point():
         return bool(torch.equal(found, expected))
-    tolerance = _TOLERANCES[expected.dtype] if expected.dtype in _TOLERANCES else _TOLERANCES[torch.float32]
+    tolerance = _TOLERANCES.get(expected.dtype, _TOLERANCES[torch.float32])
     scale = max(least, float(expected.abs().max())) if expected.numel() else 1.0
     return bool(torch.allclose(found, expected, rtol=0.0, atol=tolerance * scale, equal_nan=True))
 
 
 def _distance(found: torch.Tensor | None, expected: torch.Tensor | None) -> str:
     if found is None or expected is None or found.shape != expected.shape:
-        return " and ".join("none" if t is None else str(list(t.shape)) for t in (found, expected))
-    return f"{float((found.double() - expected.double()).abs().max()):.1g}"
+        shapes = ["none" if tensor is None else str(list(tensor.shape)) for tensor in (found, expected)]
+        return " and ".join(shapes)
+    greatest = (found.double() - expected.double()).abs().max()
+    return f"{float(greatest):.1g}"

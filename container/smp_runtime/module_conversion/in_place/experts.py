@@ -53,10 +53,14 @@ def _mixtures(block: nn.Module) -> list[str]:
     for path, part in block.named_modules():
         if path and (is_list_of_experts(part) or _tables(part)):
             found[path.rpartition(".")[0]] = None
-    inner = [
-        path for path in found if not any(other != path and other.startswith(f"{path}.".lstrip(".")) for other in found)
-    ]
-    return [path for path in inner if path or len(found) == 1]
+    mixtures = []
+    for path in found:
+        start = f"{path}." if path else ""
+        is_around_others = any(other != path and other.startswith(start) for other in found)
+        is_alone = len(found) == 1
+        if not is_around_others and (path or is_alone):
+            mixtures.append(path)
+    return mixtures
 
 
 def is_list_of_experts(part: nn.Module) -> bool:
@@ -64,19 +68,28 @@ def is_list_of_experts(part: nn.Module) -> bool:
 
     Blocks that consist of halves are no experts.
     """
-    children = list(part.children())
-    if not isinstance(part, nn.ModuleList | nn.ModuleDict) or len(children) < 2 or len({type(c) for c in children}) > 1:
+    if not isinstance(part, nn.ModuleList | nn.ModuleDict):
         return False
-    return (
-        2 <= sum(map(is_linear, children[0].children())) == sum(map(is_linear, children[0].modules())) <= _MOST_LINEAR
-    )
+    children = list(part.children())
+    kinds = {type(child) for child in children}
+    if len(children) < 2 or len(kinds) > 1:
+        return False
+    direct = sum(map(is_linear, children[0].children()))
+    every = sum(map(is_linear, children[0].modules()))
+    return direct == every and 2 <= direct <= _MOST_LINEAR
 
 
 def _tables(part: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's own parameters of many experts, ``[experts, …, …]``."""
-    found = {n: p for n, p in part._parameters.items() if p is not None and p.dim() == 3}
-    alone = sum(p.shape[0] == 1 for p in found.values()) == 1  # a row of one, such as a token of a class
-    return {n: p for n, p in found.items() if p.shape[0] > 1 or not alone}
+    found = {}
+    for name, parameter in part._parameters.items():
+        if parameter is not None and parameter.dim() == 3:
+            found[name] = parameter
+    single = [name for name, parameter in found.items() if parameter.shape[0] == 1]
+    # One row among tables of several experts is something else, such as a token of a class.
+    if len(single) == 1:
+        del found[single[0]]
+    return found
 
 
 def _placed(path: str, split: BlockSplit) -> BlockSplit:
@@ -199,10 +212,14 @@ def _cuts_of(
     """Yield the places where one parameter may be cut, the likelier first."""
     dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in (features, 2 * features)]
     if features != width:
-        dims = ([dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2] or dims)[:1]
+        inner = [dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2]
+        dims = (inner or dims)[:1]
     for dim in dims:
-        pieces = (features, features) if is_packed and parameter.shape[dim] == 2 * features else ()
-        if not any(piece % size for piece in pieces or (parameter.shape[dim],)):
+        length = parameter.shape[dim]
+        is_halves = is_packed and length == 2 * features
+        pieces = (features, features) if is_halves else ()
+        is_even = all(piece % size == 0 for piece in pieces or (length,))
+        if is_even:
             yield name, dim, pieces
 
 
@@ -213,10 +230,13 @@ def _numbers(mixture: nn.Module, tables: dict[str, Tables], size: int) -> Iterat
     for path, how in tables.items():
         part = mixture.get_submodule(path)
         wholes = {how.experts} if how.is_spread else {part.get_parameter(name).shape[dim] for name, dim, _ in how.cuts}
-        wholes |= {piece for _, _, pieces in how.cuts for piece in pieces}
+        for _, _, pieces in how.cuts:
+            wholes.update(pieces)
         for name, value in vars(part).items():
+            if name.startswith("_") or type(value) is not int:
+                continue
             is_named = "expert" in name or not how.is_spread
-            if type(value) is int and value in wholes and is_named and not name.startswith("_"):
+            if value in wholes and is_named:
                 found.append((path, name, value // size))
     if found:
         yield tuple(found)

@@ -87,6 +87,10 @@ def _by_input(seen: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
     return runs
 
 
+def _parent_of(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
 def _by_parent(seen: Sequence[tuple[str, torch.Tensor]], within: set[str]) -> list[list[str]]:
     """Group maps of one module except the last one: queries, and keys and values of something else.
 
@@ -94,11 +98,15 @@ def _by_parent(seen: Sequence[tuple[str, torch.Tensor]], within: set[str]) -> li
         within: maps that others of the same module follow: these stay alone.
     """
     runs: list[list[str]] = []
-    for parent, found in itertools.groupby((path for path, _ in seen), lambda path: path.rpartition(".")[0]):
+    for parent, found in itertools.groupby((path for path, _ in seen), _parent_of):
         *before, last = found
-        alone, before = [path for path in before if path in within], [path for path in before if path not in within]
+        alone = [path for path in before if path in within]
+        before = [path for path in before if path not in within]
         runs += [[path] for path in alone]
-        runs += [before, [last]] if before and parent else [[path] for path in (*before, last)]
+        if before and parent:
+            runs += [before, [last]]
+        else:
+            runs += [[path] for path in (*before, last)]
     return runs
 
 
@@ -109,10 +117,11 @@ def _sources(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> dict
     """
     weights = {id(block.get_submodule(path).weight): path for path, _ in seen}
     found: dict[str, set[str]] = {}
-    for parent, calls in itertools.groupby(seen, lambda call: call[0].rpartition(".")[0]):
+    for parent, calls in itertools.groupby(seen, lambda call: _parent_of(call[0])):
         for path, x in [*calls][:-1]:
-            before = {weights[id(leaf)] for leaf in _leaves_before(x) if id(leaf) in weights}
-            found[path] = {source for source in before if source.rpartition(".")[0] == parent}
+            leaves = {id(leaf) for leaf in _leaves_before(x)}
+            before = {source for weight, source in weights.items() if weight in leaves}
+            found[path] = {source for source in before if _parent_of(source) == parent}
     return found
 
 
@@ -154,11 +163,17 @@ def find_narrow(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], spli
     """Return small maps in front of maps that are split: it is better to keep them whole."""
     sources = _sources(block, seen)
     found: set[str] = set()
-    for _, calls in itertools.groupby((path for path, _ in seen), lambda path: path.rpartition(".")[0]):
-        names = set(calls)
-        inside = sum(_size(block, path) for path in names if path in split)
-        before = set().union(*(sources.get(path, set()) for path in names if path in split))
-        found |= {path for path in before if path not in split and _size(block, path) * _NARROW <= inside}
+    for _, calls in itertools.groupby((path for path, _ in seen), _parent_of):
+        inside = 0
+        before: set[str] = set()
+        for path in set(calls):
+            if path in split:
+                inside += _size(block, path)
+                before |= sources.get(path, set())
+        for path in before:
+            is_narrow = _size(block, path) * _NARROW <= inside
+            if is_narrow and path not in split:
+                found.add(path)
     return found
 
 

@@ -104,7 +104,8 @@ def _say(chosen: Iterable[_BlockChoice], group: TensorGroup) -> None:
     for choice in chosen:
         is_split = bool(choice.split.leaves or choice.split.tables)
         is_any = is_any or is_split
-        logger.log(logging.WARNING if choice.is_planned and not is_split else logging.INFO, "%s", choice.line)
+        is_disappointing = choice.is_planned and not is_split
+        logger.log(logging.WARNING if is_disappointing else logging.INFO, "%s", choice.line)
     if is_any and group.slices_activations:
         logger.info(
             "optimize is memory, but blocks that are split in place do not slice activations: each rank keeps those of all rows of "

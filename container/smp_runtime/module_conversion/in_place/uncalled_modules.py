@@ -40,11 +40,17 @@ def _twins(proof: EquivalenceCheck) -> Iterator[tuple[str, str]]:
     called = {path for path, _ in proof.seen}
     maps = {path: list(_maps_of(part)) for path, part in proof.block.named_modules() if path}
     for path, names in maps.items():
-        if not names or called & {f"{path}.{name}" for name in names}:
+        was_called = any(f"{path}.{name}" in called for name in names)
+        if was_called or not names:
             continue
-        alike = [other for other in maps if maps[other] == names and {f"{other}.{name}" for name in names} <= called]
         kind = _kind(proof.block.get_submodule(path))
-        yield from [(path, other) for other in alike if _kind(proof.block.get_submodule(other)) == kind][:1]
+        for other, other_names in maps.items():
+            if other_names != names:
+                continue
+            other_was_called = all(f"{other}.{name}" in called for name in names)
+            if other_was_called and _kind(proof.block.get_submodule(other)) == kind:
+                yield path, other
+                break
 
 
 def _maps_of(module: nn.Module) -> Iterator[str]:

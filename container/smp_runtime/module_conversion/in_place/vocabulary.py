@@ -53,12 +53,15 @@ def _chosen(model: nn.Module, blocks: Mapping[int, BlockSplit], group: TensorGro
         calls = calls_by_themselves(model, [path for paths in groups for path in paths])
     except Exception:  # the other ranks wait for a decision; whole embeddings are right
         return []
-    needed = None if group.prescaled else BATCH
 
     def is_right(path: str) -> bool:
-        return all(shape and needed in (None, shape[0]) for shape in calls[path])
+        if path not in calls:
+            return False
+        if group.prescaled:
+            return all(calls[path])
+        return all(shape and shape[0] == BATCH for shape in calls[path])
 
-    return [paths for paths in groups if all(path in calls and is_right(path) for path in paths)]
+    return [paths for paths in groups if all(map(is_right, paths))]
 
 
 def _groups(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> Iterator[list[str]]:

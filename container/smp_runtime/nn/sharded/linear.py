@@ -138,7 +138,8 @@ def is_linear(module: Any) -> bool:
 
     It may be PyTorch's, also with a forward of its own, or the one of Transformers ([in, out]).
     """
-    return (isinstance(module, torch.nn.Linear) or is_transposed(module)) and has_own_weight(module)
+    is_of_kind = isinstance(module, torch.nn.Linear) or is_transposed(module)
+    return is_of_kind and has_own_weight(module)
 
 
 def has_own_weight(module: torch.nn.Module) -> bool:

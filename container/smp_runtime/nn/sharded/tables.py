@@ -32,7 +32,9 @@ class Tables:
     @property
     def is_spread(self) -> bool:
         """Return whether each rank has whole experts."""
-        return self.experts > 0 and all(dim == 0 for _, dim, _ in self.cuts)
+        if self.experts == 0:
+            return False
+        return all(dim == 0 for _, dim, _ in self.cuts)
 
     def slices(self, module: nn.Module, rank: int, size: int) -> dict[str, TensorSlice]:
         """Return a rank's slice of each parameter that is split."""

@@ -123,8 +123,10 @@ def _foreign(files: Sequence[str]) -> list[int]:
     this library raised an error.
     """
     ours = [file.startswith(_OWN_FOLDERS) for file in files]
-    below = len(ours) - ours[::-1].index(False) if False in ours else 0
-    return [index for index, own in enumerate(ours) if not own or index >= below]
+    if all(ours):
+        return list(range(len(ours)))
+    last_foreign = max(index for index, own in enumerate(ours) if not own)
+    return [index for index, own in enumerate(ours) if not own or index > last_foreign]
 
 
 class FirstStepFailures:

@@ -138,7 +138,11 @@ class Messenger:
 
         No stage waits for the end of a microbatch.
         """
-        return [stage for stage, news in self._news.items() if any(isinstance(each, Done) for each in news)]
+        waiting = []
+        for stage, news in self._news.items():
+            if any(isinstance(each, Done) for each in news):
+                waiting.append(stage)
+        return waiting
 
     def _news_for(self, stage: int) -> Stamped | None:
         """Return the pending news for a stage, or None if it waits for none any more; runs on a sender's thread."""

@@ -380,10 +380,12 @@ class ModuleServer:
     def _make(self, task: Task, made: Made) -> None:
         """Keep a result, and pack the parts that the caller itself uses, to be sent when the task ends."""
         for index, (slot, tensor) in enumerate(zip(made.slots, made.tensors, strict=True)):
-            if slot is not None and made.made_here[index]:
-                self._context.values.put(slot.name, tensor.detach(), made_by=task)
-                if index in task.home:
-                    task.parcel[slot.name] = tensor.detach()
+            if slot is None or not made.made_here[index]:
+                continue
+            value = tensor.detach()
+            self._context.values.put(slot.name, value, made_by=task)
+            if index in task.home:
+                task.parcel[slot.name] = tensor.detach()
 
     def _reply(self, task: Task, head: bytes, slots: Sequence[TensorSlot | None], touched: tuple[bool, ...]) -> None:
         kind = str(task.kind)

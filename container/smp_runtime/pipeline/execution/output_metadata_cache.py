@@ -69,9 +69,14 @@ def outcome_of(
     head: bytes, slots: Sequence[TensorSlot | None], path: Path, arguments: Sequence[Name]
 ) -> OutputMetadata:
     """Return the metadata of a call's result in a form that also holds for the next call."""
-    templates = tuple(None if slot is None else template_of(slot, path, arguments) for slot in slots)
-    nameable = all(t is not None for t, slot in zip(templates, slots, strict=True) if slot is not None)
-    return OutputMetadata(head, templates, nameable)
+    templates = []
+    is_nameable = True
+    for slot in slots:
+        template = None if slot is None else template_of(slot, path, arguments)
+        templates.append(template)
+        if slot is not None and template is None:
+            is_nameable = False
+    return OutputMetadata(head, tuple(templates), is_nameable)
 
 
 def describe_difference_of(before: OutputMetadata, slots: Sequence[TensorSlot | None], head: bytes) -> str:
@@ -82,15 +87,22 @@ def describe_difference_of(before: OutputMetadata, slots: Sequence[TensorSlot | 
         return f"{describe_tensors(now)} and not {describe_tensors(then)}"
     if before.head == head:
         return f"{describe_tensors(now)}, but from other places (an argument as it was, or a result of its own)"
-    old, new = (_shown(each, now) for each in (before.head, head))
-    start = next((place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), 0)
+    old, new = _shown(before.head, now), _shown(head, now)
+    start = 0
+    for place, (one, other) in enumerate(zip(old, new, strict=False)):
+        if one != other:
+            start = place
+            break
+    # Some of the equal text before the difference shows where it is.
     start = 0 if start < _SHOWN // 2 else start - _SHOWN // 4
-    return f"{new[start : start + _SHOWN]} and not {old[start : start + _SHOWN]}"
+    end = start + _SHOWN
+    return f"{new[start:end]} and not {old[start:end]}"
 
 
 def describe_tensors(metas: Sequence[TensorMetadata | None]) -> str:
     """Return types, shapes and ``requires_grad`` of tensors as text."""
-    return ", ".join("none" if meta is None else _text(meta) for meta in metas) or "no tensors"
+    texts = ["none" if meta is None else _text(meta) for meta in metas]
+    return ", ".join(texts) or "no tensors"
 
 
 def _text(meta: TensorMetadata) -> str:

@@ -55,7 +55,9 @@ class KindPlan:
 
     def order_of(self, stage: int) -> tuple[Action, ...] | None:
         """Return the order to send to a stage, or None if it already has it or no order exists."""
-        return self.orders.get(stage, ()) if self.orders is not None and self.is_new else None
+        if self.orders is None or not self.is_new:
+            return None
+        return self.orders.get(stage, ())
 
 
 class PlanStore:
@@ -141,12 +143,15 @@ class PlanStore:
         """
         changed = any(record.changed_buffers for record in records)
         self._changes_buffers[kind.course] = changed or self._changes_buffers.get(kind.course, False)
-        segments = [segment for record in records for segment in record.segments]
         is_serial = any(record.is_serial for record in records)
         if is_serial:
             self._plans[kind].divergences = MOST_DIVERGENCES  # there is nothing to plan
-        unplanned = is_serial or any(record.learned for record in records)
-        orders = None if unplanned else self._plan(segments, self._plans[kind].orders)
+        has_learned = any(record.learned for record in records)
+        orders = None
+        if not is_serial and not has_learned:
+            segments = [segment for record in records for segment in record.segments]
+            orders = self._plan(segments, self._plans[kind].orders)
+        # All pipelines share, also one that has planned nothing: the others wait for its answer.
         if self._share is not None:
             orders = self._share(orders)[0]
         if orders is not None:

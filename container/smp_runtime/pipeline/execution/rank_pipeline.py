@@ -103,6 +103,7 @@ class Pipeline:
     ) -> None:
         stage = list(ranks).index(control.rank)
         modules = dict(module.named_modules(remove_duplicate=True))
+        # One lock for the whole stage, so that no order of locks can go wrong; reentrant, since its parts call each other.
         lock = threading.RLock()
         attributes = Attributes(
             (part for path, part in modules.items() if stage_of(path) == stage),

@@ -392,7 +392,8 @@ class RunningStep:
         The caller holds the lock.
         """
         scheduler = self._context.scheduler
-        if scheduler.order is None or self.diverged or scheduler.is_running:
+        follows_order = scheduler.order is not None and not self.diverged
+        if not follows_order or scheduler.is_running:
             return False
         if self.meet is None:
             return scheduler.is_stalled and quiet > stall

@@ -78,6 +78,7 @@ class TaskScheduler:
         self._waiting: dict[tuple[TaskKind, int, tuple[int, ...]], Task] = {}
         self._by_event: dict[Event, list[Task]] = {}
         self._running: Task | None = None
+        # Threads wait here for their next task: to start one for each task would cost more than many tasks take.
         self._idle_threads: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._spare = 0
@@ -212,7 +213,9 @@ class TaskScheduler:
     @property
     def position(self) -> int:
         """Return the position in the planned order, or the position where the order was left."""
-        return self.order.position if self.order is not None else self.limit or 0
+        if self.order is not None:
+            return self.order.position
+        return self.limit or 0
 
     def halt(self) -> None:
         """Begin nothing more: the running segment is the last one until :meth:`go_on_to` or :meth:`grant`."""
@@ -260,7 +263,9 @@ class TaskScheduler:
     @property
     def is_stalled(self) -> bool:
         """Return whether tasks could run but the planned order holds them back."""
-        return self._running is None and any(not task.missing for task in self._waiting.values())
+        if self._running is not None:
+            return False
+        return any(not task.missing for task in self._waiting.values())
 
     def waiting_tasks(self) -> list[Task]:
         """Return the tasks that wait for the baton or for values."""
@@ -345,7 +350,8 @@ class TaskScheduler:
         return first, task.kind is TaskKind.WEIGHTS, *others, task.kind is not TaskKind.STEP, task.path
 
     def _may_begin(self, task: Task) -> bool:
-        return task.kind is not TaskKind.STEP or task.has_thread or self._is_admitted(task)
+        begins_microbatch = task.kind is TaskKind.STEP and not task.has_thread
+        return not begins_microbatch or self._is_admitted(task)
 
     def _hand_over(self) -> None:
         """Choose the next task and wake it; afterwards ``_running`` is that task or None."""
@@ -367,6 +373,7 @@ class TaskScheduler:
                 # This thread continues with the task. The task already has the baton, so no other thread can take it.
                 self._local.next = task
             elif self._spare == 0:
+                # A daemon: after a failure its task may wait for a tensor that never comes.
                 thread = threading.Thread(target=self._work, args=(task,), name="smp-pipeline-worker", daemon=True)
                 self._threads.append(thread)
                 thread.start()

@@ -108,11 +108,12 @@ class ModuleRecorder:
         if not self._open or torch.compiler.is_compiling():
             return
         path = self._open.pop()
+        around = self._open[-1] if self._open else None
         if backward_pass() == -1:
             self._owners.note(output, path)
-            self._cut(TaskKind.FORWARD, self._open[-1] if self._open else "")
+            self._cut(TaskKind.FORWARD, "" if around is None else around)
         else:
-            self._cut(TaskKind.BACKWARD, self._open[-1] if self._open else self._before)
+            self._cut(TaskKind.BACKWARD, self._before if around is None else around)
 
     def _reached(self, path: str) -> None:
         if self._microbatch is not None and not self._open:

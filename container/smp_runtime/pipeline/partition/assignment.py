@@ -222,9 +222,14 @@ def idle_stages(stages: Sequence[int]) -> str:
 
 def _job_folders() -> list[Path]:
     """Return the folders that outlive a job: its checkpoints, if it has them, and its output data."""
-    checkpoints, output = (os.environ.get(name) for name in ("SMP_CHECKPOINT_DIR", "SM_OUTPUT_DATA_DIR"))
-    kept = [Path(checkpoints)] if checkpoints and Path(checkpoints).is_dir() else []
-    return kept + ([Path(output)] if output else [])
+    folders = []
+    checkpoints = os.environ.get("SMP_CHECKPOINT_DIR")
+    if checkpoints and Path(checkpoints).is_dir():
+        folders.append(Path(checkpoints))
+    output = os.environ.get("SM_OUTPUT_DATA_DIR")
+    if output:
+        folders.append(Path(output))
+    return folders
 
 
 def check_together(assignment: Assignment, trace: Trace) -> None:
@@ -247,7 +252,9 @@ def check_together(assignment: Assignment, trace: Trace) -> None:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, str) for each in value)
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(isinstance(each, str) for each in value)
 
 
 def _called(path: str) -> str:

@@ -163,4 +163,7 @@ def find_callees(node: ModuleNode) -> list[ModuleNode]:
 def balance(costs: Sequence[StageCost]) -> float:
     """Return the greatest cost of a stage divided by the mean; 1 is perfect."""
     total = sum(cost.cost for cost in costs)
-    return max(cost.cost for cost in costs) * len(costs) / total if total else 1.0
+    if not total:
+        return 1.0
+    greatest = max(cost.cost for cost in costs)
+    return greatest * len(costs) / total

@@ -236,16 +236,20 @@ def _decided(
 def _tell_bound(seen: Trace) -> None:
     """Warn of attributes passed between modules outside of calls; they keep the modules on one stage."""
     uses = [use for use in seen.foreign_uses if use.kind == "attribute"]
-    if uses:
-        paths = dict.fromkeys(path for use in uses for path in (use.holder, use.user))
-        shown = ", ".join(repr(path) if path else "the model itself" for path in list(paths)[:4])
-        logger.warning(
-            "%s%s are on one stage, since attributes such as %s are set by one module and used by another while they run; "
-            "return these values from forward instead to let the modules lie apart",
-            shown,
-            f" and {len(paths) - 4} more" if len(paths) > 4 else "",
-            uses[0].parameter,
-        )
+    if not uses:
+        return
+    paths: dict[str, None] = {}
+    for use in uses:
+        paths.update({use.holder: None, use.user: None})
+    shown = ", ".join(repr(path) if path else "the model itself" for path in list(paths)[:4])
+    hidden = len(paths) - 4
+    logger.warning(
+        "%s%s are on one stage, since attributes such as %s are set by one module and used by another while they run; "
+        "return these values from forward instead to let the modules lie apart",
+        shown,
+        f" and {hidden} more" if hidden > 0 else "",
+        uses[0].parameter,
+    )
 
 
 def _tell_called_in_functions(seen: Trace) -> None:

@@ -163,7 +163,8 @@ class ManualAssignment:
 
 def hand_on_stage(original: nn.Module, made: nn.Module) -> None:
     """Give a module that replaces another one the stage that the script has set for the original."""
-    if (stage := vars(original).get(_BUILT_IN)) is not None:
+    stage = vars(original).get(_BUILT_IN)
+    if stage is not None:
         for part in made.modules():
             vars(part)[_BUILT_IN] = stage
     for key in (_SET_TO, _CALLS):

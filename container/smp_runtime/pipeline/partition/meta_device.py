@@ -87,7 +87,9 @@ def _without_value(leaf: Any) -> Any:
 
 
 def _without_numbers(leaf: Any) -> Any:
-    return leaf.to(_META) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf.to(_META)
 
 
 @contextlib.contextmanager

@@ -72,8 +72,11 @@ def _groups(paths: Sequence[str], taken: Mapping[str, Sequence[float]]) -> list[
     """Split modules of one kind into groups, so that clearly slower modules are separate."""
     groups: list[list[str]] = []
     for path in sorted(paths, key=lambda path: median(taken[path])):
-        others = [seconds for other in (groups[-1] if groups else ()) for seconds in taken[other]]
-        if others and min(taken[path]) <= max(APART * median(others), median(others) + APART_SECONDS):
+        former: list[float] = []
+        for other in groups[-1] if groups else ():
+            former += taken[other]
+        limit = max(APART * median(former), median(former) + APART_SECONDS) if former else 0.0
+        if former and min(taken[path]) <= limit:
             groups[-1].append(path)
         else:
             groups.append([path])

@@ -125,7 +125,8 @@ def together_with_reasons(trace: Trace) -> list[tuple[tuple[str, ...], str]]:
         for parameter in node.parameters:
             bound[f"parameter {parameter.name}"][node.path] = None
     for use in trace.foreign_uses:
-        bound[f"{use.kind} {use.parameter}"].update({use.holder: None, use.user: None})
+        paths = bound[f"{use.kind} {use.parameter}"]
+        paths.update({use.holder: None, use.user: None})
     return [(tuple(paths), reason) for reason, paths in bound.items() if len(paths) > 1]
 
 

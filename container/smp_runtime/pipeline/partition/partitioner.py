@@ -198,7 +198,9 @@ class _PartitionSearch:
         last, count = self.model.stages - 1, 0
         for group, stage in zip(self.parts.groups, groups, strict=True):
             for gap in group.gaps:
-                count += ends[stage] < gap or (begins[stage] > gap and stage != last)
+                is_behind = ends[stage] < gap
+                is_ahead = begins[stage] > gap and stage != last
+                count += is_behind or is_ahead
         return count
 
 
@@ -215,7 +217,9 @@ def _least(found: Iterable[_Found | None]) -> _Found | None:
     """Return the best cut, the earliest among equals; rounding differences do not count."""
     best: _Found | None = None
     for candidate in found:
-        if candidate is not None and (best is None or _is_less(candidate.score, best.score)):
+        if candidate is None:
+            continue
+        if best is None or _is_less(candidate.score, best.score):
             best = candidate
     return best
 

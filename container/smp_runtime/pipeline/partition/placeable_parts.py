@@ -191,11 +191,16 @@ def callees_in_order(node: ModuleNode) -> list[ModuleNode]:
 
     If the modules of two lists take turns, the result is thus the order in which the modules run.
     """
+
+    def first_call(node: ModuleNode) -> float:
+        orders = [inner.order for inner in node.walk() if inner.order >= 0]
+        return min(orders, default=float("inf"))
+
     found: list[ModuleNode] = []
     for child in node.children:
-        found += callees_in_order(child) if child.is_container and not child.parameters else [child]
-    never = float("inf")
-    return sorted(found, key=lambda child: min((n.order for n in child.walk() if n.order >= 0), default=never))
+        is_bare_container = child.is_container and not child.parameters
+        found += callees_in_order(child) if is_bare_container else [child]
+    return sorted(found, key=first_call)
 
 
 def _joined(
@@ -272,12 +277,15 @@ def _absorbed(
     These units are bound together, with next to nothing in between.
     """
     in_flight = sum(model.in_flight) / model.stages
+    most_extra = _GRAIN / 2 / model.stages
     absorbed: dict[int, int] = {}
     for first, numbers in members.items():
+        if len(numbers) == 1 or first in stage_of:
+            continue
         span = range(numbers[0], numbers[-1] + 1)
         between = set(span) - set(numbers)
-        alone = all(members.get(number) == [number] for number in between)
+        are_alone = all(members.get(number) == [number] for number in between)
         extra = sum(model.share(units[number].need, in_flight) for number in between)
-        if len(numbers) > 1 and first not in stage_of and alone and extra <= _GRAIN / 2 / model.stages:
+        if are_alone and extra <= most_extra:
             absorbed.update(dict.fromkeys(span, first))
     return absorbed

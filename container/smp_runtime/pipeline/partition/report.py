@@ -124,7 +124,10 @@ def format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _is_figure(rows: Sequence[tuple[str, ...]], column: int) -> bool:
-    return 0 < column < len(rows[0]) and all(row[column][:1].isdigit() and " " not in row[column] for row in rows[1:])
+    if not 0 < column < len(rows[0]):
+        return False
+    cells = [row[column] for row in rows[1:]]
+    return all(cell[:1].isdigit() and " " not in cell for cell in cells)
 
 
 def _ranges(stages: Sequence[int]) -> str:
@@ -135,4 +138,10 @@ def _ranges(stages: Sequence[int]) -> str:
 
 def _few(groups: list[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
     """Return the first eight groups of modules that are far apart; a list of parameters with its owner is left out."""
-    return [group for group in groups if not any(path and group[0][0].startswith(path) for path in group[0][1:])][:8]
+    far_apart = []
+    for paths, reason in groups:
+        first, *others = paths
+        has_owner = any(path and first.startswith(path) for path in others)
+        if not has_owner:
+            far_apart.append((paths, reason))
+    return far_apart[:8]

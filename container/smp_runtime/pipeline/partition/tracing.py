@@ -275,10 +275,13 @@ class _Recorder(_TracedCalls):
         tensors = tensors_in(output)
         node.output_bytes = max(node.output_bytes, total_bytes(tensors))
         for tensor in tensors:
-            if id(tensor) in self.tree.parameters or id(tensor) in self.tree.buffers:
+            is_of_model = id(tensor) in self.tree.parameters or id(tensor) in self.tree.buffers
+            if is_of_model:
                 self._exposed.add(id(tensor))
             storage = storage_of(tensor)
-            if not self._measures_memory and storage not in self._kept and self._maker(tensor) is node:
+            if self._measures_memory or storage in self._kept:
+                continue
+            if self._maker(tensor) is node:
                 self._kept.add(storage)
                 node.activation_bytes += tensor_bytes(tensor)
 
@@ -488,6 +491,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     packet = func.overloadpacket
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
-    if "scaled_dot_product" in packet.__name__ and "backward" not in packet.__name__:
-        return float(sdpa_flop_count(*(argument.shape for argument in args[:3])))
-    return 0.0
+    name = packet.__name__
+    is_attention = "scaled_dot_product" in name and "backward" not in name
+    if not is_attention:
+        return 0.0
+    shapes = [argument.shape for argument in args[:3]]
+    return float(sdpa_flop_count(*shapes))

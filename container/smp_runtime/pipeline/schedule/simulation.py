@@ -134,7 +134,11 @@ class SegmentGraph:
 
     def sources(self, node: int) -> list[int]:
         """Return the nodes that must give something before ``node`` can start."""
-        return [i for i, edges in enumerate(self.successors) if any(target == node for target, _ in edges)]
+        found = []
+        for source, edges in enumerate(self.successors):
+            if any(target == node for target, _ in edges):
+                found.append(source)
+        return found
 
     def topological(self) -> list[int]:
         """Return all nodes, sources first.
@@ -302,16 +306,23 @@ class ScheduleSimulator:
         self.left_at[r][k] -= 1
         if not self.graph.weights[node]:
             self.before_weights[r][k] -= 1
-            if self.opened[r][k] and self.before_weights[r][k] == 0 and self.left_at[r][k]:
-                self.weights_only[r] += 1
-        elif self.opened[r][k] and self.before_weights[r][k] == 0 and self.left_at[r][k] == 0:
-            self.weights_only[r] -= 1
-        if self.left_at[r][k] == 0 and self.opened[r][k]:
-            self.in_flight[r] -= 1
+        if self.opened[r][k]:
+            self._count_in_flight(node, r, k)
         self.left[k] -= 1
         if not self.left[k]:
             known = now + (self.graph.latency if self.home[k] != r else 0)
             heapq.heappush(self._events, (known, _FINISHED, k))
+
+    def _count_in_flight(self, node: int, r: int, k: int) -> None:
+        """Record the end of a node of a microbatch that is in flight on the rank."""
+        left, is_weights = self.left_at[r][k], self.graph.weights[node]
+        if self.before_weights[r][k] == 0:
+            if left and not is_weights:
+                self.weights_only[r] += 1
+            elif is_weights and not left:
+                self.weights_only[r] -= 1
+        if not left:
+            self.in_flight[r] -= 1
 
     def _finished(self, k: int) -> None:
         self.finished[k] = True
@@ -366,27 +377,35 @@ def summarize_run(graph: SegmentGraph, clock: ScheduleSimulator) -> SimulatedRun
 def _sequence(orders: Orders, graph: SegmentGraph) -> list[list[int]]:
     """Return the orders in node numbers, after a check that every action is listed exactly once and on its rank."""
     for rank, order in orders.items():
-        double = _first_double(order)
-        if double is not None:
-            raise ScheduleError(f"{double} stands twice in the order of rank {rank}. An action runs exactly once.")
-        for action in order:
-            if action not in graph.index:
-                raise ScheduleError(f"{action} is in the order of rank {rank}, but was not recorded on any rank.")
-            home = graph.segments[graph.index[action]].rank
-            if home != rank:
-                raise ScheduleError(f"{action} is in the order of rank {rank}, but was recorded on rank {home}.")
+        _check_order(rank, order, graph)
     sequence = [[graph.index[action] for action in orders.get(rank, ())] for rank in graph.ranks]
-    named = {node for nodes in sequence for node in nodes}
+    named = set(itertools.chain.from_iterable(sequence))
     for node, segment in enumerate(graph.segments):
         if node not in named:
             raise ScheduleError(f"{segment.action} was recorded on rank {segment.rank}, but its order lacks it.")
     return sequence
 
 
+def _check_order(rank: int, order: Sequence[Action], graph: SegmentGraph) -> None:
+    double = _first_double(order)
+    if double is not None:
+        raise ScheduleError(f"{double} stands twice in the order of rank {rank}. An action runs exactly once.")
+    for action in order:
+        if action not in graph.index:
+            raise ScheduleError(f"{action} is in the order of rank {rank}, but was not recorded on any rank.")
+        home = graph.segments[graph.index[action]].rank
+        if home != rank:
+            raise ScheduleError(f"{action} is in the order of rank {rank}, but was recorded on rank {home}.")
+
+
 def _deadlock(clock: ScheduleSimulator, sequence: Sequence[Sequence[int]]) -> str:
     """Return a message with the cycle of waits, found by following what each rank's next action waits for."""
     graph = clock.graph
-    heads = {r: order[len(clock.order[r])] for r, order in enumerate(sequence) if len(clock.order[r]) < len(order)}
+    heads: dict[int, int] = {}
+    for r, order in enumerate(sequence):
+        done = len(clock.order[r])
+        if done < len(order):
+            heads[r] = order[done]
 
     def waits_for(node: int) -> tuple[int, str]:
         r = graph.rank[node]
@@ -395,11 +414,18 @@ def _deadlock(clock: ScheduleSimulator, sequence: Sequence[Sequence[int]]) -> st
         for source in graph.sources(node):
             if clock.finish[source] < 0:
                 return source, "needs what comes from"
-        begun = next(k for k, begun in enumerate(clock.begun) if begun and not clock.finished[k])
-        unfinished = next(i for i, k in enumerate(graph.microbatch) if k == begun and clock.finish[i] < 0)
+        unfinished = _unfinished_node(clock)
         return unfinished, f"may only begin when one of {clock.active} active microbatches is finished, which lacks"
 
     return _in_words(_circle(next(iter(heads.values())), waits_for), graph)
+
+
+def _unfinished_node(clock: ScheduleSimulator) -> int:
+    """Return a node that has not ended, of the lowest microbatch that has begun and not finished."""
+    unfinished = (k for k, begun in enumerate(clock.begun) if begun and not clock.finished[k])
+    lowest = next(unfinished)
+    nodes = (node for node, k in enumerate(clock.graph.microbatch) if k == lowest)
+    return next(node for node in nodes if clock.finish[node] < 0)
 
 
 def _circle(node: int, waits_for: Callable[[int], tuple[int, str]]) -> list[tuple[int, str]]:
