@@ -209,14 +209,20 @@ def _convert(*words: object, code: int = 0) -> str:
     return " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("config", [{"tensor_parallel_degree": 2}, {"hybrid_shard_degree": 2}])
+@pytest.mark.parametrize(
+    ("config", "world"),
+    [
+        ({"tensor_parallel_degree": 2}, 4),
+        ({"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, 2),
+        ({"hybrid_shard_degree": 2}, 2),
+    ],
+)
 def test_sharded_checkpoints_become_models_of_transformers_and_back(
-    ranks: Any, tmp_path: Path, config: dict[str, Any]
+    ranks: Any, tmp_path: Path, config: dict[str, Any], world: int
 ) -> None:
     from support.models.version2 import make_llama
     from transformers import AutoModelForCausalLM
 
-    world = 4 if "tensor_parallel_degree" in config else 2
     wanted = ranks(training.save_split, world, config, tmp_path / "saved", init=False, timeout=120)[0]
     make_llama().config.save_pretrained(tmp_path)
     _convert(tmp_path / "saved", tmp_path / "out", "--to", "transformers", "--config", tmp_path / "config.json")

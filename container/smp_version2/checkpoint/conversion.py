@@ -76,6 +76,11 @@ class _Part:
         """Return the tensor parallel rank and degree."""
         return self.split.get("tensor_parallel_rank", 0), self.split.get("tensor_parallel_degree", 1)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor as it was saved."""
+        saved: Any = self.metadata.state_dict_metadata[self.keys[name]]
+        return tuple(saved.size)
+
     def value(self, name: str) -> torch.Tensor:
         """Return this part of a tensor."""
         key = self.keys[name]
@@ -208,6 +213,10 @@ def _join(parts: list[_Part], name: str) -> torch.Tensor:
     split = list(_slices(parts, name))
     if not split:
         return parts[0].value(name)
+    # FSDP makes full state dicts, whose tensors are gathered, if a rank shares its state with none; or one rank has all of it.
+    for part, where in split:
+        if part.shape(name) == tuple(where["shape"]):
+            return part.value(name)
     whole: torch.Tensor | None = None
     for part, where in split:
         mine, dim, at = part.value(name), where["dim"], 0
