@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -215,7 +214,9 @@ class Compiling:
         self, module: nn.Module, path: str, *, is_repeated: bool = False
     ) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield path, module and backend of the outermost marked or repeated blocks that are wholly here."""
-        backend = vars(module).get(_MARK) or (self.repeated if is_repeated else None)
+        backend = vars(module).get(_MARK) or None
+        if backend is None and is_repeated:
+            backend = self.repeated
         if backend is not None:
             places = {self.has(f"{path}.{name}".strip(".")) for name, _ in module.named_modules()}
             if places == {True}:
@@ -224,8 +225,14 @@ class Compiling:
             if _MARK in vars(module) and len(places) > 1:
                 name = path or type(module).__name__
                 self._say(f"{name}, given to smp.compile, is not compiled: parts of it are on other pipeline stages")
-        kinds = Counter(type(child) for child in module.children())
-        listed = isinstance(module, nn.ModuleList | nn.Sequential)
         for name, child in module.named_children():
-            repeated = listed and kinds[type(child)] > 1 and next(child.parameters(), None) is not None
-            yield from self._blocks(child, f"{path}.{name}" if path else name, is_repeated=repeated)
+            path_below = f"{path}.{name}" if path else name
+            yield from self._blocks(child, path_below, is_repeated=_is_repeated(child, module))
+
+
+def _is_repeated(child: nn.Module, parent: nn.Module) -> bool:
+    """Return whether a child has parameters and stands in a list with others of its class."""
+    if not isinstance(parent, nn.ModuleList | nn.Sequential) or next(child.parameters(), None) is None:
+        return False
+    alike = [other for other in parent.children() if type(other) is type(child)]
+    return len(alike) > 1

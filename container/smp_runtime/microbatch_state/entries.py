@@ -65,14 +65,14 @@ class ModuleSlot(NamedTuple):
         if not isinstance(self.holder, dict):
             if getattr(self.holder, self.key) is not value:
                 setattr(self.holder, self.key, value)
-        elif value is ABSENT:
+            return
+        if value is ABSENT:
             self.holder.pop(self.key, None)
-        else:
-            if self.holder.get(self.key, ABSENT) is not value:
-                self.holder[self.key] = value
-            if contents is not None and not _holds_same(value, contents):
-                value.clear()
-                (value.extend if isinstance(value, list | deque) else value.update)(contents)
+            return
+        if self.holder.get(self.key, ABSENT) is not value:
+            self.holder[self.key] = value
+        if contents is not None and not _holds_same(value, contents):
+            _refill(value, contents)
 
 
 class Entries:
@@ -85,15 +85,11 @@ class Entries:
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = False, apart: frozenset[str] = MANAGED) -> None:
-        modules = list(modules)
-        registries = [m._parameters for m in modules] + [m._buffers for m in modules if buffers]
-        flagged = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
         self._apart = apart
-        #: A registry of TorchScript is no dictionary, and cannot get or lose anything.
-        holders = [*map(vars, modules), *(each for each in registries if isinstance(each, dict)), *flagged.values()]
-        self._before: list[tuple[Any, dict[str, Taken]]] = [
-            (holder, {key: ModuleSlot(holder, key).take() for key in self._keys(holder)}) for holder in holders
-        ]
+        self._before: list[tuple[Any, dict[str, Taken]]] = []
+        for holder in _holders(list(modules), buffers=buffers):
+            entries = {key: ModuleSlot(holder, key).take() for key in self._keys(holder)}
+            self._before.append((holder, entries))
 
     def slots(self) -> Iterator[tuple[ModuleSlot, Taken]]:
         """Yield all slots that had a value or have one now, each with its former value."""
@@ -104,12 +100,16 @@ class Entries:
     def put_back(self) -> None:
         """Restore all entries, in their former order."""
         for holder, before in self._before:
-            if isinstance(holder, dict) and self._keys(holder) != list(before):
-                left_out = {key: value for key, value in holder.items() if key in self._apart}
-                holder.clear()
-                holder.update(left_out)
+            # A dictionary keeps the order in which its entries came, so they are put into it anew.
+            if self._keys(holder) != list(before):
+                self._remove_entries(holder)
             for key, taken in before.items():
                 ModuleSlot(holder, key).put(taken)
+
+    def _remove_entries(self, holder: dict[str, Any]) -> None:
+        left_out = {key: value for key, value in holder.items() if key in self._apart}
+        holder.clear()
+        holder.update(left_out)
 
     def _keys(self, holder: Any) -> list[str]:
         if not isinstance(holder, dict):
@@ -117,15 +117,38 @@ class Entries:
         return [key for key in holder if key not in self._apart]
 
 
+def _holders(modules: list[nn.Module], *, buffers: bool) -> list[Any]:
+    """Return the dictionaries of attributes, the registries and the parameters of some modules."""
+    registries: list[Any] = [module._parameters for module in modules]
+    if buffers:
+        registries += [module._buffers for module in modules]
+    # A registry of TorchScript is no dictionary, and cannot get or lose anything.
+    registries = [each for each in registries if isinstance(each, dict)]
+    parameters: dict[int, nn.Parameter] = {}
+    for module in modules:
+        present = [each for each in module._parameters.values() if each is not None]
+        parameters.update((id(each), each) for each in present)
+    return [*map(vars, modules), *registries, *parameters.values()]
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(contents)
+    else:
+        container.update(contents)
+
+
 def _holds_same(value: Any, contents: Any) -> bool:
     """Return whether two containers of one kind hold identical objects in the same places."""
     if len(value) != len(contents):
         return False
     if isinstance(value, dict):
-        return all(key in value and value[key] is item for key, item in contents.items())
+        return all(value.get(key, ABSENT) is item for key, item in contents.items())
     if isinstance(value, set):
-        return all(item in value for item in contents)
-    return all(one is other for one, other in zip(value, contents, strict=True))
+        return value.issuperset(contents)
+    pairs = zip(value, contents, strict=True)
+    return all(one is other for one, other in pairs)
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -134,5 +157,13 @@ def _is_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, tuple):
-        return len(one) == len(other) and all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
-    return isinstance(one, _PLAIN) and bool(one == other)
+        return _are_equal(one, other)
+    if not isinstance(one, _PLAIN):
+        return False
+    return bool(one == other)
+
+
+def _are_equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    if len(one) != len(other):
+        return False
+    return all(_is_equal(a, b) for a, b in zip(one, other, strict=True))

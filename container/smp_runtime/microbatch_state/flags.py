@@ -194,8 +194,11 @@ class ModuleFlags:
         with DisableTorchFunctionSubclass():
             for (holder, name), flag in zip(part.inside, requires, strict=True):
                 parameter = holder.get(name)
-                if parameter is not None and parameter.requires_grad != bool(flag):
-                    parameter.requires_grad_(bool(flag))
+                if parameter is None:
+                    continue
+                is_trained = bool(flag)
+                if parameter.requires_grad != is_trained:
+                    parameter.requires_grad_(is_trained)
 
     def _at_begin(self, part: _FlaggedModule) -> bytes:
         is_whole = len(part.places) == len(self._all)
@@ -262,8 +265,12 @@ def _adapters(module: Any) -> list[str]:
 
     There are at most as many as a flag can distinguish.
     """
-    holders: list[Any] = [getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())]
-    return sorted({name for holder in holders if hasattr(holder, "keys") for name in holder})[:62]
+    adapters: set[str] = set()
+    for name in getattr(module, "adapter_layer_names", ()):
+        holder = getattr(module, name, None)
+        if holder is not None and hasattr(holder, "keys"):
+            adapters.update(holder)
+    return sorted(adapters)[:62]
 
 
 def _requires(parameters: Iterable[tuple[dict[str, Any], str]]) -> bytes:
@@ -274,9 +281,13 @@ def _requires(parameters: Iterable[tuple[dict[str, Any], str]]) -> bytes:
 
 def _put(modules: Iterable[nn.Module], training: bytes) -> None:
     for module, flag in zip(modules, training, strict=True):
-        if module.training != bool(flag & 1):
-            module.training = bool(flag & 1)
-        if ADAPTERS_OFF in vars(module) and module.training + _adapter_switches(module) != flag:
+        is_training = bool(flag & 1)
+        if module.training != is_training:
+            module.training = is_training
+        if ADAPTERS_OFF not in vars(module):
+            continue
+        if module.training + _adapter_switches(module) != flag:
             setattr(module, ADAPTERS_OFF, bool(flag & 2))
-            if flag >> 2:
-                setattr(module, ADAPTERS_ON, [_adapters(module)[(flag >> 2) - 1]])
+            only = flag >> 2  # the number of the only adapter that is on, or 0
+            if only:
+                setattr(module, ADAPTERS_ON, [_adapters(module)[only - 1]])

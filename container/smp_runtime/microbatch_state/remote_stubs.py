@@ -69,32 +69,20 @@ class RemoteStub(torch.Tensor):
         if func in _ASKS_NO_ELEMENTS:
             with _Plainly():
                 return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
         tensors = argument_tensors((args, kwargs))
         absent = [tensor for tensor in tensors if isinstance(tensor, RemoteStub)]
         if not absent:  # in an argument that is not looked into
             with _Plainly():
                 return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
         present = [tensor for tensor in tensors if not isinstance(tensor, RemoteStub) and not tensor.is_meta]
         if present and name.startswith("_foreach_") and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
-        is_own = any(isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in present)
-        if present and not is_own and changes_in_place(name) and isinstance(tensors[0], RemoteStub):
-            return tensors[0]  # its own stage does it with its own elements
+        if present and _is_left_to_its_stage(name, tensors[0], present):
+            return tensors[0]
         if present and not _are_scalars(present, absent):
             _refuse_mixing(absent[0], name)
-        if name in _ASKS_ELEMENTS:
-            _refuse_elements(absent[0], name)
-        try:
-            with _Plainly():
-                out = func(*_on_meta(args), **_on_meta(kwargs))
-            return (
-                tensors[0] if changes_in_place(name) and not name.startswith("_foreach_") else _absent(out, absent[0])
-            )
-        except (RuntimeError, TypeError) as error:
-            if "meta" not in str(error).lower():
-                raise
-            _refuse_elements(absent[0], name)
+        return _run_without_elements(func, name, args, kwargs, tensors[0], absent[0])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with _Plainly():
@@ -255,6 +243,35 @@ def _absent(out: Any, origin: RemoteStub) -> Any:
     return out
 
 
+def _is_left_to_its_stage(name: str, first: torch.Tensor, present: list[torch.Tensor]) -> bool:
+    """Return whether an operation only changes an absent tensor, so that its stage does it with elements of its own."""
+    if not changes_in_place(name) or not isinstance(first, RemoteStub):
+        return False
+    is_own = any(isinstance(tensor, nn.Parameter) or tensor.requires_grad for tensor in present)
+    return not is_own
+
+
+def _run_without_elements(func: Any, name: str, args: Any, kwargs: Any, first: torch.Tensor, absent: RemoteStub) -> Any:
+    """Run an operation on shapes only.
+
+    Args:
+        first: the operation's first tensor, which it returns if it changes tensors in place.
+        absent: its first absent tensor, named in errors.
+    """
+    if name in _ASKS_ELEMENTS:
+        _refuse_elements(absent, name)
+    try:
+        with _Plainly():
+            out = func(*_on_meta(args), **_on_meta(kwargs))
+        if changes_in_place(name) and not name.startswith("_foreach_"):
+            return first
+        return _absent(out, absent)
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        _refuse_elements(absent, name)
+
+
 def _on_meta(value: Any) -> Any:
     """Move stand-ins that are not on the meta device (TorchScript's) there for an operation."""
     if isinstance(value, RemoteStub):
@@ -268,9 +285,15 @@ def _on_meta(value: Any) -> Any:
 
 def _are_scalars(present: list[torch.Tensor], absent: list[RemoteStub]) -> bool:
     """Return whether an absent tensor of several elements is only scaled, by a number that the script has made."""
-    return all(t.dim() == 0 and not t.requires_grad and not isinstance(t, nn.Parameter) for t in present) and any(
-        tensor.dim() > 0 for tensor in absent
-    )
+    if all(tensor.dim() == 0 for tensor in absent):
+        return False
+    return all(_is_number(tensor) for tensor in present)
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+        return False
+    return tensor.dim() == 0
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,7 +304,11 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return [value[index]] if is_list else value
 
     count = len(args[0])
-    done = [func(*(part(a, i) for a in args), **{k: part(v, i) for k, v in kwargs.items()}) for i in range(count)]
+    done = []
+    for index in range(count):
+        arguments = [part(each, index) for each in args]
+        named = {key: part(each, index) for key, each in kwargs.items()}
+        done.append(func(*arguments, **named))
     if func.__name__.endswith("_"):
         return args[0]
     return [each[0] for each in done]

@@ -27,36 +27,47 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         #: By identity of a dictionary: its module, and whether it holds attributes or buffers.
-        self._owners: dict[int, tuple[nn.Module, str]] = {id(vars(module)): (module, "attribute") for module in modules}
-        self._owners |= {id(module._buffers): (module, "buffer") for module in modules}
+        self._owners: dict[int, tuple[nn.Module, str]] = {}
+        for module in modules:
+            self._owners[id(vars(module))] = module, "attribute"
+            self._owners[id(module._buffers)] = module, "buffer"
         self._entries = Entries(modules, buffers=True, apart=REGISTRIES)
         self._children = [(module, dict(module._modules)) for module in modules]
-        #: All buffers, and what modules keep like them without registering it, with a copy of each.
-        kept = (taken.value for _, taken in self._entries.slots() if type(taken.value) is torch.Tensor)
-        like_buffers = (tensor for tensor in kept if tensor.is_leaf and not tensor.requires_grad)
-        self._values = {
-            id(tensor): (tensor, _version(tensor), None if tensor.is_meta else tensor.detach().clone())
-            for tensor in (*model.buffers(), *like_buffers)
-        }
+        self._values = self._copied_values(model)
         parameters = list(model.parameters())
         self._parameters = [(parameter, parameter.grad, parameter._version, parameter.data) for parameter in parameters]
-        #: A second copy of a large model does not fit. A warning reports if its parameters were written in place.
-        copies = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta) <= MOST_COPIED
-        self._copies = [p.detach().clone() if copies and not p.is_meta else None for p in parameters]
+        self._copies = _copies_of(parameters)
         for parameter in parameters:
             parameter.grad = None  # nothing can be added to it
+
+    def _copied_values(self, model: nn.Module) -> dict[int, tuple[torch.Tensor, int | None, torch.Tensor | None]]:
+        """Return all buffers, and tensors that modules keep like them without registering them, with a copy of each."""
+        tensors = list(model.buffers())
+        for _, taken in self._entries.slots():
+            value = taken.value
+            if type(value) is torch.Tensor and value.is_leaf and not value.requires_grad:
+                tensors.append(value)
+        values = {}
+        for tensor in tensors:
+            copy = None if tensor.is_meta else tensor.detach().clone()
+            values[id(tensor)] = tensor, _version(tensor), copy
+        return values
 
     def changed(self) -> Iterator[tuple[nn.Module, str, str]]:
         """Yield each attribute or buffer with changed tensors: its module, its name, and ``attribute`` or ``buffer``."""
         for slot, before in self._entries.slots():
+            owner = self._owners.get(id(slot.holder))
+            if owner is None:
+                continue
+            module, kind = owner
             now = slot.take()
             value = now.value
-            if id(slot.holder) not in self._owners or isinstance(value, nn.Module) or callable(value):
+            if isinstance(value, nn.Module) or callable(value):
                 continue
-            module, kind = self._owners[id(slot.holder)]
-            counts = kind == "buffer" and isinstance(module, NORMS_WITH_STATISTICS) and module.training
-            on_meta = isinstance(value, torch.Tensor) and value.is_meta  # a meta tensor shows no changes of its values
-            if ((counts and on_meta) or not now.is_same(before) or self._is_changed(value)) and tensors_in(value):
+            is_changed = not now.is_same(before) or self._is_changed(value)
+            if not is_changed and not (kind == "buffer" and _may_change_unseen(module, value)):
+                continue
+            if tensors_in(value):
                 yield module, slot.key, kind
 
     def _is_changed(self, value: Any) -> bool:
@@ -78,9 +89,13 @@ class Snapshot:
         """
         found = []
         for module, children in self._children:
-            if dict(module._modules) != children:
-                gone = [child for name, child in children.items() if child is not module._modules.get(name)]
-                found += [(module, child) for child in gone or [module] if child is not None]
+            present = dict(module._modules)
+            if present == children:
+                continue
+            gone = [child for name, child in children.items() if child is not present.get(name)]
+            if not gone:
+                gone = [module]
+            found += [(module, child) for child in gone if child is not None]
         return found
 
     def put_back(self, *, keeps_tree: bool = False) -> None:
@@ -90,14 +105,9 @@ class Snapshot:
             keeps_tree: keep modules that have replaced others, with their attributes, except tensors.
         """
         if keeps_tree:
-            for slot, before in self._entries.slots():
-                if tensors_in(slot.take().value) or tensors_in(before.value):
-                    slot.put(before)
+            self._put_tensors_back()
         else:
-            for module, children in self._children:
-                if dict(module._modules) != children:
-                    module._modules.clear()
-                    module._modules.update(children)
+            self._put_children_back()
             self._entries.put_back()
         with torch.no_grad():
             for tensor, _, former in self._values.values():
@@ -106,6 +116,17 @@ class Snapshot:
         for parameter, gradient, _, _ in self._parameters:
             parameter.grad = gradient
         self._put_parameters_back()
+
+    def _put_tensors_back(self) -> None:
+        for slot, before in self._entries.slots():
+            if tensors_in(slot.take().value) or tensors_in(before.value):
+                slot.put(before)
+
+    def _put_children_back(self) -> None:
+        for module, children in self._children:
+            if dict(module._modules) != children:
+                module._modules.clear()
+                module._modules.update(children)
 
     def _put_parameters_back(self) -> None:
         lost = 0
@@ -145,6 +166,24 @@ def restore_afterwards(model: nn.Module, *, keeps_tree: bool = False) -> Iterato
         generators.restore(draws=False)
         torch.clear_autocast_cache()
         snapshot.put_back(keeps_tree=keeps_tree)
+
+
+def _copies_of(parameters: list[nn.Parameter]) -> list[torch.Tensor | None]:
+    """Return a copy of each parameter, unless it is on meta or the model is large.
+
+    A second copy of a large model does not fit. A warning reports if its parameters were written in place.
+    """
+    present = [parameter for parameter in parameters if not parameter.is_meta]
+    if sum(parameter.nbytes for parameter in present) > MOST_COPIED:
+        return [None] * len(parameters)
+    return [None if parameter.is_meta else parameter.detach().clone() for parameter in parameters]
+
+
+def _may_change_unseen(module: nn.Module, value: Any) -> bool:
+    """Return whether a buffer of a module is a statistic on meta, which shows no changes of its values."""
+    if not isinstance(module, NORMS_WITH_STATISTICS) or not module.training:
+        return False
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -81,6 +81,15 @@ def smooth(segments: Iterable[Segment]) -> list[Segment]:
     times of given events move with the duration, so that none comes after the end of its segment.
     """
     segments = list(segments)
+    smoothed: dict[Action, Segment] = {}
+    for alike in _tasks_by_shape(segments):
+        for column in zip(*alike, strict=True):
+            smoothed.update(_averaged(column))
+    return [smoothed[segment.action] for segment in segments]
+
+
+def _tasks_by_shape(segments: Iterable[Segment]) -> Iterable[list[list[Segment]]]:
+    """Return lists of tasks that are averaged with each other, each task as its segments."""
     tasks: dict[tuple[int, TaskKind, tuple[int, ...], int], list[Segment]] = {}
     for segment in segments:
         action = segment.action
@@ -90,16 +99,21 @@ def smooth(segments: Iterable[Segment]) -> list[Segment]:
         parts.sort(key=lambda segment: segment.action.part)
         shape = tuple((part.action.part, part.phase, len(part.needs), len(part.gives)) for part in parts)
         groups.setdefault((rank, kind, path, shape), []).append(parts)
-    smoothed: dict[Action, Segment] = {}
-    for alike in groups.values():
-        for column in zip(*alike, strict=True):
-            seconds = statistics.median(segment.seconds for segment in column)
-            # No median of times exceeds that of durations, since no time exceeds its duration.
-            times = [statistics.median(at for _, at in gives) for gives in zip(*(s.gives for s in column), strict=True)]
-            for segment in column:
-                gives = tuple((event, at) for (event, _), at in zip(segment.gives, times, strict=True))
-                smoothed[segment.action] = replace(segment, seconds=seconds, gives=gives)
-    return [smoothed[segment.action] for segment in segments]
+    return groups.values()
+
+
+def _averaged(column: Sequence[Segment]) -> dict[Action, Segment]:
+    """Return the same part of several tasks, with the median of its duration and of the times of its events."""
+    seconds = statistics.median(segment.seconds for segment in column)
+    # No median of times exceeds that of durations, since no time exceeds its duration.
+    same_events = zip(*(segment.gives for segment in column), strict=True)
+    times = [statistics.median(at for _, at in gives) for gives in same_events]
+    averaged = {}
+    for segment in column:
+        events = [event for event, _ in segment.gives]
+        gives = tuple(zip(events, times, strict=True))
+        averaged[segment.action] = replace(segment, seconds=seconds, gives=gives)
+    return averaged
 
 
 #: Seconds of a part of a task, by its phase, if durations must not matter. Backward computes two products for each one
@@ -123,7 +137,8 @@ def nominal_durations(segments: Iterable[Segment]) -> list[Segment]:
     def seconds_of(segment: Segment) -> float:
         action = segment.action
         is_begin = action.kind is TaskKind.STEP and action.part == 0
-        if is_begin and last[action.kind, action.path, action.microbatch] > 0:
+        has_more_parts = last[action.kind, action.path, action.microbatch] > 0
+        if is_begin and has_more_parts:
             return _NOMINAL_BEGIN
         return _NOMINAL.get(segment.phase, _NOMINAL[TaskKind.STEP])
 

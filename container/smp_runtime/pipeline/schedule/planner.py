@@ -9,11 +9,12 @@ since activations cost memory.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from smp_runtime.errors import SMPUserError
 from smp_runtime.pipeline.schedule.actions import Action, ScheduleError, Segment
@@ -111,14 +112,16 @@ class _Rule:
 
 
 def _rules(facts: RecordedStep) -> list[_Rule]:
+    if any(facts.graph.weights):
+        # No rank holds more than the busiest rank does with whole backward passes, so the gain costs no memory.
+        waits = itertools.product((False, True), ("lowest", "longest", "cycle"))
+        return [_Rule(priority, 0, wait) for wait, priority in waits]
     spares: list[int | None] = [None]
     if not facts.in_waves:
         least = max(1, min(int(need) for need in facts.need))
-        spares = [*range(min(4, max(0, facts.active - least))), None]
-    if any(facts.graph.weights):
-        # No rank holds more than the busiest rank does with whole backward passes, so the gain costs no memory.
-        return [_Rule(priority, 0, wait) for wait in (False, True) for priority in ("lowest", "longest", "cycle")]
-    return [_Rule(priority, spare) for spare in spares for priority in ("lowest", "longest")]
+        more = min(4, max(0, facts.active - least))
+        spares = [*range(more), None]
+    return [_Rule(priority, spare) for spare, priority in itertools.product(spares, ("lowest", "longest"))]
 
 
 class _RuleRun:
@@ -127,45 +130,61 @@ class _RuleRun:
     def __init__(self, facts: RecordedStep, rule: _Rule, keys: Sequence[float] | None = None) -> None:
         self.facts = facts
         self.rule = rule
-        graph = facts.graph
-        self.cap = [facts.active] * len(graph.ranks)
-        if rule.spare is not None:
-            # 0.9: a little more than a whole number (latency, the step function's code) does not call for one more.
-            self.cap = [min(facts.active, max(1, int(need + 0.9)) + rule.spare) for need in facts.need]
-            # What only asks others for work holds nothing yet, and they have limits of their own.
-            self.cap = [facts.active if asks else cap for cap, asks in zip(self.cap, facts.asks_first, strict=True)]
-        self.fill = [min(facts.active, max(1, int(need + 0.9))) for need in facts.fill]
+        #: Per rank, the most microbatches in flight.
+        self.cap = self._caps()
+        self.fill = [_count_to_fill(need, facts.active) for need in facts.fill]
         #: Per rank, the microbatches that may postpone gradients of weights while another begins; and the same in nodes.
         self.waiting = [max(self.fill) - own if rule.weights_wait else 0 for own in self.fill]
-        nodes_of = Counter((r, k) for r, k, w in zip(graph.rank, graph.microbatch, graph.weights, strict=True) if w)
-        most = [max((n for (r, _), n in nodes_of.items() if r == rank), default=0) for rank in range(len(graph.ranks))]
+        most = _most_weight_nodes(facts.graph)
         self.waiting_nodes = [count * nodes for count, nodes in zip(self.waiting, most, strict=True)]
-        nodes = range(len(graph.segments))
-        self.place = list(nodes)
         #: With turns, each rank's other nodes than gradients of weights, the next turn last.
         self.turns: list[list[int]] = []
-        chosen = keys.__getitem__ if keys else self._turn_key() if rule.priority == "cycle" else self._key()
-        for place, node in enumerate(sorted(nodes, key=chosen)):
-            self.place[node] = place
-        self.early_left = [[0] * (1 + max(facts.wave)) for _ in graph.ranks]
-        for i, late in enumerate(facts.late):
-            if not late:
-                self.early_left[graph.rank[i]][facts.wave[graph.microbatch[i]]] += 1
-        self.counted = [0] * len(graph.ranks)
+        #: Per node, its number in the order of importance.
+        self.place = self._places(keys)
+        self.early_left = _early_nodes(facts)
+        self.counted = [0] * len(facts.graph.ranks)
         self.capped = False  # whether the limit of microbatches in flight ever did
+
+    def _caps(self) -> list[int]:
+        active, spare = self.facts.active, self.rule.spare
+        if spare is None:
+            return [active] * len(self.facts.graph.ranks)
+        caps = []
+        for need, asks in zip(self.facts.need, self.facts.asks_first, strict=True):
+            # A rank that first asks others for work holds nothing yet, and they have limits of their own.
+            caps.append(active if asks else min(active, _count_to_fill(need, active) + spare))
+        return caps
+
+    def _places(self, keys: Sequence[float] | None) -> list[int]:
+        key: Callable[[int], Any]
+        if keys:
+            key = keys.__getitem__
+        elif self.rule.priority == "cycle":
+            key = self._turn_key()
+        else:
+            key = self._key()
+        nodes = range(len(self.facts.graph.segments))
+        places = list(nodes)
+        for place, node in enumerate(sorted(nodes, key=key)):
+            places[node] = place
+        return places
 
     def _key(self) -> Callable[[int], tuple[int, ...]]:
         facts, graph, priority = self.facts, self.facts.graph, self.rule.priority
         quick = facts.quick
 
         def key(i: int) -> tuple[int, ...]:
-            microbatch, tail = graph.microbatch[i], -facts.tail[i]
+            microbatch = graph.microbatch[i]
+            tail = -facts.tail[i]
             after = (microbatch, tail) if priority == "lowest" else (tail, microbatch)
             if graph.weights[i]:
                 return (1, 3, *after)  # no other work waits for it, however quick it is
-            if graph.ns[i] <= quick and facts.is_last(i):
+            is_quick = graph.ns[i] <= quick
+            if is_quick and facts.is_last(i):
                 return (1, 1, *after)
-            return (0 if graph.ns[i] <= quick else 1, 0 if facts.late[i] else 2, *after)
+            length = 0 if is_quick else 1
+            phase = 0 if facts.late[i] else 2
+            return (length, phase, *after)
 
         return key
 
@@ -175,21 +194,27 @@ class _RuleRun:
         cycles = [_cycle(count, own, waiting) for own, waiting in zip(self.fill, self.waiting, strict=True)]
 
         def turn(i: int) -> int:
-            kind = "W" if graph.weights[i] else "B" if facts.late[i] else "F"
+            kind = "B" if facts.late[i] else "F"
+            if graph.weights[i]:
+                kind = "W"
             return cycles[graph.rank[i]][kind, graph.microbatch[i]]
 
-        self.turn = [turn(i) for i in range(len(graph.ns))]
-        self.turns = [
-            sorted((i for i, r in enumerate(graph.rank) if r == rank and not graph.weights[i]), key=turn, reverse=True)
-            for rank in range(len(graph.ranks))
-        ]
+        nodes = range(len(graph.ns))
+        self.turn = [turn(i) for i in nodes]
+        self.turns = [[] for _ in graph.ranks]
+        for node in sorted(nodes, key=self.turn.__getitem__, reverse=True):
+            if not graph.weights[node]:
+                self.turns[graph.rank[node]].append(node)
 
         def key(i: int) -> tuple[int, ...]:
+            turns = cycles[graph.rank[i]]
             is_quick = graph.ns[i] <= quick and not graph.weights[i]
-            if is_quick and facts.is_last(i) and facts.late[i]:
+            if not is_quick:
+                return 1, self.turn[i], -facts.tail[i]
+            if facts.late[i] and facts.is_last(i):
                 next_one = min(graph.microbatch[i] + 1, count - 1)
-                return 1, cycles[graph.rank[i]]["B", next_one], 1
-            return 0 if is_quick else 1, self.turn[i], -facts.tail[i]
+                return 1, turns["B", next_one], 1
+            return 0, self.turn[i], -facts.tail[i]
 
         return key
 
@@ -206,41 +231,65 @@ class _RuleRun:
 
     def pick(self, clock: ScheduleSimulator, rank: int, now: int) -> int:
         """See :class:`.Picker`."""
-        place, best = self.place, -1
-        for node in clock.ready[rank]:
-            if (best < 0 or place[node] < place[best]) and self._allowed(clock, rank, node):
-                best = node
-        if best < 0:
-            return best
-        # Something more important may be worth a wait: if that and the segment itself take less than starting would delay it. Of
-        # gradients of weights, which can wait, if that takes a small part of the delay.
-        ns = clock.ns
-        end, fills = now + ns[best], bool(self.turns) or self.facts.graph.weights[best]
-        for node, time in clock.coming[rank].items():
-            if time < end and place[node] < place[best]:
-                wait = 4 * (time - now) if fills else time + ns[node] - now
-                if wait < end - time and self._allowed(clock, rank, node):
-                    return -1
+        best = self._most_important(clock, rank)
+        if best >= 0 and self._is_worth_a_wait(clock, rank, best, now):
+            return -1
         return best
 
+    def _most_important(self, clock: ScheduleSimulator, rank: int) -> int:
+        """Return the most important node that is ready and allowed, or -1."""
+        best, lowest = -1, len(self.place)
+        for node in clock.ready[rank]:
+            place = self.place[node]
+            if place < lowest and self._allowed(clock, rank, node):
+                best = node
+                lowest = place
+        return best
+
+    def _is_worth_a_wait(self, clock: ScheduleSimulator, rank: int, best: int, now: int) -> bool:
+        """Return whether something more important than the best ready segment comes so soon that the rank should wait.
+
+        It should if the wait and the coming segment take less than the delay that starting the best one would cause.
+        Gradients of weights can wait, so they do if the wait is a small part of that delay.
+        """
+        place, ns = self.place, clock.ns
+        end = now + ns[best]
+        fills = bool(self.turns) or self.facts.graph.weights[best]
+        for node, time in clock.coming[rank].items():
+            if time >= end or place[node] >= place[best]:
+                continue
+            wait = 4 * (time - now) if fills else time + ns[node] - now
+            if wait < end - time and self._allowed(clock, rank, node):
+                return True
+        return False
+
     def _allowed(self, clock: ScheduleSimulator, rank: int, node: int) -> bool:
-        k = self.facts.graph.microbatch[node]
-        if not clock.begun[k] and clock.open >= clock.active:
+        graph = self.facts.graph
+        k = graph.microbatch[node]
+        if not clock.may_begin(node):
             return False
-        if self.turns and self.facts.graph.weights[node]:
-            return clock.weights_ready[rank] > self.waiting_nodes[rank] or self._is_its_turn(clock, rank, node)
+        if self.turns and graph.weights[node]:
+            return self._may_compute_weights(clock, rank, node)
         if self.facts.in_waves and not self._wave_allows(clock, rank, node, k):
             return False
-        forward = self.facts.graph.forward[node]
-        if forward and not clock.opened[rank][k] and clock.weights_ready[rank] > self.waiting_nodes[rank]:
-            return False  # gradients of weights, which can start, are due
+        # Only the first forward of a microbatch puts one more in flight on the rank.
+        is_first = graph.forward[node] and not clock.opened[rank][k]
+        return not is_first or self._may_open(clock, rank, k)
+
+    def _may_compute_weights(self, clock: ScheduleSimulator, rank: int, node: int) -> bool:
+        return self._weights_are_due(clock, rank) or self._is_its_turn(clock, rank, node)
+
+    def _weights_are_due(self, clock: ScheduleSimulator, rank: int) -> bool:
+        return clock.weights_ready[rank] > self.waiting_nodes[rank]
+
+    def _may_open(self, clock: ScheduleSimulator, rank: int, k: int) -> bool:
+        """Return whether a rank may begin forward of one more microbatch."""
+        if self._weights_are_due(clock, rank):
+            return False
         # The lowest unfinished microbatch always goes on: so nothing can wait for itself in a circle.
-        if (
-            clock.opened[rank][k]
-            or clock.in_flight[rank] - clock.weights_only[rank] < self.cap[rank]
-            or k == clock.lowest
-            or not forward
-        ):
+        if k == clock.lowest:
+            return True
+        if clock.in_flight[rank] - clock.weights_only[rank] < self.cap[rank]:
             return True
         self.capped = True
         return False
@@ -256,6 +305,33 @@ class _RuleRun:
                 left[self.facts.wave[self.facts.graph.microbatch[done]]] -= 1
         self.counted[rank] = len(order)
         return left[wave] == 0 or not self.facts.late[node]
+
+
+def _count_to_fill(need: float, active: int) -> int:
+    # 0.9: a little more than a whole number (latency, the step function's code) does not call for one more.
+    return min(active, max(1, int(need + 0.9)))
+
+
+def _most_weight_nodes(graph: SegmentGraph) -> list[int]:
+    """Return for each rank the most nodes of gradients of weights that one microbatch has there."""
+    nodes_of: Counter[tuple[int, int]] = Counter()
+    for rank, microbatch, is_weights in zip(graph.rank, graph.microbatch, graph.weights, strict=True):
+        nodes_of[rank, microbatch] += is_weights
+    most = [0] * len(graph.ranks)
+    for (rank, _), count in nodes_of.items():
+        most[rank] = max(most[rank], count)
+    return most
+
+
+def _early_nodes(facts: RecordedStep) -> list[list[int]]:
+    """Return for each rank and wave the number of nodes that do not follow from a backward."""
+    graph = facts.graph
+    counts = [[0] * (1 + max(facts.wave)) for _ in graph.ranks]
+    for node, late in enumerate(facts.late):
+        if not late:
+            wave = facts.wave[graph.microbatch[node]]
+            counts[graph.rank[node]][wave] += 1
+    return counts
 
 
 def _cycle(count: int, cap: int, waiting: int) -> dict[tuple[str, int], int]:
@@ -317,10 +393,12 @@ def _tries(facts: RecordedStep, rules: Sequence[_Rule]) -> list[_Try]:
     settled: set[tuple[str, bool]] = set()  # what more spare cannot change
     for rule in rules:
         kind = rule.priority, rule.weights_wait
-        if kind not in settled:
-            tries.append(one := _run(facts, rule))
-            if not one.capped:
-                settled.add(kind)
+        if kind in settled:
+            continue
+        one = _run(facts, rule)
+        tries.append(one)
+        if not one.capped:
+            settled.add(kind)
     return tries
 
 

@@ -66,9 +66,10 @@ class RecordedStep:
             later: for each node, the delay of everything that it gives.
         """
         head = [0] * len(self.graph.ns)
+        delays = later or head.copy()
         for node in self.nodes:
             for target, time in self._edges(node):
-                head[target] = max(head[target], head[node] + time + (later[node] if later else 0))
+                head[target] = max(head[target], head[node] + time + delays[node])
         return head
 
     def _bound(self) -> int:
@@ -77,16 +78,26 @@ class RecordedStep:
         Per rank: the earliest start of a segment, the work of all, the shortest tail after one. Once over all
         segments, and once over the longer ones only, which have more work before and after them.
         """
-        graph = self.graph
         bound = max(self.tail)
         for shortest in (0, self.quick):
-            for rank in range(len(graph.ranks)):
-                nodes = [i for i, r in enumerate(graph.rank) if r == rank and graph.ns[i] >= shortest]
-                if nodes:
-                    before = min(self.head[i] for i in nodes)
-                    after = min(self.tail[i] - graph.ns[i] for i in nodes)
-                    bound = max(bound, before + sum(graph.ns[i] for i in nodes) + after)
+            for rank in range(len(self.graph.ranks)):
+                bound = max(bound, self._bound_of(rank, shortest))
         return bound
+
+    def _bound_of(self, rank: int, shortest: int) -> int:
+        """Return the bound that one rank's segments of at least ``shortest`` nanoseconds set, or 0 if it has none."""
+        ns = self.graph.ns
+        nodes = self._nodes_of(rank, shortest)
+        if not nodes:
+            return 0
+        before = min(self.head[i] for i in nodes)
+        work = sum(ns[i] for i in nodes)
+        after = min(self.tail[i] - ns[i] for i in nodes)
+        return before + work + after
+
+    def _nodes_of(self, rank: int, shortest: int) -> list[int]:
+        ranks, ns = self.graph.rank, self.graph.ns
+        return [i for i, r in enumerate(ranks) if r == rank and ns[i] >= shortest]
 
     def _late(self) -> list[bool]:
         """Return for each segment whether it is in the backward phase or follows from it.
@@ -96,10 +107,12 @@ class RecordedStep:
         graph = self.graph
         late = [not forward for forward in graph.forward]
         for node in self.nodes:
-            if late[node]:
-                for target, _ in graph.successors[node]:
-                    if self.wave[graph.microbatch[target]] == self.wave[graph.microbatch[node]]:
-                        late[target] = True
+            if not late[node]:
+                continue
+            wave = self.wave[graph.microbatch[node]]
+            for target, _ in graph.successors[node]:
+                if self.wave[graph.microbatch[target]] == wave:
+                    late[target] = True
         return late
 
     def is_last(self, node: int) -> bool:
