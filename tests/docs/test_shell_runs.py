@@ -40,6 +40,7 @@ ELSEWHERE: dict[Key, tuple[str, str]] = {
         "tests/emulation/test_shared_devices.py",
         "SMP_EMULATE_CUDA_DEVICES",
     ),
+    ("launchers.md", "smp-estimator manifest"): ("tests/estimator/test_hyperpod.py", "smp_estimator.cli.manifest"),
     ("lora.md", "examples/lora.py"): ("tests/clients/test_trl.py", "lora.py"),
     ("start.md", "smp-estimator run train.py"): (START_RUNS, "START"),
     ("start.md", "smp-estimator checkpoint inspect"): (START_RUNS, "START"),
@@ -52,6 +53,7 @@ STEP = "a step of its own in .ci/run"
 GPU = "it needs a GPU, and makes no difference without; tests/runtime/test_devices.py"
 BENCH = "it measures for minutes; tests/docs/test_figures.py tests the runner"
 WHEEL = "it needs the tools that build the wheel; tests/estimator/test_wheel.py builds one and looks into it"
+CLUSTER = "it asks a cluster of Kubernetes; tests/estimator/test_hyperpod.py checks the manifest"
 ACCOUNT = "it asks an account of AWS; tests/estimator/test_doctor.py has a stand-in of one"
 DOCKER = "it builds and runs images with Docker: `make test-docker`, a step of its own in .ci/run"
 #: Lines that nothing runs.
@@ -68,6 +70,11 @@ NOT_RUN: dict[Key, str] = {
     ("start.md", 'pip install "dist/'): INDEX,
     ("lora.md", "pip install"): INDEX,
     ("launchers.md", "SMP_SHARED_GPU=nccl"): GPU,
+    ("launchers.md", "kubectl create"): CLUSTER,
+    ("launchers.md", "kubectl apply"): CLUSTER,
+    ("how-it-works/launchers.md", "pip download"): INDEX,
+    ("how-it-works/launchers.md", "pip install --no-index"): INDEX,
+    ("how-it-works/launchers.md", "export PYTHONPATH="): INDEX,
     ("sdk-v3.md", "pip install"): INDEX,
     ("cloud.md", "smp-estimator doctor"): ACCOUNT,
     ("image.md", "make image  "): DOCKER,
@@ -119,6 +126,17 @@ def _script(*words: str) -> Callable[[], None]:
     def written() -> None:
         (block,) = matching((words[0], words[1]), "python")
         Path("train.py").write_text(block.code)
+
+    return written
+
+
+def _plain(name: str) -> Callable[[], None]:
+    """A ``train.py`` without this library, and the module that it imports."""
+
+    def written() -> None:
+        for source, target in ((name, "train"), ("common", "common")):
+            text = (ROOT / "tests" / "support" / "scripts" / "plain" / f"{source}.py").read_text()
+            Path(f"{target}.py").write_text(text)
 
     return written
 
@@ -277,6 +295,8 @@ SCENES: dict[Key, Scene] = {
     ("tracking.md", "top JOB"): Scene(instead={"top JOB": "top {job} --once"}, job=True),
     ("tracking.md", "top gpt"): Scene(instead={"top gpt": "top {job} --once"}, job=True),
     ("tracking.md", "smp-estimator profile"): Scene(_output, {"JOB_OUTPUT": "out"}),
+    ("verify-plain.md", "--data DIR"): Scene(_plain("right_ddp")),
+    ("verify-plain.md", "--batches get_batch"): Scene(_plain("right_get_batch")),
 }
 
 
