@@ -74,32 +74,47 @@ def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bo
     left: set[str] = set()
     modules = dict(module.named_modules())
     for pattern, style in plan.items():
-        paths = [path for path in modules if re.fullmatch(pattern.replace(".", r"\.").replace("*", "[^.]+"), path)]
+        expression = _compiled(pattern)
+        paths = [path for path in modules if expression.fullmatch(path)]
         if is_scripts and not paths:
             names = ", ".join(path for path, part in modules.items() if is_linear(part)) or "none"
             raise SMPUserError(
                 f"the plan has a style for {pattern!r}, but the {type(module).__name__} has no submodule of that name; its linear "
                 f"maps are {names}"
             )
-        if style in _LATER or (style in _LINEAR and not paths and _names_parameter(module, pattern)):
-            left |= {parent for path in paths or [pattern] for parent in _parents(path, modules)}
+        splits_parameter = style in _LINEAR and not paths and _names_parameter(module, pattern)
+        if style in _LATER or splits_parameter:
+            for path in paths or [pattern]:
+                left.update(_parents(path, modules))
         elif style in _LINEAR:
-            for path in paths:
-                if is_linear(modules[path]):
-                    found[path] = replace(_LINEAR[style], transposed=is_transposed(modules[path]))
-                elif is_scripts:
-                    raise SMPUserError(
-                        f"the plan has the style {style!r} for {path!r}, {kind_of(modules[path])}; it is for linear maps "
-                        "(nn.Linear, Conv1D)"
-                    )
+            parts = {path: modules[path] for path in paths}
+            found.update(_splits_of(parts, style, is_scripts=is_scripts))
     return {path: split for path, split in found.items() if path.rpartition(".")[0] not in left}
 
 
+def _splits_of(parts: Mapping[str, nn.Module], style: str, *, is_scripts: bool) -> dict[str, LinearSplit]:
+    """Return how a style splits the linear maps among some modules."""
+    found = {}
+    for path, part in parts.items():
+        if is_linear(part):
+            found[path] = replace(_LINEAR[style], transposed=is_transposed(part))
+        elif is_scripts:
+            raise SMPUserError(
+                f"the plan has the style {style!r} for {path!r}, {kind_of(part)}; it is for linear maps (nn.Linear, Conv1D)"
+            )
+    return found
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a pattern in which ``*`` stands for one part of a name."""
+    return re.compile(pattern.replace(".", r"\.").replace("*", "[^.]+"))
+
+
 def _names_parameter(module: nn.Module, pattern: str) -> bool:
-    expression = re.compile(pattern.replace(".", r"\.").replace("*", "[^.]+"))
+    expression = _compiled(pattern)
     return any(expression.fullmatch(name) for name, _ in module.named_parameters())
 
 
 def _parents(path: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    expression = re.compile(path.rpartition(".")[0].replace(".", r"\.").replace("*", "[^.]+"))
+    expression = _compiled(path.rpartition(".")[0])
     return (name for name in modules if expression.fullmatch(name))

@@ -320,8 +320,10 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             Each trained sharded parameter with a tensor of its shape, zero where no rank has a value, and only valid
             until the next unit's are asked for.
         """
-        collectives = self._ranks.collectives if apart is None else TorchCollectives()
-        device = self._ranks.device if apart is None else torch.device("cpu")
+        if apart is None:
+            collectives, device, group = self._ranks.collectives, self._ranks.device, self._group
+        else:
+            collectives, device, group = TorchCollectives(), torch.device("cpu"), apart
         rooms: dict[torch.dtype, torch.Tensor] = {}
         for unit in self.units:
             if not unit.trained:
@@ -329,7 +331,7 @@ class ShardedParameters(FlatShards[ShardedUnit]):
             dtype = torch.float32 if self._precision.is_half else unit.dtype
             if dtype not in rooms:
                 rooms[dtype] = self._room([each for each in self.units if each.trained], dtype, device)
-            views = self._whole_of(unit, values, rooms[dtype], collectives, apart or self._group)
+            views = self._whole_of(unit, values, rooms[dtype], collectives, group)
             yield from zip(unit.parameters, views, strict=True)
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -343,14 +345,16 @@ class ShardedParameters(FlatShards[ShardedUnit]):
                 continue
 
             def before(*_: Any, units: list[ShardedUnit] = units) -> None:
+                me = weak()
                 for unit in units:
-                    if (me := weak()) is not None:  # a forward pass without backward leaves some gathered or under way
+                    if me is not None:  # a forward pass without backward leaves some gathered or under way
                         me.live.free(unit)
                     if not unit.ready:
                         unit.fill_from_shard()
 
             def after(*_: Any, units: list[ShardedUnit] = units) -> None:
-                if (me := weak()) is not None:
+                me = weak()
+                if me is not None:
                     me.keep(units)
 
             before_loading(part, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,8 +37,7 @@ def list_variants(
     embeddings of the same module that have a channel for each head, such as a relative bias. They also come with
     norms over the features of all heads.
     """
-    around = tuple(sorted({path.rpartition(".")[0] for path in unit.leaves}))
-    for views in ((), around):
+    for views in ((), tuple(_owners_of(unit))):
         for found, heads in _layouts(block, replace(unit, views=views), size):
             for numbers in _numbers(block, found, size, heads):
                 for tables in _tables(block, [unit], numbers, size):
@@ -61,26 +61,49 @@ def _tables(
 
 def _norms_of_features(block: nn.Module, unit: SplitUnit, size: int) -> dict[str, Tables]:
     """Return norms over all features that are split, such as of queries of all heads."""
-    columns = {features_of(block.get_submodule(path))[how.columns] for path, how in unit.leaves.items()}
+    split_shapes: set[tuple[int, ...]] = set()
+    for path, how in unit.leaves.items():
+        features = features_of(block.get_submodule(path))[how.columns]
+        if features % size == 0:
+            split_shapes.add((features,))
     found = {}
-    for owner in sorted({path.rpartition(".")[0] for path in unit.leaves}):
-        for name, child in block.get_submodule(owner).named_children():
-            shapes = {tuple(parameter.shape) for parameter in child.parameters()}
-            if any(child.children()) or not any(shapes == {(features,)} for features in columns if not features % size):
-                continue
+    for path, child in _children_around(block, unit):
+        if _has_one_shape_of(child, split_shapes):
             cuts = tuple((own, 0, ()) for own, _ in child.named_parameters())
-            found[f"{owner}.{name}".lstrip(".")] = Tables(cuts, is_norm=True)
+            found[path] = Tables(cuts, is_norm=True)
     return found
+
+
+def _has_one_shape_of(module: nn.Module, shapes: set[tuple[int, ...]]) -> bool:
+    """Return whether a module without children has parameters, all of one of the shapes."""
+    if any(module.children()):
+        return False
+    own = {tuple(parameter.shape) for parameter in module.parameters()}
+    return len(own) == 1 and own <= shapes
 
 
 def _tables_of_heads(block: nn.Module, unit: SplitUnit, numbers: tuple[Number, ...], size: int) -> dict[str, Tables]:
     heads = {number_of(block, path, name) for path, name, _ in numbers if _is_heads(name)}
     found = {}
-    for owner in sorted({path.rpartition(".")[0] for path in unit.leaves}):
-        for name, child in block.get_submodule(owner).named_children():
-            if isinstance(child, nn.Embedding) and child.embedding_dim in heads and not child.embedding_dim % size:
-                found[f"{owner}.{name}".lstrip(".")] = Tables((("weight", 1, ()),))
+    for path, child in _children_around(block, unit):
+        if not isinstance(child, nn.Embedding):
+            continue
+        channels = child.embedding_dim
+        if channels in heads and channels % size == 0:
+            found[path] = Tables((("weight", 1, ()),))
     return found
+
+
+def _owners_of(unit: SplitUnit) -> list[str]:
+    """Return the paths of the modules that hold a unit's maps."""
+    return sorted({path.rpartition(".")[0] for path in unit.leaves})
+
+
+def _children_around(block: nn.Module, unit: SplitUnit) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children, with their paths, of the modules that hold a unit's maps."""
+    for owner in _owners_of(unit):
+        for name, child in block.get_submodule(owner).named_children():
+            yield f"{owner}.{name}".lstrip("."), child
 
 
 @dataclass(frozen=True)
@@ -112,8 +135,12 @@ class _Heads:
 def is_divisible(block: nn.Module, unit: SplitUnit, size: int) -> str | None:
     """Return why the ranks do not divide a unit's features; None if they do."""
     for path, how in unit.leaves.items():
-        for features in how.pieces or (features_of(block.get_submodule(path))[how.columns],):
-            if features % size and not how.runs:
+        if how.runs:
+            continue
+        whole = features_of(block.get_submodule(path))[how.columns]
+        pieces = how.pieces or (whole,)
+        for features in pieces:
+            if features % size:
                 return f"{size} ranks do not divide the {features} features of {path}"
     return None
 
@@ -121,23 +148,35 @@ def is_divisible(block: nn.Module, unit: SplitUnit, size: int) -> str | None:
 def _layouts(block: nn.Module, unit: SplitUnit, size: int) -> Iterator[tuple[SplitUnit, _Heads | None]]:
     if is_divisible(block, unit, size) is None:
         yield unit, None
-    columns = {path: how for path, how in unit.leaves.items() if how.columns}
     rows = [path for path, how in unit.leaves.items() if not how.columns]
-    if len(rows) != 1 or any(how.joins or how.pieces or how.runs for how in unit.leaves.values()):
+    has_pieces = any(any((how.joins, how.pieces, how.runs)) for how in unit.leaves.values())
+    if len(rows) != 1 or has_pieces:
         return
+    columns = [path for path, how in unit.leaves.items() if how.columns]
     width = features_of(block.get_submodule(rows[0]))[0]
     outputs = {path: features_of(block.get_submodule(path))[1] for path in columns}
     pieces = _pieces(outputs, width)
     if any(len(found) > 1 for found in pieces.values()):
-        how = {path: replace(columns[path], pieces=pieces[path]) for path in columns}
-        found = replace(unit, leaves={**unit.leaves, **how})
+        packed = {path: replace(unit.leaves[path], pieces=pieces[path]) for path in columns}
+        found = replace(unit, leaves={**unit.leaves, **packed})
         if is_divisible(block, found, size) is None:
             yield found, None
-    keys = {n for found in pieces.values() for n in found if n < width}
-    if len(keys) == 1 and all(n in (width, *keys) for found in pieces.values() for n in found):
-        for heads in _grouped(block, unit, width, min(keys), size):
-            how = {path: _repeated(columns[path], pieces[path], width, heads, size) for path in columns}
-            yield replace(unit, leaves={**unit.leaves, **how}), heads
+    yield from _layouts_of_groups(block, unit, pieces, width, size)
+
+
+def _layouts_of_groups(
+    block: nn.Module, unit: SplitUnit, pieces: Mapping[str, tuple[int, ...]], width: int, size: int
+) -> Iterator[tuple[SplitUnit, _Heads]]:
+    """Yield the unit with keys repeated, if its maps have pieces of two sizes: queries, and fewer keys."""
+    sizes = set(itertools.chain.from_iterable(pieces.values()))
+    keys = {features for features in sizes if features < width}
+    if len(keys) != 1 or not sizes <= {width, *keys}:
+        return
+    for heads in _grouped(block, unit, width, min(keys), size):
+        leaves = dict(unit.leaves)
+        for path, found in pieces.items():
+            leaves[path] = _repeated(leaves[path], found, width, heads, size)
+        yield replace(unit, leaves=leaves), heads
 
 
 def _pieces(outputs: Mapping[str, int], width: int) -> dict[str, tuple[int, ...]]:
@@ -151,20 +190,25 @@ def _pieces(outputs: Mapping[str, int], width: int) -> dict[str, tuple[int, ...]
     rest = features - width
     if features % width == 0:
         return {path: (width,) * (features // width)}
-    return {path: (width, rest // 2, rest // 2) if rest > 0 and rest % 2 == 0 else (features,)}
+    if rest > 0 and rest % 2 == 0:
+        return {path: (width, rest // 2, rest // 2)}
+    return {path: (features,)}
 
 
 def _grouped(block: nn.Module, unit: SplitUnit, width: int, keys: int, size: int) -> Iterator[_Heads]:
     """Yield head sizes with which the ranks divide the heads of queries, but not those of keys."""
     values = list(_values(block, unit))
     sizes = [value for _, name, value in values if _HEAD_SIZE.search(name)]
-    sizes += [width // value for _, name, value in values if _is_heads(name) and not width % value]
+    counts = [value for _, name, value in values if _is_heads(name)]
+    sizes += [width // count for count in counts if width % count == 0]
     for features in dict.fromkeys((*sizes, keys)):
         if width % features or keys % features:
             continue
         many, few = width // features, keys // features
-        if not many % size and few % size and not many % few:
-            yield _Heads(many, few, math.gcd(many // few, many // size), features)
+        divides_queries_only = many % size == 0 and few % size != 0
+        if divides_queries_only and many % few == 0:
+            shared = math.gcd(many // few, many // size)
+            yield _Heads(many, few, shared, features)
 
 
 def _repeated(how: LinearSplit, pieces: tuple[int, ...], width: int, heads: _Heads, size: int) -> LinearSplit:
@@ -196,13 +240,16 @@ def joint_numbers(
     found = [_found_numbers(block, unit, size, None) for unit in units]
     tried: set[tuple[Number, ...]] = set()
     for level in _LEVELS:
-        numbers = tuple(sorted({number for kinds in found for kind in level.split() for number in kinds[kind]}))
-        if numbers not in tried:
-            tried.add(numbers)
-            yield (
-                numbers,
-                {path: how for unit in units for path, how in _tables_of_heads(block, unit, numbers, size).items()},
-            )
+        kinds = level.split()
+        named = {number for of_unit in found for kind in kinds for number in of_unit[kind]}
+        numbers = tuple(sorted(named))
+        if numbers in tried:
+            continue
+        tried.add(numbers)
+        tables: dict[str, Tables] = {}
+        for unit in units:
+            tables.update(_tables_of_heads(block, unit, numbers, size))
+        yield numbers, tables
 
 
 def _numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | None) -> Iterator[tuple[Number, ...]]:
@@ -213,7 +260,8 @@ def _numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | Non
     found = _found_numbers(block, unit, size, grouped)
     tried: set[tuple[Number, ...]] = set()
     for level in _LEVELS:
-        numbers = tuple(number for kind in level.split() for number in found[kind])
+        kinds = level.split()
+        numbers = tuple(number for kind in kinds for number in found[kind])
         if numbers not in tried:
             tried.add(numbers)
             yield numbers
@@ -221,19 +269,23 @@ def _numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | Non
 
 def _found_numbers(block: nn.Module, unit: SplitUnit, size: int, grouped: _Heads | None) -> dict[str, list[Number]]:
     """Return the numbers around a unit by kind: heads, features, or heads of a configuration."""
-    local, many = _local_features(block, unit, size), {}
+    # A rank's features, heads, and heads of queries for each of keys, by the numbers of the whole.
+    local = _local_features(block, unit, size)
+    heads: dict[int, int] = {}
+    shared: dict[int, int] = {}
     if grouped is not None:
         local[grouped.keys * grouped.size] = grouped.here(size) * grouped.size
-        many = {grouped.keys: grouped.here(size), grouped.queries: grouped.queries // size}
+        heads = {grouped.keys: grouped.here(size), grouped.queries: grouped.queries // size}
+        shared = {grouped.queries // grouped.keys: grouped.shared}
     found: dict[str, list[Number]] = {"heads": [], "features": [], "config": []}
     for owner, name, value in _values(block, unit):
         kind = "config" if "." in name else "heads"
         if _is_heads(name):
-            if value in many or not value % size:
-                found[kind].append((owner, name, many.get(value, value // size)))
-        elif grouped is not None and "groups" in name and value == grouped.queries // grouped.keys:
-            found[kind].append((owner, name, grouped.shared))
-        elif value in local and kind == "heads" and not _NO_FEATURES.search(name):
+            if value in heads or value % size == 0:
+                found[kind].append((owner, name, heads.get(value, value // size)))
+        elif "groups" in name and value in shared:
+            found[kind].append((owner, name, shared[value]))
+        elif kind == "heads" and value in local and not _NO_FEATURES.search(name):
             found["features"].append((owner, name, local[value]))
     return found
 
@@ -257,13 +309,21 @@ def _is_heads(name: str) -> bool:
 
 def _values(block: nn.Module, unit: SplitUnit) -> Iterator[Number]:
     """Yield the whole numbers of the modules around a unit and of their configurations."""
+    for owner in _paths_around(unit):
+        module = block.get_submodule(owner)
+        config = vars(module).get("config")
+        configured = getattr(config, "__dict__", {})
+        given = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
+        given += [(f"config.{name}", value) for name, value in configured.items()]
+        for name, value in given:
+            if type(value) is int and value > 0:
+                yield owner, name, value
+
+
+def _paths_around(unit: SplitUnit) -> list[str]:
+    """Return the paths of all modules around a unit's maps, from the block down."""
     owners = {""}
     for path in unit.leaves:
         parts = path.split(".")[:-1]
         owners |= {".".join(parts[: n + 1]) for n in range(len(parts))}
-    for owner in sorted(owners):
-        module = block.get_submodule(owner)
-        config = vars(module).get("config")
-        given = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
-        given += [(f"config.{name}", value) for name, value in getattr(config, "__dict__", {}).items()]
-        yield from ((owner, name, value) for name, value in given if type(value) is int and value > 0)
+    return sorted(owners)

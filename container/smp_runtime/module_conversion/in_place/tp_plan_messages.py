@@ -63,11 +63,12 @@ def list_maps(unit: SplitUnit) -> str:
 
 def block_title(blocks: Sequence[PlannedBlock]) -> str:
     """Return the number of blocks, their class and their place, for a message."""
-    first = blocks[0]
-    times = f"{len(blocks)} × " if len(blocks) > 1 else ""
-    where = first.path or "the model"
-    where += f" to {blocks[-1].path}" if len(blocks) > 1 else ""
-    return f"{times}{type(first.module).__name__} ({where})"
+    first, last = blocks[0], blocks[-1]
+    kind = type(first.module).__name__
+    place = first.path or "the model"
+    if len(blocks) == 1:
+        return f"{kind} ({place})"
+    return f"{len(blocks)} × {kind} ({place} to {last.path})"
 
 
 def _linears(module: nn.Module) -> int:
@@ -86,5 +87,6 @@ def _share(block: nn.Module, split: BlockSplit) -> float:
         if how.columns and linear.bias is not None:
             halved += linear.bias.numel()
     for path, tables in split.tables.items():
-        halved += sum(block.get_submodule(path).get_parameter(name).numel() for name, _, _ in tables.cuts)
+        table = block.get_submodule(path)
+        halved += sum(table.get_parameter(name).numel() for name, _, _ in tables.cuts)
     return halved / max(1, total)
