@@ -46,12 +46,14 @@ _is_initialized = False
 
 def count() -> int:
     """Return the number of devices: that of the environment, or one for each rank of this host."""
-    if (chosen := emulation.device_count(os.environ)) is not None:
+    chosen = emulation.device_count(os.environ)
+    if chosen is not None:
         return chosen
     for name in _COUNTS:
         text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
-            return int(text)
+        number = int(text) if text.isdigit() else 0
+        if number > 0:
+            return number
     return 1
 
 
@@ -111,13 +113,17 @@ def index_of(device: Any, optional: bool = True) -> int:
         return current_index()
     if isinstance(device, Entered):
         return require(device.idx)
-    if isinstance(device, int) and not isinstance(device, bool):
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    if is_number:
         return current_index() if device < 0 else require(device)
     if isinstance(device, str):
         device = torch.device(device)
-    if not isinstance(device, torch.device) or device.type != "cuda":
+    is_cuda = isinstance(device, torch.device) and device.type == "cuda"
+    if not is_cuda:
         raise ValueError(f"Expected a cuda device, but got: {device}")
-    return current_index() if device.index is None else require(device.index)
+    if device.index is None:
+        return current_index()
+    return require(device.index)
 
 
 def real_device(device: Any) -> Any:
@@ -146,7 +152,9 @@ def real_device(device: Any) -> Any:
 
 def kind_here(kind: Any) -> Any:
     """Return "cpu" for the device type ``cuda``, and other types unchanged."""
-    return "cpu" if isinstance(kind, str) and kind.partition(":")[0] == "cuda" else kind
+    if not isinstance(kind, str) or kind.partition(":")[0] != "cuda":
+        return kind
+    return "cpu"
 
 
 def set_device(device: Any) -> None:

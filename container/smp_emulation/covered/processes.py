@@ -27,11 +27,16 @@ def backend_here(backend: Any) -> Any:
     """Return the CPU backend that stands in for the backend that a GPU script names."""
     if not isinstance(backend, str):
         return backend
-    parts = [part.rpartition(":") for part in backend.lower().split(",")]
-    if not any(name == "nccl" or kind == "cuda" for kind, _, name in parts):
+    entries = [entry.rpartition(":") for entry in backend.lower().split(",")]
+    is_of_gpus = any(name == "nccl" or kind == "cuda" for kind, _, name in entries)
+    if not is_of_gpus:
         return backend
-    kept = [f"{kind}{colon}{name}" for kind, colon, name in parts if kind and kind != "cuda" and name != "nccl"]
-    return ",".join(kept) if kept else "gloo"
+    kept = []
+    for kind, _, name in entries:
+        is_of_other_device = bool(kind) and kind != "cuda"
+        if is_of_other_device and name != "nccl":
+            kept.append(f"{kind}:{name}")
+    return ",".join(kept) or "gloo"
 
 
 def _init_process_group(original: Any) -> Any:

@@ -70,7 +70,10 @@ def _is_copied_back(tensor: torch.Tensor, wanted: Any) -> bool:
     Only the string "cpu" counts. A ``torch.device`` that is the CPU usually comes from another tensor, and means the device
     where all tensors are.
     """
-    return type(wanted) is str and wanted == "cpu" and tensor.device == CPU and not asked_by_pytorch_or_us(depth=3)
+    is_cpu_by_name = type(wanted) is str and wanted == "cpu"
+    if not is_cpu_by_name or tensor.device != CPU:
+        return False
+    return not asked_by_pytorch_or_us(depth=3)
 
 
 def _tensor_cuda(original: Any) -> Any:

@@ -98,14 +98,20 @@ class StepWork:
 
 def count_launches(function: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> int:
     """Return the kernels of an operation: one, or more for lists of tensors."""
-    if not function.__name__.startswith(("_foreach", "_fused", "_amp_foreach")):
+    is_of_lists = function.__name__.startswith(("_foreach", "_fused", "_amp_foreach"))
+    if not is_of_lists:
         return 1
-    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+    lists = []
+    for arg in args:
+        is_list = isinstance(arg, (list, tuple)) and len(arg) > 0
+        if is_list and isinstance(arg[0], torch.Tensor):
+            lists.append(arg)
     if not lists:
         return 1
+    first = lists[0]
     most = _TENSORS_PER_LAUNCH[min(len(lists), len(_TENSORS_PER_LAUNCH)) - 1]
-    by_number = math.ceil(len(lists[0]) / most)
-    by_size = math.ceil(sum(tensor.numel() for tensor in lists[0]) / _ELEMENTS_PER_LAUNCH)
+    by_number = math.ceil(len(first) / most)
+    by_size = math.ceil(sum(tensor.numel() for tensor in first) / _ELEMENTS_PER_LAUNCH)
     return max(1, by_number, by_size)
 
 

@@ -212,21 +212,30 @@ class SampleSource:
 
 def _check_numbers(state: Any) -> None:
     """Raise SMPUserError unless a state has the required numbers."""
-
-    def is_count(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-    if not (
-        isinstance(state, Mapping)
-        and {"epoch", "index", "seed", "samples"} <= state.keys()
-        and all(is_count(state[key]) for key in ("epoch", "index"))
-        and (state["samples"] is None or is_count(state["samples"]))
-        and (state["seed"] is None or (isinstance(state["seed"], int) and not isinstance(state["seed"], bool)))
-    ):
+    if not _is_position(state):
         raise SMPUserError(
             f"the state of a data set is {str(state)[:200]}, but has whole numbers for epoch, index, seed and samples; pass what "
             "state_dict() gave"
         )
+
+
+def _is_position(state: Any) -> bool:
+    """Return whether a state has the numbers of a position: epoch and index, and samples and seed if they are known."""
+    if not isinstance(state, Mapping) or not {"epoch", "index", "seed", "samples"} <= state.keys():
+        return False
+    if not _is_count(state["epoch"]) or not _is_count(state["index"]):
+        return False
+    samples, seed = state["samples"], state["seed"]
+    if samples is not None and not _is_count(samples):
+        return False
+    is_number = isinstance(seed, int) and not isinstance(seed, bool)
+    return seed is None or is_number
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return 0 <= value < 2**63
 
 
 class Sources:

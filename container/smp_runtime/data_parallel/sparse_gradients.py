@@ -22,8 +22,12 @@ _NONE, _DENSE = -1, -2
 
 def sparse_tables(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the trained parameters with sparse gradients: embedding tables made with ``sparse=True``."""
-    tables: list[Any] = [m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    return list(dict.fromkeys(table for table in tables if table.requires_grad))
+    tables: dict[Any, None] = {}  # tied ones once
+    for module in modules:
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            tables[module.weight] = None
+    return list(tables)
 
 
 class SparseReducer:
@@ -95,11 +99,12 @@ class SparseReducer:
 
     def _counts(self, gradients: Sequence[torch.Tensor | None]) -> list[list[int]]:
         """Return, by parameter, each rank's number of entries, or a code for no gradient or a dense one."""
-        mine = [_NONE if g is None else g.indices().shape[1] if g.is_sparse else _DENSE for g in gradients]
+        mine = [_count(gradient) for gradient in gradients]
         table = torch.zeros(self._size, len(mine), dtype=torch.float64, device="cpu")
         table[self._group.rank()] = torch.tensor(mine, dtype=torch.float64, device="cpu")
         flags = FlagAllReduce(table.view(-1), self._parameters[0].device, self._collectives, self._group, self._size)
-        return [list(map(int, column)) for column in flags.finish().view_as(table).t().tolist()]
+        by_parameter = flags.finish().view_as(table).t().tolist()
+        return [list(map(int, column)) for column in by_parameter]
 
     def _dense(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor:
         if gradient is None:
@@ -138,4 +143,15 @@ class SparseReducer:
 
 
 def _coalesced(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+    if gradient is None or not gradient.is_sparse:
+        return gradient
+    return gradient.coalesce()
+
+
+def _count(gradient: torch.Tensor | None) -> int:
+    """Return the number of a sparse gradient's entries, or a code for no gradient or a dense one."""
+    if gradient is None:
+        return _NONE
+    if not gradient.is_sparse:
+        return _DENSE
+    return gradient.indices().shape[1]

@@ -70,9 +70,12 @@ def _model_around(module: nn.Module) -> DistributedModel | None:
 
 def give_generate(model: DistributedModel) -> None:
     """Let all modules of a wrapped model that can generate do so on all ranks together."""
+    parts = list(model.module.modules())
     former = model.blueprint.module
     is_replaced = former is not model.module and callable(getattr(model.module, "generate", None))
-    for part in (*model.module.modules(), *((former,) if is_replaced else ())):
+    if is_replaced:  # the script may hold the former one
+        parts.append(former)
+    for part in parts:
         if callable(getattr(type(part), "generate", None)):
             part.__dict__["generate"] = Generate(part)
 

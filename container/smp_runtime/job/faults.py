@@ -57,12 +57,14 @@ class Injector:
 
     def entered(self, phase: str, step: int) -> None:
         """Trigger the faults of a phase that this rank enters."""
-        for fault in self._faults:
-            if not fault.is_over and fault.phase == phase and fault.step == step:
-                fault.is_over = True
-                logger.warning("%s: in %s of step %d this rank %s", VARIABLE, phase, step, KINDS[fault.kind])
-                sys.stderr.flush()
-                self._happen(fault)
+        due = [fault for fault in self._faults if fault.phase == phase and fault.step == step]
+        for fault in due:
+            if fault.is_over:
+                continue
+            fault.is_over = True
+            logger.warning("%s: in %s of step %d this rank %s", VARIABLE, phase, step, KINDS[fault.kind])
+            sys.stderr.flush()
+            self._happen(fault)
         if self._delay:
             time.sleep(self._delay)
 

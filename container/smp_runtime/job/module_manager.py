@@ -64,9 +64,13 @@ class ModuleManager:
 
 def _elements(state: Mapping[str, Any]) -> int:
     """Count the elements of all tensors; a tensor with several names counts once."""
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    once = {
-        (id(t),) if t.is_meta or not t.numel() else (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()): t.numel()
-        for t in tensors
-    }
+    once: dict[tuple[Any, ...], int] = {}
+    for value in state.values():
+        if not isinstance(value, torch.Tensor):
+            continue
+        key: tuple[Any, ...] = (id(value),)
+        has_values = not value.is_meta and value.numel() > 0
+        if has_values:
+            key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        once[key] = value.numel()
     return sum(once.values())

@@ -92,6 +92,7 @@ class StepState:
 
     def use_threads(self, has_threads: bool) -> None:
         """Switch between microbatches on threads of their own and microbatches on one thread."""
+        # Microbatches on several threads run in turns, and each thread has its own running microbatch.
         self._here: Any = threading.local() if has_threads else types.SimpleNamespace()
 
     @property

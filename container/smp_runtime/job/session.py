@@ -122,7 +122,12 @@ class Session:
 
         If two models share a parameter, the record of the first one is returned.
         """
-        return {record.parameter: record for model in reversed(self.models) for record in model.registry}
+        records: dict[nn.Parameter, ParameterRecord] = {}
+        # Backwards, so that the first model's record of a shared parameter stays.
+        for model in reversed(self.models):
+            for record in model.registry:
+                records[record.parameter] = record
+        return records
 
     @property
     def model(self) -> TrainedModel | None:
@@ -331,7 +336,11 @@ def say_once(sentence: str) -> None:
     """Log a warning that holds for the whole job once, on rank 0."""
     if _session is None:
         logger.warning(sentence)
-    elif _session.ranks.rank == 0 and sentence not in (said := _session.ranks.keep(_Said, _Said)):
+        return
+    if _session.ranks.rank != 0:
+        return
+    said = _session.ranks.keep(_Said, _Said)
+    if sentence not in said:
         said.add(sentence)
         logger.warning(sentence)
 

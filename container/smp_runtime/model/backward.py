@@ -120,16 +120,19 @@ class Backward:
 
 def _seeds(outputs: Sequence[torch.Tensor], given: Any, scale: float) -> list[torch.Tensor | None]:
     """Return the gradients of outputs with which backward begins; None stands for ones."""
-    given = [given] if isinstance(given, torch.Tensor) else given
+    if isinstance(given, torch.Tensor):
+        given = [given]
     gradients = [None] * len(outputs) if given is None else list(given)
     for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
-        if gradient is None and output.numel() != 1:
+        is_scalar = output.numel() == 1
+        if gradient is None and not is_scalar:
             raise SMPUserError(
                 f"backward got an output of shape {list(output.shape)} without a gradient; reduce it to a scalar "
                 "loss, or pass its gradient in grad_tensors"
             )
         if scale != 1.0:
-            gradients[index] = (torch.ones_like(output) if gradient is None else gradient) * scale
+            seed = torch.ones_like(output) if gradient is None else gradient
+            gradients[index] = seed * scale
     return gradients
 
 

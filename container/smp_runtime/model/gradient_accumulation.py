@@ -212,7 +212,9 @@ class GradientAccumulation:
         """
         if self._reducer is None:
             return True
-        trained = self._reducer.touched or (self.shards is not None and self.shards.touched)
+        trained = self._reducer.touched
+        if self.shards is not None and self.shards.touched:
+            trained = True
         if self._anyone_trained(trained):
             self.finish_pass()
         self.open()

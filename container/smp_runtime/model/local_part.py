@@ -60,7 +60,10 @@ class LocalPart:
         cfg, shards = ranks.cfg, placed.shards
 
         def hinders(block: nn.Module) -> str | None:
-            return adapted_inside(block) or (shards.uses.leave_inside(block) if shards is not None else None)
+            reason = adapted_inside(block)
+            if reason is None and shards is not None:
+                reason = shards.uses.leave_inside(block)
+            return reason
 
         Compiling(
             repeated=cfg.compile_backend if cfg.compile else None,
@@ -99,9 +102,12 @@ class LocalPart:
         """
         seen: set[int] = set()
         for name, buffer in self.module.named_buffers(remove_duplicate=False):
-            if self.has_tensor(name) and not (remove_duplicate and id(buffer) in seen):
-                seen.add(id(buffer))
-                yield name, buffer
+            if not self.has_tensor(name):
+                continue
+            if remove_duplicate and id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield name, buffer
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Return an iterator over the buffers of this rank."""
@@ -169,12 +175,15 @@ class ParallelState:
 
     def updated(self, part: LocalPart) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the values that this rank's optimizer updates, by parameter name; with sharded state, its own parts."""
+        shards = self.optimizer_shards or {}
         for record in part.registry:
             if not part.has_tensor(record.name):
                 continue
-            if self.optimizer_shards is None or record.parameter not in self.optimizer_shards:
+            if record.parameter not in shards:
                 yield record.name, record.parameter
-            elif (shard := self.optimizer_shards[record.parameter]) is not None:
+                continue
+            shard = shards[record.parameter]
+            if shard is not None:
                 yield record.name, shard.optimized
 
 
@@ -196,21 +205,36 @@ def adapted_inside(block: nn.Module) -> str | None:
     for part in block.modules():
         if not isinstance(part, DistributedModule) or part.tensor_group.size == 1:
             continue
-        flow, settings = getattr(part, "flow", None), getattr(part, "settings", None)
-        is_chain = isinstance(block, HalfBlock | DistributedTransformerLayer)
-        is_chain &= not getattr(settings, "parallel_attn_output", False) and not getattr(part, "cross_attention", None)
-        if not is_chain or (isinstance(flow, SlicedFlow) and flow.rows_see_all):
+        flow = getattr(part, "flow", None)
+        sees_all_rows = isinstance(flow, SlicedFlow) and flow.rows_see_all
+        if sees_all_rows or not _is_chain(block, part):
             # What no data orders, compilers of two ranks may order differently.
             return (
                 "with tensor parallelism some of its collectives may not follow from each other, so that ranks could run them in "
                 'different orders; layers of smp.nn with "optimize": "speed" are compiled'
             )
     for part in block.modules():
-        for hook in (*vars(part)["_forward_pre_hooks"].values(), *vars(part)["_forward_hooks"].values()):
-            home = str(getattr(getattr(hook, "__self__", hook), "__module__", ""))
-            if part is not block and home.startswith(("smp_runtime.tensor_parallel", "smp_runtime.module_conversion")):
-                return f"tensor parallelism changes what its {type(part).__name__} computes while it runs"
+        if part is not block and _has_hooks_of_ours(part):
+            return f"tensor parallelism changes what its {type(part).__name__} computes while it runs"
     return None
+
+
+def _is_chain(block: nn.Module, part: DistributedModule) -> bool:
+    """Return whether each collective of a part follows from the one before it."""
+    if not isinstance(block, HalfBlock | DistributedTransformerLayer):
+        return False
+    has_branches = getattr(getattr(part, "settings", None), "parallel_attn_output", False)
+    return not has_branches and not getattr(part, "cross_attention", None)
+
+
+def _has_hooks_of_ours(part: nn.Module) -> bool:
+    """Return whether tensor parallelism has put hooks on a module."""
+    for hook in (*vars(part)["_forward_pre_hooks"].values(), *vars(part)["_forward_hooks"].values()):
+        owner = getattr(hook, "__self__", hook)
+        home = str(getattr(owner, "__module__", ""))
+        if home.startswith(("smp_runtime.tensor_parallel", "smp_runtime.module_conversion")):
+            return True
+    return False
 
 
 def checkpointed_inside(block: nn.Module) -> str | None:

@@ -198,11 +198,13 @@ class Stages:
         ranks that gather each other's parameters as they run, or on request.
         """
         ranks = self._ranks
-        all_agree = (
-            ranks.cfg.deterministic_server or ranks.cfg.deterministic or ranks.cfg.sharded_data_parallel_degree > 1
-        )
+        repeats = ranks.cfg.deterministic_server or ranks.cfg.deterministic
+        # Ranks that gather each other's parameters must run the same modules in the same order.
+        all_agree = repeats or ranks.cfg.sharded_data_parallel_degree > 1
         members = ranks.members(Group.DP if all_agree else Group.TP)
-        return PipelineAgreement(ranks.control, members) if all_agree or len(members) > 1 else None
+        if not all_agree and len(members) == 1:
+            return None
+        return PipelineAgreement(ranks.control, members)
 
     def _meeting(self) -> PipelineAgreement | None:
         """Return the agreement with the pipelines that join this rank's collectives while modules run, or None."""
@@ -242,18 +244,21 @@ class Stages:
             if not part.has(path):
                 absent_attributes_of(module, path, part.stage_of(path))
         self._absent_attributes = RemoteStubAttributes(modules, self.assignment.attributes, part.stage_of, part.has)
-        scripts = [module for module in modules.values() if isinstance(module, torch.jit.ScriptModule)]
-        scripted = {id(parameter) for script in scripts for parameter in script.parameters()}
+        scripted: set[int] = set()
+        for module in modules.values():
+            if isinstance(module, torch.jit.ScriptModule):
+                scripted.update(map(id, module.parameters()))
         local = {id(parameter) for parameter in part.parameters()}
         wide = self.precision.wide_parameters(part.module.modules())
         for record in part.registry:
-            if id(record.parameter) not in local:
-                is_wide = id(record.parameter) in wide
-                dtype = record.parameter.dtype if is_wide else self.precision.type_of(record.parameter)
-                if id(record.parameter) in scripted:
-                    make_absent_in_place(record.parameter, record.name, record.placement.stage, dtype)
-                else:
-                    _make_absent(record, dtype)
+            parameter = record.parameter
+            if id(parameter) in local:
+                continue
+            dtype = parameter.dtype if id(parameter) in wide else self.precision.type_of(parameter)
+            if id(parameter) in scripted:
+                make_absent_in_place(parameter, record.name, record.placement.stage, dtype)
+            else:
+                _make_absent(record, dtype)
 
     def cast_buffers_of_others(self) -> None:
         """Cast the buffers of other stages' modules too: a module may read their type."""

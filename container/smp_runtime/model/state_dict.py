@@ -52,17 +52,19 @@ class ModelState:
         state = whole_state(self._part.module, local, TensorGroup.of(ranks), to_first=to_first)
         if to_first and ranks.rank_in(Group.TP) != 0:
             return {}
-        if self._part.stage_of is not None:
-            mine, members = {k: _on_cpu(v) for k, v in state.items()}, ranks.members(Group.PP)
-            exchange = ranks.control.gather if to_first else ranks.control.allgather
-            with ranks.control.doing("DistributedModel.state_dict"):
-                parts = exchange(mine, members)
-            if parts is None:
-                return {}
-            order = list(self._part.module.state_dict(keep_vars=True))
-            merged = {name: value for part in parts for name, value in part.items()}
-            state = {name: state.get(name, merged[name]) for name in order if name in merged}
-        return state
+        if self._part.stage_of is None:
+            return state
+        mine = {name: _on_cpu(value) for name, value in state.items()}
+        exchange = ranks.control.gather if to_first else ranks.control.allgather
+        with ranks.control.doing("DistributedModel.state_dict"):
+            parts = exchange(mine, ranks.members(Group.PP))
+        if parts is None:
+            return {}
+        merged: dict[str, Any] = {}
+        for part in parts:
+            merged.update(part)
+        order = list(self._part.module.state_dict(keep_vars=True))
+        return {name: state.get(name, merged[name]) for name in order if name in merged}
 
     def to_save(self) -> dict[str, Any]:
         """See :meth:`.DistributedModel.state_to_save`."""
@@ -77,7 +79,12 @@ class ModelState:
         if ranks.rank_in(Group.TP) or ranks.rank_in(Group.RDP):
             return None
         stages = ranks.control.gather(pieces, ranks.members(Group.PP))
-        return None if stages is None else [piece for stage in stages for piece in stage]
+        if stages is None:
+            return None
+        described: list[TensorShape] = []
+        for of_stage in stages:
+            described += of_stage
+        return described
 
     def stream(self, only: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter by its first name and every saved buffer, whole, on the CPU, one after the other.
@@ -249,15 +256,18 @@ class ModelState:
         part, members = self._part, self._ranks.members(Group.PP)
         if part.stage_of is None:
             return state
-        lacking = [n for n in part.module.state_dict(keep_vars=True) if part.has_tensor(n) and n not in state]
-        wanted = set().union(*self._ranks.control.allgather(lacking, members))
+        control = self._ranks.control
+        names = list(part.module.state_dict(keep_vars=True))
+        lacking = [name for name in names if part.has_tensor(name) and name not in state]
+        wanted = set().union(*control.allgather(lacking, members))
         if not wanted:
             return state
         given = {name: _on_cpu(value) for name, value in state.items() if name in wanted}
-        found = {
-            name: value for other in self._ranks.control.allgather(given, members) for name, value in other.items()
-        }
-        return {**{name: found[name] for name in lacking if name in found}, **state}
+        found: dict[str, Any] = {}
+        for of_stage in control.allgather(given, members):
+            found.update(of_stage)
+        completed = {name: found[name] for name in lacking if name in found}
+        return {**completed, **state}
 
     def _load(self, state: dict[str, Any], strict: bool, assign: bool, own: Mapping[str, Any]) -> Any:
         part = self._part
@@ -285,7 +295,9 @@ class ModelState:
 
 
 def _is_without_values(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteStub)
+    if not isinstance(value, torch.Tensor) or isinstance(value, RemoteStub):
+        return False
+    return value.is_meta
 
 
 def _refuse_without_values(state: Mapping[str, Any]) -> None:

@@ -112,11 +112,13 @@ def _left_out(part: nn.Module) -> Iterator[tuple[Any, Any]]:
         if name in _STANDING_IN and _is_ours(value):
             yield value, None
         elif _holds_hooks(name) and isinstance(value, dict):
-            yield value, type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
+            kept = [(key, hook) for key, hook in value.items() if not _is_ours(hook)]
+            yield value, type(value)(kept)
         elif isinstance(value, RemoteStubAttribute):
             yield value, None  # the module sets it when it runs
         elif isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            yield value, None if isinstance(value, RemoteStub) else value.detach().to("cpu", copy=True)
+            is_stub = isinstance(value, RemoteStub)
+            yield value, None if is_stub else value.detach().to("cpu", copy=True)
 
 
 def _holds_hooks(name: str) -> bool:

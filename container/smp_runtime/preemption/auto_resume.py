@@ -149,7 +149,10 @@ class Progress:
     # -- saving and resuming ---------------------------------------------------------------------------------------
 
     def _is_due(self) -> bool:
-        return bool(self._state.every) and self.step % (self._state.every or 1) == 0
+        every = self._state.every
+        if not every:
+            return False
+        return self.step % every == 0
 
     def _end_turn(self, moment: ScriptPosition) -> None:
         """Finish an iteration of a loop that does not use :meth:`steps`: save, stop or copy the state of ``moment``."""

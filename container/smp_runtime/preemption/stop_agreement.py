@@ -80,6 +80,7 @@ class StopAgreement:
             found = second_connection(control, "smp-stop", "stops")
             if all(control.allgather(found is not None, list(range(control.size)))) and found is not None:
                 self._board = _Board(found)
+                # Training must not wait for the store, which answers when some rank has asked for a stop.
                 self._thread = threading.Thread(target=self._serve, name="smp-stop", daemon=True)
                 self._thread.start()
             else:

@@ -158,8 +158,11 @@ def _described(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{list(leaf.shape)} {leaf.dtype} {probe(leaf)!r}"
     if isinstance(leaf, Mapping):
-        return f"{list(leaf)} {[_described(inner) for inner in leaves_of(leaf)]}"
-    return repr(leaf) if _is_plain(leaf) else type(leaf).__name__
+        inside = [_described(inner) for inner in leaves_of(leaf)]
+        return f"{list(leaf)} {inside}"
+    if _is_plain(leaf):
+        return repr(leaf)
+    return type(leaf).__name__
 
 
 def _sent(leaf: Any) -> _Sent | _Kept:

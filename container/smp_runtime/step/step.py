@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
@@ -299,10 +299,16 @@ def first_scalar(merged: Any) -> list[torch.Tensor]:
     """Return the outputs of the first floating point scalar that a step returned: by convention its loss."""
     if isinstance(merged, StepOutput):
         first = merged.outputs[0]
-        return merged.outputs if first.numel() == 1 and first.is_floating_point() else []
-    children = merged.values() if isinstance(merged, Mapping) else merged if isinstance(merged, list | tuple) else ()
+        is_loss = first.numel() == 1 and first.is_floating_point()
+        return merged.outputs if is_loss else []
+    children: Iterable[Any] = ()
+    if isinstance(merged, Mapping):
+        children = merged.values()
+    elif isinstance(merged, list | tuple):
+        children = merged
     for child in children:
-        if found := first_scalar(child):
+        found = first_scalar(child)
+        if found:
             return found
     return []
 
@@ -354,10 +360,13 @@ def _pipeline_of(models: Sequence[TrainedModel]) -> Pipeline | None:
 
 
 def _are_both_nan(one: float | None, other: float | None) -> bool:
-    return one is not None and other is not None and math.isnan(one) and math.isnan(other)
+    if one is None or other is None:
+        return False
+    return math.isnan(one) and math.isnan(other)
 
 
 def _described(modes: tuple[bool, ...]) -> str:
     gradients, *training = modes
-    models = ", ".join("training" if flag else "evaluation" for flag in training) or "no"
-    return f"{'with' if gradients else 'without'} gradients, {models} mode"
+    with_gradients = "with" if gradients else "without"
+    models = ", ".join("training" if flag else "evaluation" for flag in training)
+    return f"{with_gradients} gradients, {models or 'no'} mode"

@@ -91,25 +91,33 @@ class Configuration:
 
     def settings(self) -> dict[str, Any]:
         """Return the ``mp_parameters`` of the configuration; values equal to their defaults are omitted."""
-        stages, tensor = self.pipeline or 1, self.tensor or 1
+        stages, tensor, microbatches = self.pipeline or 1, self.tensor or 1, self.microbatches or 1
         found: dict[str, Any] = {}
         if stages > 1:
             found["pipeline_parallel_degree"] = stages
         if tensor > 1:
-            found |= {"tensor_parallel_degree": tensor, "prescaled_batch": True}
+            found["tensor_parallel_degree"] = tensor
+            found["prescaled_batch"] = True
         if self.state == _OPTIMIZER:
             found["shard_optimizer_state"] = True
         elif self.sharded > 1:
             found["sharded_data_parallel_degree"] = self.sharded
-        if (self.microbatches or 1) > 1:
-            found["microbatches"] = self.microbatches
+        if microbatches > 1:
+            found["microbatches"] = microbatches
         if stages > 1:
             found |= self._schedule_settings(stages)
         if self.memory == _OFFLOADED:
             found["offload_activations"] = True
-        if self.placement not in (None, "DPT"):
-            found["placement_strategy"] = _PLACEMENT_NAMES.get(self.placement or "", self.placement)
+        if self._placement_name is not None:
+            found["placement_strategy"] = self._placement_name
         return found
+
+    @property
+    def _placement_name(self) -> str | None:
+        """Return the value of ``placement_strategy``, or None if it is the default or not chosen."""
+        if self.placement in (None, "DPT"):
+            return None
+        return _PLACEMENT_NAMES.get(self.placement or "", self.placement)
 
     def _schedule_settings(self, stages: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -120,27 +128,22 @@ class Configuration:
         return found
 
     def __str__(self) -> str:
-        stages, microbatches = self.pipeline or 1, self.microbatches or 1
-        words = []
+        stages, tensor, microbatches = self.pipeline or 1, self.tensor or 1, self.microbatches or 1
+        words = {
+            f"pipeline {stages}": stages > 1,
+            f"tensor parallelism {tensor}": tensor > 1,
+            f"sharded data parallelism {self.sharded}": self.sharded > 1,
+            "sharded optimizer state": self.state == _OPTIMIZER,
+            "activation checkpointing": self.recomputes,
+            "offloading": self.memory == _OFFLOADED,
+            f"{microbatches} microbatches": microbatches > 1,
+        }
+        features = [word for word, is_on in words.items() if is_on]
         if stages > 1:
-            words.append(f"pipeline {stages}")
-        if (self.tensor or 1) > 1:
-            words.append(f"tensor parallelism {self.tensor}")
-        if self.sharded > 1:
-            words.append(f"sharded data parallelism {self.sharded}")
-        if self.state == _OPTIMIZER:
-            words.append("sharded optimizer state")
-        if self.recomputes:
-            words.append("activation checkpointing")
-        if self.memory == _OFFLOADED:
-            words.append("offloading")
-        if microbatches > 1:
-            words.append(f"{microbatches} microbatches")
-        if stages > 1:
-            words += self._pipeline_words(stages, microbatches)
-        if self.placement not in (None, "DPT"):
-            words.append(f"placement {_PLACEMENT_NAMES.get(self.placement or '', self.placement)}")
-        return " + ".join(words) or "data parallelism"
+            features += self._pipeline_words(stages, microbatches)
+        if self._placement_name is not None:
+            features.append(f"placement {self._placement_name}")
+        return " + ".join(features) or "data parallelism"
 
     def _pipeline_words(self, stages: int, microbatches: int) -> list[str]:
         words = []

@@ -90,13 +90,18 @@ def _outermost(part: LocalPart) -> Iterator[tuple[str, DistributedModule]]:
     """Yield distributed modules of this rank that are not inside another one."""
     last: str | None = None
     for path, module in part.named_modules():
-        if isinstance(module, DistributedModule) and not (last is not None and _is_below(path, last)):
+        if not isinstance(module, DistributedModule):
+            continue
+        is_inside = last is not None and _is_below(path, last)
+        if not is_inside:
             last = path
             yield path, module
 
 
 def _is_below(path: str, other: str) -> bool:
-    return not other or path == other or path.startswith(f"{other}.")
+    if not other or path == other:
+        return True
+    return path.startswith(f"{other}.")
 
 
 def _lies_in(record: ParameterRecord, path: str) -> bool:
@@ -157,11 +162,17 @@ def _listed(rows: Sequence[_SharedItem], apart: bool = False) -> list[str]:
         groups.setdefault((pattern, row.what, row.whole, row.here), []).append(row)
     cells = [("module", "kind", "parameters", "on this rank")]
     for alike in list(groups.values())[:_MOST_ROWS]:
-        what = alike[0].what if len(alike) == 1 else f"{len(alike)} × {alike[0].what}"
-        whole, here = sum(row.whole for row in alike), sum(row.here for row in alike)
+        what = alike[0].what
+        if len(alike) > 1:
+            what = f"{len(alike)} × {what}"
+        whole = sum(row.whole for row in alike)
+        here = sum(row.here for row in alike)
         cells.append((_path_of([row.path for row in alike]), what, f"{whole:,}", f"{here:,}"))
+    lines = list(format_table(cells))
     more = len(groups) - _MOST_ROWS
-    return [*format_table(cells), *([f"  … and {more} more"] if more > 0 else [])]
+    if more > 0:
+        lines.append(f"  … and {more} more")
+    return lines
 
 
 def _path_of(paths: Sequence[str]) -> str:

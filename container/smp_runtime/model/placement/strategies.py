@@ -216,5 +216,7 @@ def scale_gradients(parts: ModelParts, roles: ParameterRoles) -> None:
     if parts.are_replicated and not parts.shards_state:
         shares = batch_shares(parts.part.registry, roles.trained, parts.ranks)
     has_shares = min(shares, default=1.0) < 1.0
-    if cfg.fp16 or cfg.microbatches > 1 or has_shares:
+    # A script's own backward averages over microbatches, and scales the loss, as model.backward does.
+    scales_loss = cfg.fp16 or cfg.microbatches > 1
+    if scales_loss or has_shares:
         parts.backward.scale_gradients(roles.trained, shares)
