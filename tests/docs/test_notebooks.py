@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.documents.doc_blocks import ROOT, defined_names, free_names, imported, wrong_uses
+from support.documents.notebook_outputs import DIGEST, clean_outputs, code_digest
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
@@ -36,9 +37,31 @@ def test_cells_name_what_is_there(path: Path) -> None:
             before |= defined_names(code)
 
 
-def test_no_notebook_keeps_its_outputs() -> None:
-    for path in NOTEBOOKS:
-        assert all(not cell.get("outputs") for cell in json.loads(path.read_text())["cells"]), path.name
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_carries_the_outputs_of_its_code(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    notebook = json.loads(text)
+    assert notebook["metadata"].get(DIGEST) == code_digest(notebook), (
+        f"the outputs are older than the code: python tests/support/documents/notebook_outputs.py {path.stem}"
+    )
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert outputs
+    assert all(output["output_type"] != "error" for output in outputs)
+    assert not re.search(r"/(home|root|work|Users)/|\\u001b", text), "a path of a machine, or a terminal's colors"
+    assert len(text) < 300_000
+
+
+def test_outputs_are_cleaned() -> None:
+    log = ["\x1b[1mloss\x1b[0m 2.0\n", "sagemaker.config INFO - Not applying\n", f"Model: {sys.prefix}/x /folder/y\n"]
+    printed = [{"output_type": "stream", "name": name, "text": text} for name, text in zip("oeo", log, strict=True)]
+    lines = {"output_type": "stream", "name": "o", "text": "".join(f"{number}\n" for number in range(100))}
+    result = {"output_type": "execute_result", "metadata": {}, "data": {"text/html": "<p>", "text/plain": "x" * 999}}
+    first, shown, long = clean_outputs([*printed, result, lines], "/folder")
+    assert first == {"name": "stdout", "output_type": "stream", "text": "loss 2.0\nModel: …/x /path/to/y\n"}
+    assert len(shown["data"]["text/plain"]) < 250
+    assert (long["text"].count("\n"), "\n24\n…\n85\n" in long["text"]) == (41, True)
 
 
 def _run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[dict[str, Any]]]:
@@ -115,8 +138,8 @@ def test_another_topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.timeout(400)
 def test_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, shown = _run("rehearsal", tmp_path, monkeypatch)
-    verdicts = dict(re.findall(r"^(a copy on every GPU|shared out): (does not fit|fits), ", said, re.MULTILINE))
-    assert verdicts == {"a copy on every GPU": "does not fit", "shared out": "fits"}
+    verdicts = dict(re.findall(r"^(a copy on every GPU|sharded): (does not fit|fits), ", said, re.MULTILINE))
+    assert verdicts == {"a copy on every GPU": "does not fit", "sharded": "fits"}
     copies, shared = (data["text/html"] for data in shown)
     assert (copies.count("<svg"), shared.count("<svg")) == (1, 2), (
         "the memory of each stage, and the partition of several"

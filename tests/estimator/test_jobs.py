@@ -146,7 +146,7 @@ def test_quickstart_notebook(tmp_path: Path) -> None:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(REPOSITORY / "examples/quickstart.ipynb", as_version=4)
-    small = {"steps = 300": "steps = 4", "megabytes = 9": "megabytes = 0.2"}
+    small = {"steps = 150": "steps = 4", "megabytes = 9": "megabytes = 0.2"}
     for cell in notebook.cells:
         for before, after in small.items():
             cell.source = cell.source.replace(before, after)
