@@ -17,6 +17,7 @@ from smp_estimator.numerics.recorded_run import (
     Total,
     Totals,
     estimate_distance,
+    relative_error,
     without_calls,
 )
 from smp_records.numerics import (
@@ -78,8 +79,8 @@ class Compared:
 
     @property
     def differs(self) -> bool:
-        """Return whether the error exceeds what rounding explains."""
-        return not self.error <= self.allowed
+        """Return whether the error exceeds what rounding explains; no error is none, even if nothing finite explains it."""
+        return self.error != 0 and not self.error <= self.allowed
 
     @property
     def where(self) -> str:
@@ -273,13 +274,19 @@ class _Judge:
             if key.phase in (OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT) and not found.differs:
                 noise = max(noise, found.error)
             yield self._placed(found, a, b)
-        if min(updates) > 0 and not 1 / _UPDATE_RATIO <= (ratio := math.sqrt(updates[1] / updates[0])) <= _UPDATE_RATIO:
+        yield from self._of_all_updates(at, *updates)
+
+    def _of_all_updates(self, at: tuple[int, int], ours: float, theirs: float) -> Iterator[Compared]:
+        """Compare the sums of the squares of all updates; updates that are not finite were found one by one."""
+        if min(ours, theirs) <= 0 or not math.isfinite(ours + theirs):
+            return
+        ratio = math.sqrt(theirs / ours)
+        error, allowed = 1 - min(ratio, 1 / ratio), 1 - 1 / _UPDATE_RATIO
+        if error > allowed:
+            key = TensorKey(UPDATE, "all parameters", 0)
             ranks = tuple(head.rank for head in self._runs[1].heads)
             text = f"the updates of all parameters together have {ratio:.3g} times the norm"
-            error = 1 - min(ratio, 1 / ratio)
-            yield Compared(
-                *at, TensorKey(UPDATE, "all parameters", 0), error, 1 - 1 / _UPDATE_RATIO, math.nan, ranks, (), text
-            )
+            yield Compared(*at, key, error, allowed, math.nan, ranks, (), text)
 
     def _begin(self, step: int, ours: Totals, is_first: bool) -> None:
         """Scale the distances of the weights by the number of steps that were not recorded since the last one."""
@@ -354,8 +361,7 @@ class _Judge:
                 size = max(size, least[key.phase] * math.sqrt(a.elements))
             if key.phase == GRADIENT and a.elements == a.columns:
                 size = max(size, self._summed_over(a, ours))
-        bad = not math.isfinite(apart + size)
-        error = math.inf if bad and a.is_bad != b.is_bad else 0.0 if bad or not size else max(apart, norms) / size
+        error = relative_error(max(apart, norms), size, a, b)
         allowed = self._allowed(at, a, b, noise, moved)
         if key.phase == OUTPUT and moved and size:
             allowed = min(allowed + 2.0 * _moved_by_biases(a, totals) / size, _MOST)
@@ -403,9 +409,13 @@ class _Judge:
         counted.
         """
         apart, size = estimate_distance(a.projections, b.projections), max(a.norm, b.norm)
-        error = apart / size if size else 0.0
-        weight = totals[0].get(TensorKey(WEIGHT, a.key.name, 0))
+        error = relative_error(apart, size, a, b)
         own = max(a.rounding, b.rounding)
+        unit = own or ROUNDING["float64"]
+        if not math.isfinite(apart + size):
+            # No later error is explained by it: a run with such an update has weights that are not finite either.
+            return Compared(*at, a.key, error, _HANDED_ON * own, error / unit, tuple(sorted(b.ranks)))
+        weight = totals[0].get(TensorKey(WEIGHT, a.key.name, 0))
         stored = _HANDED_ON * own * (weight.norm if weight else 0.0) / size if size else 0.0
         allowed = stored + _HANDED_ON * own
         if has_gradient:
@@ -421,34 +431,25 @@ class _Judge:
         self._weights_apart[a.key.name] = self._weights_apart.get(a.key.name, 0.0) + max(
             1.5 * explained, min(allowed, 2.0) * size
         )
-        unit = own or ROUNDING["float64"]
         return Compared(*at, a.key, error, allowed, error / unit, tuple(sorted(b.ranks)))
 
     def _placed(self, found: Compared, a: Total, b: Total) -> Compared:
         """Add the ranks and microbatches that have the error, if both runs have the same pieces."""
         if not found.differs or a.pieces.keys() != b.pieces.keys() or len(a.pieces) < 2:
             return found
-        bad = [
-            (piece, part)
-            for piece, part in b.pieces.items()
-            if estimate_distance(a.pieces[piece].projections, part.projections)
-            > found.allowed * max(part.norm, a.pieces[piece].norm)
-        ]
-        if not bad:
+        ranks: set[int] = set()
+        microbatches: set[int] = set()
+        for piece, part in b.pieces.items():
+            other = a.pieces[piece]
+            distance = estimate_distance(other.projections, part.projections)
+            if relative_error(distance, max(part.norm, other.norm), other, part) <= found.allowed:
+                continue
+            ranks |= part.ranks
+            if piece.microbatch is not None:
+                microbatches.add(piece.microbatch)
+        if not ranks:
             return found
-        ranks = tuple(sorted({rank for _, part in bad for rank in part.ranks}))
-        microbatches = tuple(sorted({piece.microbatch for piece, _ in bad if piece.microbatch is not None}))
-        return Compared(
-            found.step,
-            found.call,
-            found.key,
-            found.error,
-            found.allowed,
-            found.roundings,
-            ranks,
-            microbatches,
-            found.text,
-        )
+        return replace(found, ranks=tuple(sorted(ranks)), microbatches=tuple(sorted(microbatches)))
 
 
 def _moved_by_biases(result: Total, totals: tuple[Totals, Totals]) -> float:

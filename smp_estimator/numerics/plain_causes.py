@@ -38,16 +38,21 @@ def _forgive_scaled_losses(found: Comparison) -> None:
     A script may divide the loss of a rank as it likes, if the gradients that its ranks add up are right. A tensor that is no batch
     is as large on each rank as in one process.
     """
-    moments = {
-        (each.step, each.call) for each in found.compared if each.differs and each.key.phase in (GRADIENT, UPDATE)
-    }
-    found.compared = [
-        replace(each, allowed=math.inf)
-        if each.differs and each.key.phase in (LOSS, OUTPUT_GRADIENT) and (each.step, each.call) not in moments
-        else each
-        for each in found.compared
-        if not _is_no_batch(found, each)
-    ]
+    moments = set()
+    for each in found.compared:
+        if each.differs and each.key.phase in (GRADIENT, UPDATE):
+            moments.add((each.step, each.call))
+    kept = []
+    for each in found.compared:
+        if _is_no_batch(found, each):
+            continue
+        is_of_loss = each.key.phase in (LOSS, OUTPUT_GRADIENT)
+        reaches_update = (each.step, each.call) in moments
+        if each.differs and is_of_loss and not reaches_update:
+            kept.append(replace(each, allowed=math.inf))
+        else:
+            kept.append(each)
+    found.compared = kept
 
 
 def _is_no_batch(found: Comparison, each: Compared) -> bool:
@@ -162,13 +167,15 @@ def _of_copies(phase: str, name: str, step: int, ranks: Sequence[PlainFacts]) ->
 
 
 def _of_one_rank(name: str, ranks: Sequence[PlainFacts]) -> Iterator[str]:
-    for words, without in (
-        ("is frozen", [facts.rank for facts in ranks if not facts.parameters[name].is_trainable]),
-        ("is in no optimizer", [facts.rank for facts in ranks if not facts.parameters[name].has_optimizer]),
-        ("never changes", [facts.rank for facts in ranks if not facts.parameters[name].has_changed]),
-    ):
-        if 0 < len(without) < len(ranks):
-            yield f"{name} {words} on rank(s) {', '.join(map(str, without))} only"
+    facts_of = {facts.rank: facts.parameters[name] for facts in ranks}
+    ranks_by_words = {
+        "is frozen": [rank for rank, facts in facts_of.items() if not facts.is_trainable],
+        "is in no optimizer": [rank for rank, facts in facts_of.items() if not facts.has_optimizer],
+        "never changes": [rank for rank, facts in facts_of.items() if not facts.has_changed],
+    }
+    for words, some in ranks_by_words.items():
+        if 0 < len(some) < len(ranks):
+            yield f"{name} {words} on rank(s) {', '.join(map(str, some))} only"
 
 
 def _of_unequal_rates(step: int, ranks: Sequence[PlainFacts]) -> Iterator[str]:
@@ -180,10 +187,14 @@ def _of_unequal_rates(step: int, ranks: Sequence[PlainFacts]) -> Iterator[str]:
 def _of_scalings(step: int, ranks: Sequence[PlainFacts]) -> Iterator[str]:
     factors = [facts.scalings[step] for facts in ranks if step < len(facts.scalings)]
     known = [factor for factor in factors if factor is not None]
-    if len(known) == len(factors) and known and max(known) > min(known) * (1 + _SAME) > 0:
+    if not known or len(known) < len(factors):
+        return
+    least, most = min(known), max(known)
+    if most > least * (1 + _SAME) > 0:
+        shown = ", ".join(f"{factor:.4g}" for factor in known)
         yield (
             "between the last backward pass and the update each rank has scaled its gradients by another factor "
-            f"({', '.join(f'{factor:.4g}' for factor in known)}): gradients are clipped by the norm of the rank's own part; use "
+            f"({shown}): gradients are clipped by the norm of the rank's own part; use "
             "torch.nn.utils.clip_grad_norm_, or all-reduce the squared norms first"
         )
 

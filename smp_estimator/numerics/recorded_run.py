@@ -87,6 +87,13 @@ class PartialSum:
         return math.sqrt(self.square) if self.square >= 0 else math.nan
 
 
+def relative_error(distance: float, size: float, one: PartialSum, other: PartialSum) -> float:
+    """Return a distance relative to a size; for sums that are not finite, infinity if only one is such, and 0 if both are."""
+    if not math.isfinite(distance + size):
+        return math.inf if one.is_bad != other.is_bad else 0.0
+    return distance / size if size else 0.0
+
+
 @dataclass
 class Total(PartialSum):
     """A whole tensor, or the sum over all microbatches and replicas."""
@@ -253,20 +260,29 @@ class RecordedRun:
 
         Empty if there are none.
         """
-        steps = [
-            {key: total for key, total in totals.items() if key.phase == INPUT and total.elements >= _LEAST_INPUT}
-            for totals in self.moments.values()
-        ]
-        seen: list[dict[int, tuple[float, ...]]] = [_read_by(totals) for totals in steps if totals]
+        seen: list[dict[int, tuple[float, ...]]] = []
+        for totals in self.moments.values():
+            inputs = {key: total for key, total in totals.items() if _is_large_input(total)}
+            if inputs:
+                seen.append(_read_by(inputs))
         if len(seen) < 2 or len(seen[0]) < 2:
             return ()
         first = next(iter(seen[0]))
         if all(read.get(first) == seen[0][first] for read in seen):
             return ()
-        groups: dict[tuple[tuple[float, ...] | None, ...], list[int]] = {}
+        owners_of: dict[tuple[tuple[float, ...] | None, ...], list[int]] = {}
         for owner in seen[0]:
-            groups.setdefault(tuple(read.get(owner) for read in seen), []).append(owner)
-        return next((tuple(owners) for owners in groups.values() if len(owners) > 1), ())
+            batches = tuple(read.get(owner) for read in seen)
+            owners_of.setdefault(batches, []).append(owner)
+        for owners in owners_of.values():
+            if len(owners) > 1:
+                return tuple(owners)
+        return ()
+
+
+def _is_large_input(total: Total) -> bool:
+    """Return whether a tensor is a batch with so many elements that two equal ones are no accident."""
+    return total.key.phase == INPUT and total.elements >= _LEAST_INPUT
 
 
 def _read_by(totals: Mapping[TensorKey, Total]) -> dict[int, tuple[float, ...]]:

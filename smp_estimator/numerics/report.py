@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from smp_records.numerics import LOSS, OUTPUT, OUTPUT_GRADIENT, PHASES, UPDATE, WEIGHT
+from smp_records.numerics import GRADIENT, LOSS, OUTPUT, OUTPUT_GRADIENT, PHASES, UPDATE, WEIGHT
 
 if TYPE_CHECKING:
     from smp_estimator.numerics.comparison import Compared, Comparison
@@ -48,25 +48,24 @@ def _of_copies(run: str, drift: Drift) -> str:
 
 
 def _of_difference(first: Compared, is_second: bool) -> str:
-    places = [f"step {first.step}" + (f", call {first.call + 1}" if first.call else "")]
+    step = f"step {first.step}"
+    places = [f"{step}, call {first.call + 1}" if first.call else step]
     if first.microbatches:
         places.append(f"microbatch(es) {', '.join(map(str, first.microbatches))}")
-    ranks = ", ".join(map(str, first.ranks[:_MOST_RANKS])) + (" …" if len(first.ranks) > _MOST_RANKS else "")
-    places.append(f"rank(s) {ranks}")
+    more = " …" if len(first.ranks) > _MOST_RANKS else ""
+    places.append(f"rank(s) {', '.join(map(str, first.ranks[:_MOST_RANKS]))}{more}")
     begin = "the runs differ" if is_second else "differs"
     text = f"{begin} first at {', '.join(places)}: {first.where}"
     if first.text:
         return f"{text}; {first.text}"
     size = "not finite in one of the runs" if math.isinf(first.error) else f"relative error {first.error:.2g}"
-    roundings = "" if not math.isfinite(first.roundings) else f", {first.roundings:.2g} roundings of its type"
+    roundings = f", {first.roundings:.2g} roundings of its type" if math.isfinite(first.roundings) else ""
     return f"{text}; {size}{roundings}, and rounding explains {first.allowed:.1g}"
 
 
 def _hints(found: Comparison, first: Compared) -> Iterator[str]:
     """Yield sentences on frequent causes of such a difference."""
     phase = first.key.phase
-    at = first.step, first.call
-    ours, theirs = (run.moments[at].get(first.key) for run in (found.one, found.other))
     if phase == WEIGHT and first.step == 0:
         yield "the runs began with other weights: the script draws them without a seed, or with one of the rank"
     elif phase == WEIGHT:
@@ -78,15 +77,28 @@ def _hints(found: Comparison, first: Compared) -> Iterator[str]:
         )
     elif phase == UPDATE and not first.text:
         yield "the gradients are equal, so the optimizer has other settings or state, or clips them"
-    if ours is not None and theirs is not None and ours.norm > 0 and phase in (OUTPUT_GRADIENT, "gradient", UPDATE):
-        ratio = theirs.norm / ours.norm
-        whole = round(ratio) if ratio >= 1 else round(1 / ratio) if ratio else 0
-        if whole > 1 and abs(max(ratio, 1 / ratio) / whole - 1) < 0.05:
-            how = f"{whole} times" if ratio > 1 else f"1/{whole} of"
-            yield (
-                f"the second run has {how} the norm: a loss or gradient that is not divided by {whole} microbatches, steps or "
-                "replicas, or divided twice"
-            )
+    if phase in (OUTPUT_GRADIENT, GRADIENT, UPDATE):
+        yield from _scale_hint(found, first)
+
+
+def _scale_hint(found: Comparison, first: Compared) -> Iterator[str]:
+    """Yield a sentence if one run's norm is a multiple of the other's."""
+    at = first.step, first.call
+    ours, theirs = (run.moments[at].get(first.key) for run in (found.one, found.other))
+    if ours is None or theirs is None or not ours.norm > 0:
+        return
+    ratio = theirs.norm / ours.norm
+    # A norm that is not finite is a multiple of no other.
+    if not ratio or not math.isfinite(ratio):
+        return
+    multiple = max(ratio, 1 / ratio)
+    whole = round(multiple)
+    if whole > 1 and abs(multiple / whole - 1) < 0.05:
+        how = f"{whole} times" if ratio > 1 else f"1/{whole} of"
+        yield (
+            f"the second run has {how} the norm: a loss or gradient that is not divided by {whole} microbatches, steps or "
+            "replicas, or divided twice"
+        )
 
 
 def phase_table(found: Comparison) -> Table:

@@ -78,11 +78,7 @@ class CloseupFiles:
             rank: the only rank with a copy or part that counts; None for all.
             call: call of a step since the last update, for tensors with a batch.
         """
-        found = [
-            kept
-            for kept in self._kept
-            if (kept.phase, kept.name) == key[:2] and _same_call(kept, key) and rank in (None, kept.rank)
-        ]
+        found = [kept for kept in self._kept if _is_of(kept, key) and rank in (None, kept.rank)]
         if not found:
             return None
         if key.phase not in (INPUT, OUTPUT, OUTPUT_GRADIENT, LOSS):
@@ -115,16 +111,24 @@ class CloseupFiles:
         return WholeTensor(whole.reshape(shape), first.dtype, shares, heads=first.heads)
 
     def _of_batch(self, found: Sequence[KeptTensor]) -> WholeTensor:
-        by_piece = {(kept.owner or 0, kept.microbatch or 0, kept.nth): kept for kept in reversed(found)}
+        by_piece: dict[tuple[int, int, int], KeptTensor] = {}
+        for kept in found:
+            # Several ranks may keep a copy of a piece; the first one counts.
+            by_piece.setdefault((kept.owner or 0, kept.microbatch or 0, kept.nth), kept)
         parts: list[Numbers] = []
         pieces: list[tuple[int, int, int]] = []
         for (owner, microbatch, _), kept in sorted(by_piece.items()):
             values = self._values(kept).reshape(kept.shape or (1,))
             parts.append(values)
             pieces.append((owner, microbatch, len(values)))
-        if len({part.shape[1:] for part in parts}) > 1:  # of different lengths: as they come
+        have_other_lengths = len({part.shape[1:] for part in parts}) > 1
+        if have_other_lengths:  # then as they come
             parts = [part.reshape(-1) for part in parts]
         return WholeTensor(np.concatenate(parts), found[0].dtype, pieces=pieces, heads=found[0].heads)
+
+
+def _is_of(kept: KeptTensor, key: TensorKey) -> bool:
+    return (kept.phase, kept.name) == (key.phase, key.name) and _same_call(kept, key)
 
 
 def _same_call(kept: KeptTensor, key: TensorKey) -> bool:
@@ -132,9 +136,10 @@ def _same_call(kept: KeptTensor, key: TensorKey) -> bool:
 
     A pipeline's calls of a module in a microbatch are compared together.
     """
-    return kept.nth == key.nth or (
-        key.phase in (OUTPUT, OUTPUT_GRADIENT) and key.nth < NUMBERS_OF_CALL and kept.nth % NUMBERS_OF_CALL == key.nth
-    )
+    if kept.nth == key.nth:
+        return True
+    stands_for_all = key.phase in (OUTPUT, OUTPUT_GRADIENT) and key.nth < NUMBERS_OF_CALL
+    return stands_for_all and kept.nth % NUMBERS_OF_CALL == key.nth
 
 
 def _read_index(file: Path) -> Iterator[KeptTensor]:
@@ -161,15 +166,17 @@ def order_of_samples(one: CloseupFiles, other: CloseupFiles) -> npt.NDArray[np.i
         if key.phase != INPUT:
             continue
         ours, theirs = one.whole(key), other.whole(key)
-        if ours is None or theirs is None or ours.values.shape != theirs.values.shape or ours.values.ndim < 2:
+        if ours is None or theirs is None:
             continue
-        rows = [run.values.reshape(len(run.values), -1) for run in (ours, theirs)]
-        if np.array_equal(rows[0], rows[1]):
+        if ours.values.shape != theirs.values.shape or ours.values.ndim < 2:
+            continue
+        our_rows, their_rows = (run.values.reshape(len(run.values), -1) for run in (ours, theirs))
+        if np.array_equal(our_rows, their_rows):
             return None
-        sorted_rows = [np.lexsort(run.T[::-1]) for run in rows]
-        if np.array_equal(rows[0][sorted_rows[0]], rows[1][sorted_rows[1]]):
-            found = np.empty(len(rows[0]), dtype=np.int64)
-            found[sorted_rows[0]] = sorted_rows[1]
+        our_order, their_order = (np.lexsort(rows.T[::-1]) for rows in (our_rows, their_rows))
+        if np.array_equal(our_rows[our_order], their_rows[their_order]):
+            found = np.empty(len(our_rows), dtype=np.int64)
+            found[our_order] = their_order
             return found
     return None
 
@@ -277,11 +284,13 @@ def _owners_of_samples(hit: npt.NDArray[np.int64], one: WholeTensor, other: Whol
     for run in (other, one):
         begin, found = 0, []
         for owner, microbatch, count in run.pieces:
-            if np.isin(np.arange(begin, begin + count), hit).any():
+            samples = np.arange(begin, begin + count)
+            if np.isin(samples, hit).any():
                 found.append((owner, microbatch))
             begin += count
         if len(found) < len(run.pieces):
-            owners, microbatches = sorted({o for o, _ in found}), sorted({m for _, m in found})
+            owners = sorted({owner for owner, _ in found})
+            microbatches = sorted({microbatch for _, microbatch in found})
             yield f"microbatch(es) {', '.join(map(str, microbatches))} of replica(s) {', '.join(map(str, owners))}"
             return
 

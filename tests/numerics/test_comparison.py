@@ -98,6 +98,39 @@ def test_a_number_that_is_not_finite_in_one_run_only() -> None:
     assert compare(run(bad), run(bad, name="B")).is_equal  # and alike in both
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("wrong", [(v.phase, v.name) for v in STEP])
+def test_any_tensor_may_have_numbers_that_are_not_finite(wrong: tuple[str, str], number: float) -> None:
+    bad = [v._replace(square=number, projections=(number,) * PROJECTIONS) if v[:2] == wrong else v for v in STEP]
+    for one, other in ((STEP, bad), (bad, STEP)):
+        found = compare(run(one, 1), run(other, 1, "B"))
+        assert found.first is not None
+        assert (found.first.key.phase, found.first.key.name, found.first.error) == (*wrong, math.inf)
+        assert not any("times the norm" in line for line in write_verdict(found))
+    assert compare(run(bad, 1), run(bad, 1, "B")).is_equal
+
+
+def test_from_a_step_on_nothing_is_finite_in_both_runs() -> None:
+    bad = [v._replace(square=math.nan, projections=(math.nan,) * PROJECTIONS) for v in STEP]
+
+    def diverged(name: str) -> RecordedRun:
+        steps = (STEP, STEP, bad, bad)
+        return RecordedRun.of(name, [(HEAD, [RecordedMoment(at, 0, list(each), "r") for at, each in enumerate(steps)])])
+
+    found = compare(diverged("A"), diverged("B"))
+    assert found.is_equal, write_verdict(found)
+
+
+def test_the_piece_whose_numbers_are_not_finite_is_named() -> None:
+    pieces = [value("output", "a", 1.0, microbatch=at, time=float(at)) for at in range(3)]
+    bad = [
+        v._replace(square=math.nan, projections=(math.nan,) * PROJECTIONS) if v.microbatch == 1 else v for v in pieces
+    ]
+    found = compare(run(pieces, 1), run(bad, 1, "B")).first
+    assert found is not None
+    assert found.microbatches == (1,)
+
+
 def test_hints() -> None:
     summed = [value(v.phase, v.name, 4.0, time=v.time) if "gradient" in v.phase else v for v in STEP]
     said = write_verdict(compare(run(), run(summed, name="B")))
