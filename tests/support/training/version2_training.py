@@ -28,9 +28,9 @@ def compute_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
 
 
-def train_whole(model: nn.Module, replicas: int, clip: Any = None) -> dict[str, torch.Tensor]:
+def train_whole(model: nn.Module, replicas: int, clip: Any = None, eps: float = 1e-8) -> dict[str, torch.Tensor]:
     """Train in one process on the batches of all replicas; returns the parameters."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=eps)
     for step in range(STEPS):
         optimizer.zero_grad()
         compute_loss(model, draw_ids(step, BATCH * replicas)).backward()
@@ -40,11 +40,14 @@ def train_whole(model: nn.Module, replicas: int, clip: Any = None) -> dict[str, 
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train_split(config: dict[str, Any], make: Any, dtype: torch.dtype, shards_by: str = "wrapper") -> dict[str, Any]:
+def train_split(
+    config: dict[str, Any], make: Any, dtype: torch.dtype, shards_by: str = "wrapper", eps: float = 1e-8
+) -> dict[str, Any]:
     """Train on this rank beside a copy in one process, with clipping.
 
     Args:
         shards_by: ``wrapper`` for FullyShardedDataParallel, ``function`` for fully_shard.
+        eps: of AdamW. With a small one it makes whole updates of rounding where a gradient is next to nothing.
 
     Returns:
         By parameter, the greatest difference of this rank's part from that of the copy, relative to the copy's greatest value; the
@@ -66,7 +69,7 @@ def train_split(config: dict[str, Any], make: Any, dtype: torch.dtype, shards_by
     wrapped = _wrap(split) if shards_by == "wrapper" else _shard(split)
     if shards_by == "wrapper":  # as the original's clients do, behind FSDP
         _checkpoint(wrapped)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, eps=eps)
     tensor = tsm.state.tp_size
     replicas, mine = tsm.state.world_size // tensor, tsm.state.rank // tensor
     norms = []
@@ -76,7 +79,7 @@ def train_split(config: dict[str, Any], make: Any, dtype: torch.dtype, shards_by
         compute_loss(wrapped, ids).backward()
         norms.append(float(clip_grad_norm_(wrapped, 0.3)))
         optimizer.step()
-    wanted = train_whole(whole, replicas, 0.3)
+    wanted = train_whole(whole, replicas, 0.3, eps)
     apart = {}
     for name, value in _full_parameters(wrapped):
         part = wanted[name] if slices[name] is None else slices[name].cut(wanted[name])
