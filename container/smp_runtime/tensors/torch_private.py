@@ -51,7 +51,7 @@ IN_PLACE: Mapping[str, tuple[str, ...]] = {
     # How often a tensor was changed in place, and what hangs on it.
     "torch.Tensor": ("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
     # One kernel for many tensors; torch.optim is written with these.
-    "torch": ("_foreach_mul_", "_foreach_copy_", "_foreach_clamp_min_", "_foreach_clamp_max_"),
+    "torch": ("_foreach_add_", "_foreach_mul_", "_foreach_copy_", "_foreach_clamp_min_", "_foreach_clamp_max_"),
     # Operators. Their names are part of the format of exported programs.
     "torch.ops.aten": ("_local_scalar_dense", "_embedding_bag", "_to_copy"),
     # Overridden, and asked whether it has begun.

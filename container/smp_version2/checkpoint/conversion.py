@@ -46,7 +46,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SavedPart:
     """What the ranks with one tensor coordinate have saved.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Part:
     split: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> _Part:
+    def read(cls, folder: Path) -> _SavedPart:
         """Read what describes a part.
 
         Raises:
@@ -108,7 +108,7 @@ def read_weights_of_version_2(path: Path, config: str | None) -> Weights | None:
     folders = sorted({found.parent for found in path.rglob(METADATA)}) if path.is_dir() else []
     if not folders:
         return None
-    parts = sorted((_Part.read(folder) for folder in folders), key=lambda part: part.place)
+    parts = sorted((_SavedPart.read(folder) for folder in folders), key=lambda part: part.place)
     _check(path, parts)
     records = {name: _describe(parts, name) for name in parts[0].keys}
     return Weights(
@@ -162,7 +162,7 @@ def _find_model(folder: Path, metadata: Metadata) -> dict[str, str]:
     return {_WRAPPERS.sub("", name): key for key, name in named}
 
 
-def _check(path: Path, parts: list[_Part]) -> None:
+def _check(path: Path, parts: list[_SavedPart]) -> None:
     """Raise an error unless the parts are all of one checkpoint."""
     shown = ", ".join(str(part.folder) for part in parts[:_SHOWN])
     for part in parts:
@@ -189,7 +189,7 @@ def _check(path: Path, parts: list[_Part]) -> None:
     )
 
 
-def _slices(parts: list[_Part], name: str) -> Iterator[tuple[_Part, dict[str, Any]]]:
+def _slices(parts: list[_SavedPart], name: str) -> Iterator[tuple[_SavedPart, dict[str, Any]]]:
     """Yield the parts of a split tensor, with their places."""
     for part in parts:
         if name in part.split.get("unknown", ()):
@@ -201,14 +201,14 @@ def _slices(parts: list[_Part], name: str) -> Iterator[tuple[_Part, dict[str, An
             yield part, where
 
 
-def _describe(parts: list[_Part], name: str) -> TensorRecord:
+def _describe(parts: list[_SavedPart], name: str) -> TensorRecord:
     saved: Any = parts[0].metadata.state_dict_metadata[parts[0].keys[name]]
     split = next((where for _, where in _slices(parts, name)), None)
     shape = tuple(saved.size if split is None else split["shape"])
     return TensorRecord(shape, str(saved.properties.dtype).removeprefix("torch."))
 
 
-def _join(parts: list[_Part], name: str) -> torch.Tensor:
+def _join(parts: list[_SavedPart], name: str) -> torch.Tensor:
     """Return a whole tensor from all parts."""
     split = list(_slices(parts, name))
     if not split:
