@@ -122,11 +122,11 @@ def _foreign(files: Sequence[str]) -> list[int]:
     These are the frames outside this library, and this library's frames below all others. The latter show where
     this library raised an error.
     """
-    ours = [file.startswith(_OWN_FOLDERS) for file in files]
-    if all(ours):
-        return list(range(len(ours)))
-    last_foreign = max(index for index, own in enumerate(ours) if not own)
-    return [index for index, own in enumerate(ours) if not own or index > last_foreign]
+    foreign = [index for index, file in enumerate(files) if not file.startswith(_OWN_FOLDERS)]
+    if not foreign:
+        return list(range(len(files)))
+    below = range(foreign[-1] + 1, len(files))
+    return [*foreign, *below]
 
 
 class FirstStepFailures:
@@ -205,11 +205,17 @@ class Alarm:
                 return
             fail = message_of(error, place, self._stage, self._ranks[self._stage])
             # On the rank that runs the script, the script's own errors stay unchanged.
-            self._set(error if place == STEP_FUNCTION else error_of(fail, error))
-            for stage in range(len(self._ranks)):
-                if stage != self._stage:
-                    with contextlib.suppress(SMPRuntimeError):  # a stage that is gone needs no report
-                        self._send(stage, fail, ())
+            own = error if place == STEP_FUNCTION else error_of(fail, error)
+            self._set(own)
+            self._report(fail)
+
+    def _report(self, fail: Fail) -> None:
+        """Send a report to all other stages."""
+        for stage in range(len(self._ranks)):
+            if stage == self._stage:
+                continue
+            with contextlib.suppress(SMPRuntimeError):  # a stage that is gone needs no report
+                self._send(stage, fail, ())
 
     def heard(self, fail: Fail) -> None:
         """Handle an error that another stage has reported."""

@@ -100,22 +100,23 @@ class Messenger:
         try:
             self.transport.send(stage, self.stamp(stage, message), tensors)
         except SMPRuntimeError:
-            self._alarm.check_left(
-                (stage,)
-            )  # the stage may have left meanwhile: that error is more precise than a failed send
+            # The stage may have left meanwhile: that error is more precise than a failed send.
+            self._alarm.check_left((stage,))
             raise
 
     def stamp(self, stage: int, message: Any) -> Stamped:
         """Return a message of this step in the form in which it is sent to a stage, with the pending news for that stage."""
         if isinstance(message, UNCOUNTED):
             return self.step, to_plain(message), ()
-        if not self.counts and not self._news:  # without the lock: news added meanwhile goes with the next message
-            return self.step, None if message is None else to_plain(message), ()
+        # Without the lock: news added meanwhile goes with the next message.
+        if not self.counts and not self._news:
+            return self.step, _to_plain_or_none(message), ()
         with self._lock:
             if self.counts:
                 self.sent[stage] += 1
-            news = tuple(to_plain(each) for each in self._news.pop(stage, ()))
-            return self.step, None if message is None else to_plain(message), news
+            pending = self._news.pop(stage, ())
+            news = tuple(to_plain(each) for each in pending)
+            return self.step, _to_plain_or_none(message), news
 
     def tell_later(self, stage: int, news: Done | Release) -> None:
         """Queue the news of an end for a stage; it goes with the next message, or when there is nothing to do.
@@ -188,22 +189,40 @@ class Messenger:
         step, fields, news = stamped
         message = None if fields is None else from_plain(fields)
         with self._lock:
-            if step < self.step or (step == self.step and not self._is_open):
+            if self._is_over(step):
                 return
-            if step > self.step or not (self._has_begun or isinstance(message, Begin | Fail)):
+            if self._is_early(step, message):
                 self._early.append((sender, stamped, tensors))
                 return
         for each in news:
             self._handle(sender, from_plain(each), [])
         if message is not None:
             self._handle(sender, message, tensors)
+        # Only now: equal counts of sent and handled messages show that no message is under way any more.
         if self.counts and not isinstance(message, UNCOUNTED):
-            with self._lock:
-                if step == self.step:
-                    self.handled[sender] += 1
+            self._count_handled(step, sender)
+
+    def _is_over(self, step: int) -> bool:
+        if step == self.step:
+            return not self._is_open
+        return step < self.step
+
+    def _is_early(self, step: int, message: Any) -> bool:
+        if step > self.step:
+            return True
+        return not self._has_begun and not isinstance(message, Begin | Fail)
+
+    def _count_handled(self, step: int, sender: int) -> None:
+        with self._lock:
+            if step == self.step:  # the handler may have ended the step
+                self.handled[sender] += 1
 
     def _handle(self, sender: int, message: Any, tensors: list[torch.Tensor]) -> None:
         try:
             self._handlers[type(message)](sender, message, tensors)
         except Exception as error:
             self._alarm.raised(error, f"(a message from stage {sender})")
+
+
+def _to_plain_or_none(message: Any) -> tuple[Any, ...] | None:
+    return None if message is None else to_plain(message)

@@ -115,7 +115,9 @@ def _shown(head: bytes, metas: Sequence[TensorMetadata | None]) -> str:
     try:
         texts = [_Text("none" if meta is None else _text(meta)) for meta in metas]
         result, changed = unpack(head, texts, module_of=cast("Any", _Text))
-        return repr(result) if changed is None else f"{result!r} with the arguments {changed!r}"
+        if changed is None:
+            return repr(result)
+        return f"{result!r} with the arguments {changed!r}"
     except Exception as error:  # an error in someone's __repr__ must not hide the message
         return f"(something that cannot be shown: {type(error).__name__})"
 
@@ -187,7 +189,8 @@ class OutputPrediction:
         Sending an argument in vain is cheaper than waiting for it.
         """
         before = self.touched or (False,) * len(reply.touched)
-        self.touched = tuple(a or b for a, b in zip(before, reply.touched, strict=True))
+        pairs = zip(before, reply.touched, strict=True)
+        self.touched = tuple(former or now for former, now in pairs)
 
 
 class OutputMetadataCache:

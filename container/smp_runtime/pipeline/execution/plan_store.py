@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ class PlanStore:
         """
         if kind is None:
             return KindPlan(divergences=MOST_DIVERGENCES)
-        if kind not in self._plans and len(self._plans) >= MOST_KINDS:
+        is_full = len(self._plans) >= MOST_KINDS
+        if is_full and kind not in self._plans:
             self._plans.clear()
         return self._plans.setdefault(kind, KindPlan())
 
@@ -107,7 +109,9 @@ class PlanStore:
             if len(self._orders) >= MOST_KINDS:
                 self._orders.clear()
             self._orders[begin.kind] = begin.order
-        return self._orders.get(begin.kind) if begin.replays else None
+        if not begin.replays:
+            return None
+        return self._orders.get(begin.kind)
 
     def order_counts(self, kind: StepKind | None) -> bool:
         """Return whether modules change buffers or attributes in such a step, as running statistics do.
@@ -142,14 +146,15 @@ class PlanStore:
         run one after the other.
         """
         changed = any(record.changed_buffers for record in records)
-        self._changes_buffers[kind.course] = changed or self._changes_buffers.get(kind.course, False)
+        former = self._changes_buffers.get(kind.course, False)
+        self._changes_buffers[kind.course] = changed or former
         is_serial = any(record.is_serial for record in records)
         if is_serial:
             self._plans[kind].divergences = MOST_DIVERGENCES  # there is nothing to plan
         has_learned = any(record.learned for record in records)
         orders = None
         if not is_serial and not has_learned:
-            segments = [segment for record in records for segment in record.segments]
+            segments = list(itertools.chain.from_iterable(record.segments for record in records))
             orders = self._plan(segments, self._plans[kind].orders)
         # All pipelines share, also one that has planned nothing: the others wait for its answer.
         if self._share is not None:

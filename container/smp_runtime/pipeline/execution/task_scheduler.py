@@ -319,23 +319,36 @@ class TaskScheduler:
             self._watch.segment_ended(task, task.began, now)
 
     def _choose(self) -> Task | None:
-        if self.limit is not None and (self.order is None or self.order.position >= self.limit):
+        if self._is_halted:
             granted, self._granted = self._granted, None
             return None if granted is None else self._waiting[granted]
-        if self.order is not None:
-            following = self.order.next
-            if following is not None:
-                task = self._waiting.get((following.kind, following.microbatch, following.path))
-                if task is None or task.missing or task.part != following.part or not self._may_begin(task):
-                    return None
-                self.order.position += 1
-                return task
-            if not self._waiting:
-                return None
-            self._diverged("there is more to do than in the recorded step")
-            if self.limit is not None:
-                return None
+        if self.order is None:
+            return self._choose_freely()
+        following = self.order.next
+        if following is not None:
+            return self._follow(self.order, following)
+        if not self._waiting:
+            return None
+        self._diverged("there is more to do than in the recorded step")
+        if self.limit is not None:
+            return None
         return self._choose_freely()
+
+    @property
+    def _is_halted(self) -> bool:
+        if self.limit is None:
+            return False
+        return self.order is None or self.order.position >= self.limit
+
+    def _follow(self, order: Order, following: Action) -> Task | None:
+        """Return the task of an order's next action and advance the order, or None if the task cannot run yet."""
+        task = self._waiting.get((following.kind, following.microbatch, following.path))
+        if task is None or task.missing or task.part != following.part:
+            return None
+        if not self._may_begin(task):
+            return None
+        order.position += 1
+        return task
 
     def _choose_freely(self) -> Task | None:
         return min(

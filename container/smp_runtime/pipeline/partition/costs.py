@@ -142,13 +142,16 @@ class CostModel:
     def _charges(self) -> list[Charge]:
         weight = 1 - self.settings.memory_weight
         # Operations on bytes that cross become a share of all work; with traced seconds, of the same work by count.
-        operations = sum(node.flops for node in self.trace.root.walk()) or 1.0
-        per_byte = weight * self.settings.link_operations / operations
+        operations = sum(node.flops for node in self.trace.root.walk())
+        per_byte = weight * self.settings.link_operations / (operations or 1.0)
+        round_trip = self.settings.round_trip / self.stages
         charges = [Charge(flow.producer, flow.consumers, flow.bytes * per_byte) for flow in self.trace.flows]
         for node in self.trace.root.walk():
-            inside = () if node.is_container else tuple(inner.path for inner in node.walk() if not inner.is_container)
+            if node.is_container:
+                continue
+            inside = tuple(inner.path for inner in node.walk() if not inner.is_container)
             if len(inside) > 1:
-                charges.append(Charge(node.path, inside[1:], self.settings.round_trip / self.stages))
+                charges.append(Charge(node.path, inside[1:], round_trip))
         return [charge for charge in charges if charge.cost > 0]
 
 

@@ -56,9 +56,9 @@ class _BeforeAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        concerns = torch.is_autocast_enabled(self._kind) or getattr(func, "__name__", "") in _RECURRENT
-        leaves = tree_leaves((args, kwargs)) if concerns else ()
-        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+        name = getattr(func, "__name__", "")
+        may_cast = torch.is_autocast_enabled(self._kind) or name in _RECURRENT
+        if may_cast and True in _kinds_of((args, kwargs)):
             args, kwargs = tree_map(_without_numbers, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -72,14 +72,20 @@ class _OnMeta(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kinds = {leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        kinds = _kinds_of((args, kwargs))
         if kinds == {False, True}:
             args, kwargs = tree_map(_without_value, (args, kwargs))
         if True in kinds and func is torch.ops.aten._to_copy.default:  # noqa: SLF001 - its name as an operator
             kwargs = {**kwargs, "device": _META}  # x.to(device): there is no value that could move
-        if kwargs.get("device") == _META and not kinds and getattr(func, "overloadpacket", None) in _CONSTANTS:
+        is_constant = not kinds and getattr(func, "overloadpacket", None) in _CONSTANTS
+        if is_constant and kwargs.get("device") == _META:
             kwargs = {**kwargs, "device": self._device}
         return func(*args, **kwargs)
+
+
+def _kinds_of(arguments: Any) -> set[bool]:
+    """Return whether tensors among the arguments are on the meta device, are elsewhere, or both."""
+    return {leaf.is_meta for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
 
 
 def _without_value(leaf: Any) -> Any:

@@ -60,14 +60,11 @@ class Parts:
         alone = [number for number in range(len(units)) if number not in group_of]
         position_of = {number: position for position, number in enumerate(alone)}
         self.sequence = [units[number] for number in alone]
-        self.groups: list[BoundUnits] = []
-        for numbers, stage in members:
-            gaps = tuple(sum(other < number for other in alone) for number in numbers)
-            self.groups.append(BoundUnits(sum((units[number].need for number in numbers), Need()), gaps, stage))
+        self.groups = [_bound_units(units, numbers, stage, alone) for numbers, stage in members]
         self.place_of: dict[str, tuple[int | None, int | None]] = {}
         for number, unit in enumerate(units):
-            for path in unit.paths:
-                self.place_of[path] = position_of.get(number), group_of.get(number)
+            place = position_of.get(number), group_of.get(number)
+            self.place_of.update(dict.fromkeys(unit.paths, place))
         for path, above in followers.items():
             self.place_of[path] = self.place_of[above]
         if len(self.place_of) != len(model.needs):
@@ -75,6 +72,15 @@ class Parts:
 
     def __len__(self) -> int:
         return len(self.sequence) + len(self.groups)
+
+
+def _bound_units(
+    units: Sequence[PlaceableUnit], numbers: Sequence[int], stage: int | None, alone: Sequence[int]
+) -> BoundUnits:
+    """Return a group of units; ``alone`` are the numbers of the units that are in no group."""
+    need = sum((units[number].need for number in numbers), Need())
+    gaps = [sum(other < number for other in alone) for number in numbers]
+    return BoundUnits(need, tuple(gaps), stage)
 
 
 @dataclass
@@ -118,16 +124,26 @@ def _followers(root: ModuleNode, traced: bool) -> Iterator[tuple[str, str]]:
     """Yield modules that have nothing of their own, each with the module above it that determines their stage."""
 
     def visit(node: ModuleNode, above: str) -> Iterator[tuple[str, str]]:
-        idle = node.is_container or (traced and node.calls == 0 and not any(n.calls for n in node.walk()))
-        # Parameters without elements count: another tensor parallel rank has an expert's.
-        is_bare = not node.parameters and (node.is_container or not any(inner.parameters for inner in node.walk()))
-        follows = node is not root and idle and is_bare
+        follows = node is not root and _has_nothing(node, traced)
         if follows:
             yield node.path, above
+        nearest = above if follows else node.path
         for child in node.children:
-            yield from visit(child, above if follows else node.path)
+            yield from visit(child, nearest)
 
     yield from visit(root, "")
+
+
+def _has_nothing(node: ModuleNode, traced: bool) -> bool:
+    """Return whether a module is a container, or was not called while traced, and has no parameters."""
+    # Parameters without elements count: another tensor parallel rank has an expert's.
+    if node.parameters:
+        return False
+    if node.is_container:
+        return True
+    if not traced or node.calls:
+        return False
+    return not any(inner.calls or inner.parameters for inner in node.walk())
 
 
 def _units(model: CostModel, bound: Sequence[_Bound], followers: Mapping[str, str]) -> list[PlaceableUnit]:

@@ -421,12 +421,15 @@ class _ParameterUses(TorchFunctionMode):
         parameters, buffers = self._recorder.tree.parameters, self._recorder.tree.buffers
         used = [t for t in argument_tensors((args, kwargs)) if id(t) in parameters or id(t) in buffers]
         name = getattr(func, "__name__", "")
-        if used and name != _FREEZE and (name in _READERS or tensors_in(out)):
-            for tensor in used:
-                if id(tensor) in parameters:
-                    self._recorder.parameter_used(tensor)
-                else:
-                    self._recorder.buffer_used(tensor)
+        if not used or name == _FREEZE:
+            return out
+        if name not in _READERS and not tensors_in(out):
+            return out
+        for tensor in used:
+            if id(tensor) in parameters:
+                self._recorder.parameter_used(tensor)
+            else:
+                self._recorder.buffer_used(tensor)
         return out
 
 
