@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _SETTINGS = frozenset(Version2Parameters.model_fields)
 
 
+def get_global_ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the global ranks of a process group, in its order; None stands for all ranks."""
+    return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+
+
 class Ranker:
     """Positions of all ranks in the job's groups."""
 

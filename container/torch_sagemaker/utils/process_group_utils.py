@@ -1,5 +1,5 @@
 """Functions on process groups."""
 
-from smp_version2.process_groups import get_global_ranks
+from smp_version2.state import get_global_ranks
 
 __all__ = ["get_global_ranks"]
