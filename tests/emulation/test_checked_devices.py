@@ -244,7 +244,15 @@ def test_backward_passes_of_the_engine_itself_run_on_the_thread_for_them():
         weight = torch.ones(3, device="cuda", requires_grad=True)
         weight.register_hook(lambda gradient: threads.append(threading.current_thread().name))
         run = torch.autograd.Variable._execution_engine.run_backward
-        run((weight.sum(),), (torch.ones((), device="cuda"),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run(
+            (weight.sum(),),
+            (torch.ones((), device="cuda"),),
+            False,
+            False,
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
     assert threads == ["emulated-backward"]
 
 
