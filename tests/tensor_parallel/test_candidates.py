@@ -9,6 +9,7 @@ from support.models.huggingface import tiny_config
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
+from smp_runtime.module_conversion.in_place.capture import used_by_others
 from smp_runtime.nn.distributed_module import DistributedModule
 
 
@@ -79,6 +80,13 @@ def test_a_forward_of_the_scripts_own_is_kept_with_what_it_reads(solo):
     assert kinds["lm_head"] == "Linear"  # its weight is read past its forward
     assert isinstance(model.module.model, DistributedModule)  # the model inside has its own forward
     assert any("the forward that was set on it" in w for w in warnings)
+
+
+def test_modules_that_a_forward_of_the_scripts_own_calls_use_their_weights_themselves():
+    model = _model("gpt2", adapted=False, patched=True)
+    inner = "transformer.h.0.mlp.c_fc"
+    assert used_by_others(model, [inner, "lm_head"]) == {"lm_head"}
+    assert not model.get_submodule(inner)._forward_hooks  # the trial leaves nothing behind
 
 
 @pytest.mark.parametrize("variant", ["DoRA", None])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,15 +77,49 @@ class _OtherUses(TorchFunctionMode):
         self._owners = owners
         self.running: list[str] = []
         self.found: set[str] = set()
+        self.shapes: dict[str, list[torch.Size]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if getattr(func, "__name__", "") != "__get__":  # types and devices may be read
-            for leaf in (*args, *(kwargs or {}).values()):
-                for given in leaf if isinstance(leaf, list | tuple) else (leaf,):
-                    owners = self._owners.get(id(given), ())
-                    if owners and not (self.running and self.running[-1] in owners):
-                        self.found.update(owners)
-        return func(*args, **(kwargs or {}))
+            for argument in (*args, *kwargs.values()):
+                self._note(argument if isinstance(argument, list | tuple) else (argument,))
+        return func(*args, **kwargs)
+
+    def watch(self, part: nn.Module, path: str, hooks: contextlib.ExitStack) -> None:
+        """Note when a module runs, and the shapes of its inputs, until ``hooks`` are removed."""
+
+        def before(_: nn.Module, args: Any) -> None:
+            self.running.append(path)
+            if args and isinstance(args[0], torch.Tensor):
+                self.shapes.setdefault(path, []).append(args[0].shape)
+
+        def behind(*_: Any) -> None:
+            self.running.pop()
+
+        hooks.enter_context(part.register_forward_pre_hook(before))
+        hooks.enter_context(part.register_forward_hook(behind, always_call=True))
+
+    def shapes_in(self, model: nn.Module, guesses: Iterable[Any]) -> dict[str, list[torch.Size]]:
+        """Return the shapes in a run of a model with the first arguments that it takes; without any, none."""
+        for arguments in guesses:
+            self.shapes.clear()
+            try:
+                with self, _WithoutMemory():
+                    model(**arguments) if isinstance(arguments, dict) else model(*arguments)
+            except Exception:
+                self.running.clear()
+                continue
+            return self.shapes
+        return {}
+
+    def _note(self, values: Iterable[Any]) -> None:
+        """Record the owners of weights among some values, unless one of them runs."""
+        for value in values:
+            owners = self._owners.get(id(value), ())
+            is_own = bool(self.running) and self.running[-1] in owners
+            if owners and not is_own:
+                self.found.update(owners)
 
 
 def calls_by_themselves(model: nn.Module, paths: Sequence[str]) -> dict[str, list[torch.Size]]:
@@ -105,7 +141,6 @@ def _shapes_and_uses(model: nn.Module, paths: Sequence[str]) -> tuple[dict[str, 
 
     The shapes are empty if the model cannot be run.
     """
-    shapes: dict[str, list[torch.Size]] = {}
     with without_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         copied = _without_memory(model)
@@ -116,29 +151,11 @@ def _shapes_and_uses(model: nn.Module, paths: Sequence[str]) -> tuple[dict[str, 
             for weight in (copied.get_submodule(path).weight, model.get_submodule(path).weight):
                 owners[id(weight)] = (*owners.get(id(weight), ()), path)
         uses = _OtherUses(owners)
-
-        def before(path: str) -> Any:
-            def hook(_: nn.Module, args: Any) -> None:
-                uses.running.append(path)
-                if args and isinstance(args[0], torch.Tensor):
-                    shapes.setdefault(path, []).append(args[0].shape)
-
-            return hook
-
-        for path in paths:
-            part = copied.get_submodule(path)
-            part.register_forward_pre_hook(before(path))
-            part.register_forward_hook(lambda *_: uses.running.pop() and None, always_call=True)
-        for arguments in _guesses(model):
-            shapes.clear()
-            try:
-                with uses, _WithoutMemory():
-                    copied(**arguments) if isinstance(arguments, dict) else copied(*arguments)
-            except Exception:
-                uses.running.clear()
-                continue
-            return shapes, uses.found
-    return {}, uses.found
+        with contextlib.ExitStack() as hooks:
+            # A forward that a script has set on the model is a closure: on the copy too, it runs the original's modules.
+            for root, path in itertools.product((copied, model), paths):
+                uses.watch(root.get_submodule(path), path, hooks)
+            return uses.shapes_in(copied, _guesses(model)), uses.found
 
 
 def _watch(parts: Mapping[str, nn.Module], found: dict[str, BlockCall]) -> None:
@@ -196,13 +213,18 @@ def _without_memory(model: nn.Module) -> nn.Module | None:
         for parameter in part._parameters.values():
             if parameter is not None and id(parameter) not in memo:
                 memo[id(parameter)] = nn.Parameter(_row(parameter), requires_grad=parameter.requires_grad)
-        for buffer in part._buffers.values():
-            if buffer is not None and buffer.is_meta:
-                memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
-        for name, value in vars(part).items():
-            if name.endswith("_hooks") and isinstance(value, dict):
-                memo[id(value)] = type(value)()
+        _replace_buffers_and_hooks(part, memo)
     return _copied(model, memo)
+
+
+def _replace_buffers_and_hooks(part: nn.Module, memo: dict[int, Any]) -> None:
+    """Let a copy of a module have ones in place of buffers on meta, and no hooks."""
+    for buffer in part._buffers.values():
+        if buffer is not None and buffer.is_meta:
+            memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
+    for name, value in vars(part).items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            memo[id(value)] = type(value)()
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
