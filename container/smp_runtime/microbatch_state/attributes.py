@@ -202,8 +202,13 @@ class Attributes:
         own = self._kept.get(microbatch)
         left = self._kept.get(self._newest, {})
         for key, attribute in self._changing.items():
-            found = attribute.base if attribute.returns else left.get(key)
-            taken = found if own is None else own.get(key)
+            taken: Taken | None
+            if own is not None:
+                taken = own.get(key)
+            elif attribute.returns:
+                taken = attribute.base
+            else:
+                taken = left.get(key)
             if taken is not None and not attribute.is_shared(taken):
                 attribute.slot.put(taken)
 

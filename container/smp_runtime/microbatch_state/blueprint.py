@@ -100,12 +100,12 @@ class Blueprint:
 
     def listened_elsewhere(self, module: nn.Module) -> list[str]:
         """Return the names of parameters with gradient hooks of the script in modules that a strategy has created."""
-        own = {id(p) for part in self.modules() for p in (vars(part).get("_parameters") or {}).values()}
-        return [
-            name
-            for name, parameter in module.named_parameters()
-            if id(parameter) not in own and _is_listened_to(parameter)
-        ]
+        own: set[int] = set()
+        for part in self.modules():
+            registry = vars(part).get("_parameters") or {}
+            own.update(map(id, registry.values()))
+        others = [(name, parameter) for name, parameter in module.named_parameters() if id(parameter) not in own]
+        return [name for name, parameter in others if _is_listened_to(parameter)]
 
     def note_wrapped(
         self, module: nn.Module, replaced: Callable[[nn.Parameter, nn.Parameter], None] = lambda former, now: None

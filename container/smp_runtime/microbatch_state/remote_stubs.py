@@ -76,12 +76,8 @@ class RemoteStub(torch.Tensor):
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         present = [tensor for tensor in tensors if not isinstance(tensor, RemoteStub) and not tensor.is_meta]
-        if present and name.startswith("_foreach_") and len(args[0]) > 1:
-            return _one_by_one(func, args, kwargs)
-        if present and _is_left_to_its_stage(name, tensors[0], present):
-            return tensors[0]
-        if present and not _are_scalars(present, absent):
-            _refuse_mixing(absent[0], name)
+        if present:
+            return _run_on_both(func, name, args, kwargs, tensors[0], absent, present)
         return _run_without_elements(func, name, args, kwargs, tensors[0], absent[0])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -241,6 +237,25 @@ def _absent(out: Any, origin: RemoteStub) -> Any:
     if isinstance(out, tuple | list):
         return getattr(type(out), "_make", type(out))([_absent(each, origin) for each in out])
     return out
+
+
+def _run_on_both(
+    func: Any,
+    name: str,
+    args: Any,
+    kwargs: Any,
+    first: torch.Tensor,
+    absent: list[RemoteStub],
+    present: list[torch.Tensor],
+) -> Any:
+    """Run an operation on absent tensors together with tensors of this rank, if that has a meaning."""
+    if name.startswith("_foreach_") and len(args[0]) > 1:
+        return _one_by_one(func, args, kwargs)
+    if _is_left_to_its_stage(name, first, present):
+        return first
+    if not _are_scalars(present, absent):
+        _refuse_mixing(absent[0], name)
+    return _run_without_elements(func, name, args, kwargs, first, absent[0])
 
 
 def _is_left_to_its_stage(name: str, first: torch.Tensor, present: list[torch.Tensor]) -> bool:

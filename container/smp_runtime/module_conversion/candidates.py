@@ -103,32 +103,50 @@ class _CandidateSearch:
         if id(module) in self._ties or id(module) in self._in_place:
             yield from self._planned(module, name)
             return
-        mark = mark_of(module)
-        how = find_registration(module, mark, self._automatic) if mark.enabled else None
-        why = None if how is None else _lost(module)
-        # The plan of a model around this one splits modules in it. That model may call it in ways that no distributed class
-        # supports.
-        is_around = how is not None and any(id(part) in self._in_place for part in module.modules())
-        if how is not None and why is None and not is_around:
-            yield Candidate(name, module, how, mark)
+        whole = self._as_a_whole(module, name)
+        if whole is not None:
+            yield whole
             return
-        if why is not None and why not in self._said:
-            self._said.add(why)
-            inside = (
-                "; the modules inside it are distributed one by one" if any(True for _ in module.children()) else ""
-            )
-            self._left_alone(_title(name, module), f"as a whole it would lose {why}{inside}")
-        if _is_adapted(module) and (why := _needs_whole_weight(module)) is not None:
-            if any(mark_of(part).enabled for part in module.modules()) and why not in self._said:
-                self._said.add(why)
-                self._left_alone(_title(name, module), why)
+        if _is_adapted(module) and self._must_stay_whole(module, name):
             return
         adapters = _adapter_names(module)
+        has_scripts_forward = "forward" in vars(module)
         for child_name, child in module.named_children():
             # A script's own forward may use only the weights of its direct children, without calling them.
-            reads_weights = "forward" in vars(module) and not any(True for _ in child.children())
+            reads_weights = has_scripts_forward and not _has_children(child)
             if child_name not in adapters and not reads_weights:
-                yield from self.below(child, f"{name}.{child_name}" if name else child_name)
+                path = f"{name}.{child_name}" if name else child_name
+                yield from self.below(child, path)
+
+    def _as_a_whole(self, module: nn.Module, name: str) -> Candidate | None:
+        """Return the candidate if a distributed class replaces a module, or None."""
+        mark = mark_of(module)
+        how = find_registration(module, mark, self._automatic) if mark.enabled else None
+        if how is None:
+            return None
+        why = _lost(module)
+        if why is not None:
+            inside = "; the modules inside it are distributed one by one" if _has_children(module) else ""
+            self._leave_alone(module, name, why, f"as a whole it would lose {why}{inside}")
+            return None
+        # The plan of a model around this one splits modules in it. That model may call it in ways that no distributed class
+        # supports.
+        is_around = any(id(part) in self._in_place for part in module.modules())
+        return None if is_around else Candidate(name, module, how, mark)
+
+    def _must_stay_whole(self, adapted: nn.Module, name: str) -> bool:
+        """Return whether the module inside an adapter cannot be distributed, and report it if that was wanted."""
+        why = _needs_whole_weight(adapted)
+        if why is None:
+            return False
+        if any(mark_of(part).enabled for part in adapted.modules()):
+            self._leave_alone(adapted, name, why, why)
+        return True
+
+    def _leave_alone(self, module: nn.Module, name: str, reason: str, text: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            self._left_alone(_title(name, module), text)
 
     def _planned(self, module: nn.Module, name: str) -> Iterator[Candidate]:
         """Yield an embedding or head itself, or the linear maps and tables of a block."""
@@ -142,6 +160,10 @@ class _CandidateSearch:
         for path, tables in split.tables.items() if split is not None else ():
             leaf = module.get_submodule(path)
             yield Candidate(f"{name}.{path}".lstrip("."), leaf, builtin.of_tables(leaf, tables), mark_of(leaf))
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def _title(name: str, module: nn.Module) -> str:

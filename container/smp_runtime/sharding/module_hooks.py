@@ -178,9 +178,11 @@ class ModuleUses:
         inside = [part for part in block.modules() if part is not block]
         for parameter in block.parameters():
             unit = self._unit_of.get(id(parameter))
-            if unit is not None and unit.by_tokens:
+            if unit is None:
+                continue
+            if unit.by_tokens:
                 return "experts are fetched as tokens want them"
-            if unit is not None and unit.module is not block:
+            if unit.module is not block:
                 return "parameters are fetched in parts, of what is larger than half of sdp_max_live_parameters or shares some"
         if any(REGISTERED in part.__dict__ for part in inside):
             return "a module inside uses parameters of another, by smp.register_parameter"

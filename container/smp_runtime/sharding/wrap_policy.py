@@ -97,21 +97,26 @@ class _Planner:
         whole = self._of(module.parameters())
         if not whole:
             return
-        divides = is_root and any(True for _ in module.children())
-        divides = divides or isinstance(module, _CONTAINERS) or _is_stack(module) or _holds_stack(module)
         own = self._of(module.parameters(recurse=False))
-        if not divides and (_elements(whole) <= self._target or len(own) == len(whole)):
-            self._take(module, name, whole, together=len(own) < len(whole) or not any(True for _ in module.children()))
+        is_indivisible = len(own) == len(whole)
+        may_be_one = is_indivisible or _elements(whole) <= self._target
+        if may_be_one and not _must_be_divided(module, is_root=is_root):
+            together = not is_indivisible or not _has_children(module)
+            self._take(module, name, whole, together=together)
             return
         if own:
             self._take(module, name, own, together=False)
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             if _is_experts(child_name, child) and not is_root:
-                for expert_name, expert in child.named_children():
-                    own = self._of(expert.parameters())
-                    self._take(module, f"{path}.{expert_name}", own, together=True, by_tokens=True)
+                self._take_experts(module, child, path)
             self.visit(child, path)
+
+    def _take_experts(self, mixture: nn.Module, experts: nn.Module, path: str) -> None:
+        """Make a unit of each expert, which belongs to the mixture around."""
+        for name, expert in experts.named_children():
+            own = self._of(expert.parameters())
+            self._take(mixture, f"{path}.{name}", own, together=True, by_tokens=True)
 
     def _of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for parameter in parameters if id(parameter) in self._left]
@@ -129,6 +134,14 @@ class _Planner:
 
 def _elements(parameters: Sequence[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
+
+
+def _must_be_divided(module: nn.Module, *, is_root: bool) -> bool:
+    if is_root and _has_children(module):
+        return True
+    if isinstance(module, _CONTAINERS) or _is_stack(module):
+        return True
+    return _holds_stack(module)
 
 
 def _is_stack(module: nn.Module) -> bool:

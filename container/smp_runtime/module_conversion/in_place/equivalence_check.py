@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -210,20 +211,15 @@ class EquivalenceCheck:
         With a batch per rank only those can be gathered, and returned to their owners.
         """
         given = [t for t in (*_tensors(self._call.args), *_tensors(self._call.kwargs)) if t.dim()]
-        rows = [t.shape[0] for t in given]
+        rows = {tensor.shape[0] for tensor in given}
         # A length that is a multiple of the batch may be the batch of all ranks.
-        is_doubtful = any(count > batch and count % batch == 0 for count in rows)
-        if batch not in rows or is_doubtful:
+        doubtful = [count for count in rows if count > batch and count % batch == 0]
+        if batch not in rows or doubtful:
             return False
-        for tensor in given:
-            if tensor.requires_grad and tensor.shape[0] != batch:
-                return False
-        for tensor, flows in self._whole.outputs:
-            has_rows = tensor.dim() > 1 and tensor.shape[0] % batch == 0
-            is_constant = tensor.dim() > 1 and not flows
-            if not has_rows and not is_constant:
-                return False
-        return True
+        trained_rows = {tensor.shape[0] for tensor in given if tensor.requires_grad}
+        if not trained_rows <= {batch}:
+            return False
+        return all(_is_output_by_rows(tensor, flows, batch) for tensor, flows in self._whole.outputs)
 
     def of(self, split: BlockSplit) -> BlockSplit:
         """Check a split, and return it with the parameters that need their gradients summed.
@@ -439,13 +435,22 @@ def _in_type(call: BlockCall, dtype: torch.dtype) -> BlockCall:
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
+    change_inside = functools.partial(_with_tensors, change=change)
     if isinstance(value, dict):
-        return {key: _with_tensors(item, change) for key, item in value.items()}
+        return {key: change_inside(item) for key, item in value.items()}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_with_tensors(item, change) for item in value)
+        return tuple(map(change_inside, value))
     if isinstance(value, list):
-        return [_with_tensors(item, change) for item in value]
-    return copy.deepcopy(value) if value is not None and not isinstance(value, str | int | float | bool) else value
+        return list(map(change_inside, value))
+    is_immutable = value is None or isinstance(value, str | int | float | bool)
+    return value if is_immutable else copy.deepcopy(value)
+
+
+def _is_output_by_rows(tensor: torch.Tensor, flows: bool, batch: int) -> bool:
+    """Return whether an output carries a multiple of the batch in its first dim, or no gradient flows through it."""
+    if tensor.dim() <= 1:
+        return False
+    return not flows or tensor.shape[0] % batch == 0
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

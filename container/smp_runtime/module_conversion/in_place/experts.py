@@ -6,7 +6,7 @@ One sum covers all experts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -51,16 +51,16 @@ def _mixtures(block: nn.Module) -> list[str]:
     """Return the paths of modules around lists of experts, and around modules with parameters of many experts."""
     found: dict[str, None] = {}
     for path, part in block.named_modules():
-        if path and (is_list_of_experts(part) or _tables(part)):
+        has_experts = is_list_of_experts(part) or bool(_tables(part))
+        if path and has_experts:
             found[path.rpartition(".")[0]] = None
-    mixtures = []
-    for path in found:
-        start = f"{path}." if path else ""
-        is_around_others = any(other != path and other.startswith(start) for other in found)
-        is_alone = len(found) == 1
-        if not is_around_others and (path or is_alone):
-            mixtures.append(path)
-    return mixtures
+    if len(found) == 1:
+        return list(found)
+    return [path for path in found if path and not _is_around_others(path, found)]
+
+
+def _is_around_others(path: str, paths: Iterable[str]) -> bool:
+    return any(other.startswith(f"{path}.") for other in paths)
 
 
 def is_list_of_experts(part: nn.Module) -> bool:
@@ -109,19 +109,37 @@ def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -
     spread = _spread(mixture, size) if is_spread else {}
     if spread is None:
         return
-    listed = tuple(
-        f"{path}.".lstrip(".") for path, part in mixture.named_modules() if is_spread and is_list_of_experts(part)
-    )
+    listed: tuple[str, ...] = ()
+    if is_spread:
+        lists = [path for path, part in mixture.named_modules() if is_list_of_experts(part)]
+        listed = tuple(f"{path}.".lstrip(".") for path in lists)
     pairs = {path: how for path, how in _pairs(mixture, width).items() if not path.startswith(listed)}
-    for path, how in pairs.items():
-        if any(piece % size for piece in how.pieces or (features_of(mixture.get_submodule(path))[how.columns],)):
-            return
+    if not all(_is_divisible(mixture, path, how, size) for path, how in pairs.items()):
+        return
     leaves = {**spread, **pairs}
     tables = {path: part for path, part in mixture.named_modules() if _tables(part)}
-    if not tables:
-        if leaves:
-            yield BlockSplit(leaves)
-        return
+    if tables:
+        yield from _with_tables(mixture, leaves, tables, width, size, is_spread=is_spread)
+    elif leaves:
+        yield BlockSplit(leaves)
+
+
+def _is_divisible(mixture: nn.Module, path: str, how: LinearSplit, size: int) -> bool:
+    whole = features_of(mixture.get_submodule(path))[how.columns]
+    pieces = how.pieces or (whole,)
+    return all(piece % size == 0 for piece in pieces)
+
+
+def _with_tables(
+    mixture: nn.Module,
+    leaves: dict[str, LinearSplit],
+    tables: Mapping[str, nn.Module],
+    width: int,
+    size: int,
+    *,
+    is_spread: bool,
+) -> Iterator[BlockSplit]:
+    """Yield splits of a mixture's linear maps with each way to cut its parameters of many experts."""
     for packed in (False,) if is_spread else (True, False):
         cuts = (_cuts(part, width, size, is_spread=is_spread, is_packed=packed) for part in tables.values())
         for chosen in itertools.product(*cuts):
@@ -155,20 +173,32 @@ def _pairs(mixture: nn.Module, width: int) -> dict[str, LinearSplit]:
     """Return the splits of linear maps in one module that lead from and to the activations: a feed forward net."""
     found: dict[str, LinearSplit] = {}
     for path, part in mixture.named_modules():
-        linears = [(name, child) for name, child in part.named_children() if is_linear(child)]
-        columns = [(name, child) for name, child in linears if features_of(child)[0] == width]
-        rows = [(name, child) for name, child in linears if features_of(child)[1] == width]
-        if len(rows) > 1:  # as wide inside as outside: the last one is back
-            rows = [linears[-1]]
-            columns = linears[:-1]
-        inside = {features_of(child)[0] for _, child in rows}
-        for name, child in (*columns, *rows):
-            features, is_column = features_of(child)[1], (name, child) not in rows
-            pieces = (features // 2,) * 2 if is_column and features not in inside and features / 2 in inside else ()
-            if rows and (features in inside or pieces or not is_column):
-                found[f"{path}.{name}".lstrip(".")] = LinearSplit(
-                    is_column, transposed=is_transposed(child), local=True, pieces=pieces
-                )
+        for name, how in _pairs_in(part, width).items():
+            found[f"{path}.{name}".lstrip(".")] = how
+    return found
+
+
+def _pairs_in(part: nn.Module, width: int) -> dict[str, LinearSplit]:
+    """Return the splits of linear maps among a module's children: those to more features, and the one back."""
+    linears = [(name, child) for name, child in part.named_children() if is_linear(child)]
+    columns = [(name, child) for name, child in linears if features_of(child)[0] == width]
+    rows = [(name, child) for name, child in linears if features_of(child)[1] == width]
+    if not rows:
+        return {}
+    if len(rows) > 1:  # as wide inside as outside: the last one is back
+        rows = [linears[-1]]
+        columns = linears[:-1]
+    inside = {features_of(child)[0] for _, child in rows}
+    found = {}
+    for name, child in (*columns, *rows):
+        features = features_of(child)[1]
+        is_column = (name, child) not in rows
+        pieces: tuple[int, ...] = ()
+        if is_column and features not in inside:
+            if features / 2 not in inside:
+                continue
+            pieces = (features // 2, features // 2)  # two packed maps
+        found[name] = LinearSplit(is_column, transposed=is_transposed(child), local=True, pieces=pieces)
     return found
 
 
@@ -176,27 +206,36 @@ def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed:
     """Yield the ways to cut a module's parameters; there are several if experts are as wide inside as outside."""
     tables = _tables(part)
     experts = {parameter.shape[0] for parameter in tables.values()}
-    given = {n: p for n, p in part._parameters.items() if p is not None and p.dim() > 1 and p.shape[0] in experts}
     if len(experts) != 1:
         return
     (count,) = experts
+    given: dict[str, nn.Parameter] = {}
+    for name, parameter in part._parameters.items():
+        if parameter is not None and parameter.dim() > 1 and parameter.shape[0] == count:
+            given[name] = parameter
     if is_spread:
-        if not count % size:
+        if count % size == 0:
             yield Tables(tuple((name, 0, ()) for name in given), experts=count)
         return
-    inside = min((n for p in tables.values() for n in p.shape[1:] if n != width), default=width)
+    lengths = itertools.chain.from_iterable(parameter.shape[1:] for parameter in tables.values())
+    inside = min((length for length in lengths if length != width), default=width)
     for features in (inside, width) if inside == 2 * width else (inside,):
-        divided = {
-            n
-            for n, p in given.items()
-            if p.dim() == 2 and p.shape[1] == width and (features != width or n in _late(given))
-        }
-        ways = [
-            list(_cuts_of(name, parameter, width, features, size, is_packed=is_packed))
-            for name, parameter in given.items()
-            if name not in divided
-        ]
-        yield from (Tables(cuts, tuple(divided), count) for cuts in itertools.product(*ways))
+        divided = _added_to_results(given, width, features)
+        ways = []
+        for name, parameter in given.items():
+            if name not in divided:
+                ways.append(list(_cuts_of(name, parameter, width, features, size, is_packed=is_packed)))
+        for cuts in itertools.product(*ways):
+            yield Tables(cuts, tuple(divided), count)
+
+
+def _added_to_results(given: Mapping[str, nn.Parameter], width: int, features: int) -> list[str]:
+    """Return the names of the vectors that are added to experts' results: every rank adds a share of these."""
+    vectors = [name for name, parameter in given.items() if parameter.dim() == 2 and parameter.shape[1] == width]
+    if features != width:
+        return vectors
+    late = _late(given)
+    return [name for name in vectors if name in late]
 
 
 def _late(given: Mapping[str, nn.Parameter]) -> set[str]:
@@ -210,11 +249,7 @@ def _cuts_of(
     name: str, parameter: nn.Parameter, width: int, features: int, size: int, *, is_packed: bool
 ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     """Yield the places where one parameter may be cut, the likelier first."""
-    dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in (features, 2 * features)]
-    if features != width:
-        inner = [dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2]
-        dims = (inner or dims)[:1]
-    for dim in dims:
+    for dim in _dims_to_cut(parameter, width, features):
         length = parameter.shape[dim]
         is_halves = is_packed and length == 2 * features
         pieces = (features, features) if is_halves else ()
@@ -223,15 +258,21 @@ def _cuts_of(
             yield name, dim, pieces
 
 
+def _dims_to_cut(parameter: nn.Parameter, width: int, features: int) -> list[int]:
+    dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in (features, 2 * features)]
+    if features == width:
+        return dims
+    inner = [dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2]
+    return (inner or dims)[:1]
+
+
 def _numbers(mixture: nn.Module, tables: dict[str, Tables], size: int) -> Iterator[tuple[Number, ...]]:
     """Yield sets of numbers of the modules with tables that may become those of one rank."""
     yield ()
     found: list[Number] = []
     for path, how in tables.items():
         part = mixture.get_submodule(path)
-        wholes = {how.experts} if how.is_spread else {part.get_parameter(name).shape[dim] for name, dim, _ in how.cuts}
-        for _, _, pieces in how.cuts:
-            wholes.update(pieces)
+        wholes = _divided_lengths(part, how)
         for name, value in vars(part).items():
             if name.startswith("_") or type(value) is not int:
                 continue
@@ -240,3 +281,15 @@ def _numbers(mixture: nn.Module, tables: dict[str, Tables], size: int) -> Iterat
                 found.append((path, name, value // size))
     if found:
         yield tuple(found)
+
+
+def _divided_lengths(part: nn.Module, how: Tables) -> set[int]:
+    """Return the lengths that the ranks divide: the number of experts, or those along the cuts."""
+    lengths: set[int] = set()
+    if how.is_spread:
+        lengths.add(how.experts)
+    else:
+        lengths.update(part.get_parameter(name).shape[dim] for name, dim, _ in how.cuts)
+    for _, _, pieces in how.cuts:
+        lengths.update(pieces)
+    return lengths

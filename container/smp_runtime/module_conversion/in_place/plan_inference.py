@@ -65,14 +65,16 @@ def _behind_whole(leaves: Mapping[str, LinearSplit], sources: Mapping[str, set[s
 
     Those maps give a rank more than it computes with its columns, such as keys of all heads.
     """
-    before = sorted(set().union(*(sources.get(path, set()) for path in leaves)) - leaves.keys())
+    sources_of_leaves = itertools.chain.from_iterable(sources.get(path, set()) for path in leaves)
+    before = sorted(set(sources_of_leaves) - leaves.keys())
     for count in range(1, len(before) + 1):
         for replicated in itertools.combinations(before, count):
-            # Gradients are summed behind those maps, so not at what follows them.
-            local = {path for path in leaves if sources.get(path, set()) & set(replicated)}
-            yield SplitUnit(
-                {path: replace(how, local=True) if path in local else how for path, how in leaves.items()}, replicated
-            )
+            found = {}
+            for path, how in leaves.items():
+                # Gradients are summed behind those maps, so not at what follows them.
+                follows = not sources.get(path, set()).isdisjoint(replicated)
+                found[path] = replace(how, local=True) if follows else how
+            yield SplitUnit(found, replicated)
 
 
 def _by_input(seen: Sequence[tuple[str, torch.Tensor]]) -> list[list[str]]:
@@ -145,18 +147,27 @@ def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, 
     numbers = {match.span() for path in columns for match in re.finditer(r"(?<=\.)\d+(?=\.)", path)}
     seen: set[tuple[str, ...]] = set()
     for start, stop in [(0, 0), *numbers]:
-        renamed: list[dict[str, bool]] = [dict(columns)]
-        if stop and len({path[:stop] for path in columns}) == 1:
-            renamed += [
-                {f"{path[:start]}{number}{path[stop:]}": is_column for path, is_column in columns.items()}
-                for number in range(len(modules[next(iter(columns))[: start - 1]]._modules))
-            ]
-        for paths in renamed:
-            if tuple(paths) not in seen and all(path in modules and is_linear(modules[path]) for path in paths):
-                seen.add(tuple(paths))
-                yield {
-                    path: LinearSplit(columns=c, transposed=is_transposed(modules[path])) for path, c in paths.items()
-                }
+        for renamed in _renamed(modules, columns, start, stop):
+            are_linear = all(path in modules and is_linear(modules[path]) for path in renamed)
+            if not are_linear or tuple(renamed) in seen:
+                continue
+            seen.add(tuple(renamed))
+            leaves = {}
+            for path, is_column in renamed.items():
+                leaves[path] = LinearSplit(columns=is_column, transposed=is_transposed(modules[path]))
+            yield leaves
+
+
+def _renamed(
+    modules: Mapping[str, nn.Module], columns: Mapping[str, bool], start: int, stop: int
+) -> Iterator[Mapping[str, bool]]:
+    """Yield the maps themselves, and their likes in all siblings of the module whose number is at that place of their names."""
+    yield columns
+    if stop == 0 or len({path[:stop] for path in columns}) != 1:
+        return
+    parent = next(iter(columns))[: start - 1]
+    for number in range(len(modules[parent]._modules)):
+        yield {f"{path[:start]}{number}{path[stop:]}": is_column for path, is_column in columns.items()}
 
 
 def find_narrow(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]], split: Container[str]) -> set[str]:
@@ -187,14 +198,23 @@ def single_units(block: nn.Module, paths: Sequence[str]) -> Iterator[SplitUnit]:
     The units are all maps together, those of each module, and each map alone. Small ones are not worth it: together at
     most one part in twelve of the block stays whole.
     """
+    how: dict[str, LinearSplit] = {}
+    for path in _worth_splitting(block, paths):
+        transposed = is_transposed(block.get_submodule(path))
+        how[path] = LinearSplit(True, joins=True, transposed=transposed)
+    yield SplitUnit(how)
+    for _, found in itertools.groupby(how, _parent_of):
+        yield SplitUnit({path: how[path] for path in found})
+    for path, split in how.items():
+        yield SplitUnit({path: split})
+
+
+def _worth_splitting(block: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Return the paths without the smallest maps, which together hold at most a given share of the block's elements."""
     sizes = {path: _size(block, path) for path in paths}
     spare = sum(parameter.numel() for parameter in block.parameters()) // _WHOLE_SHARE
     for path in sorted(paths, key=sizes.__getitem__):
         spare -= sizes[path]
         if spare >= 0:
             del sizes[path]
-    how = {path: LinearSplit(True, joins=True, transposed=is_transposed(block.get_submodule(path))) for path in sizes}
-    yield SplitUnit(how)
-    for _, found in itertools.groupby(sizes, lambda path: path.rpartition(".")[0]):
-        yield SplitUnit({path: how[path] for path in found})
-    yield from (SplitUnit({path: how[path]}) for path in sizes)
+    return list(sizes)

@@ -158,30 +158,36 @@ def _choice(blocks: list[PlannedBlock], call: BlockCall | None, group: TensorGro
     first = blocks[0]
     proof, why = _proof_of(first, call, group)
     units = _planned_units(first) if first.leaves is not None else []
-    if proof is not None and not first.is_scripts:  # a plan that gathers may be improved
-        inferred = [u for u in inferred_units(proof.block, proof.seen) if all(map(first.is_marked, u.leaves))]
-        joined = [u for u in units if any(how.joins for how in u.leaves.values())]
-        units = [*(u for u in units if u not in joined), *inferred, *joined]
     split = BlockSplit({})
-    if proof is not None and not first.is_scripts:
-        split = _with_experts(proof, first, group)
-    if proof is not None:
-        split, failed = _grown(proof, first.module, split, units, group.size)
-        if failed and first.is_scripts:
-            return replace(
-                _BlockChoice.of(blocks, split, None, [], group.size), error=wrong_plan(first, failed, group.size)
-            )
-        if not first.is_scripts:
-            whole = {*split.leaves, *find_narrow(proof.block, proof.seen, split.leaves)}
-            left = [path for path in dict(proof.seen) if path not in whole and first.is_marked(path)]
-            split, _ = _grown(proof, first.module, split, list(single_units(first.module, left)), group.size)
-        if not first.is_scripts:
-            split = with_twins(proof, split, group.size)
+    if proof is None:
+        if first.is_scripts and group.prescaled:
+            split = _together(unit for unit in units if is_divisible(first.module, unit, group.size) is None)
+        return _BlockChoice.of(blocks, split, None, why, group.size)
+    if not first.is_scripts:
+        split, failed = _improved(proof, first, units, group)
         why += [f"{list_maps(unit)} {_fate(unit, split)}: {reason}" for unit, reason in failed]
-    elif first.is_scripts and group.prescaled:
-        split = _together(unit for unit in units if is_divisible(first.module, unit, group.size) is None)
-    proven = None if proof is None else proof.dtype
-    return _BlockChoice.of(blocks, split, proven, why, group.size)
+        return _BlockChoice.of(blocks, split, proof.dtype, why, group.size)
+    split, failed = _grown(proof, first.module, split, units, group.size)
+    if failed:
+        unproven = _BlockChoice.of(blocks, split, None, [], group.size)
+        return replace(unproven, error=wrong_plan(first, failed, group.size))
+    return _BlockChoice.of(blocks, split, proof.dtype, why, group.size)
+
+
+def _improved(
+    proof: EquivalenceCheck, block: PlannedBlock, units: list[SplitUnit], group: TensorGroup
+) -> tuple[BlockSplit, list[tuple[SplitUnit, str]]]:
+    """Return a split with inferred units beside those of the model's own plan, and the units that failed, with the reasons."""
+    inferred = [unit for unit in inferred_units(proof.block, proof.seen) if all(map(block.is_marked, unit.leaves))]
+    joined = [unit for unit in units if any(how.joins for how in unit.leaves.values())]
+    others = [unit for unit in units if unit not in joined]
+    units = [*others, *inferred, *joined]  # a plan that gathers may be improved
+    split = _with_experts(proof, block, group)
+    split, failed = _grown(proof, block.module, split, units, group.size)
+    whole = {*split.leaves, *find_narrow(proof.block, proof.seen, split.leaves)}
+    left = [path for path in dict(proof.seen) if path not in whole and block.is_marked(path)]
+    split, _ = _grown(proof, block.module, split, list(single_units(block.module, left)), group.size)
+    return with_twins(proof, split, group.size), failed
 
 
 def _proof_of(
@@ -263,15 +269,17 @@ def _joint_candidates(
 ) -> Iterator[BlockSplit]:
     """Yield splits with all units at once; of units that overlap, only the likelier is used."""
     chosen: list[SplitUnit] = []
+    taken = set(beside.leaves)
     for unit in units:
-        if (
-            not any(unit.leaves.keys() & other.leaves.keys() for other in chosen)
-            and not unit.leaves.keys() & beside.leaves.keys()
-        ):
+        if taken.isdisjoint(unit.leaves):
             chosen.append(unit)
+            taken.update(unit.leaves)
     if any(is_divisible(block, unit, size) is not None for unit in chosen):
         return
-    for numbers, tables in joint_numbers(block, chosen, size) if len(chosen) > 1 else [((), {})]:
+    joint: Iterable[tuple[tuple[Number, ...], dict[str, Tables]]] = [((), {})]
+    if len(chosen) > 1:
+        joint = joint_numbers(block, chosen, size)
+    for numbers, tables in joint:
         yield from _with_arguments(proof, _together(chosen, beside, numbers), numbers, tables)
 
 

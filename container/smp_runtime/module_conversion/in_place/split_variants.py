@@ -197,11 +197,7 @@ def _pieces(outputs: Mapping[str, int], width: int) -> dict[str, tuple[int, ...]
 
 def _grouped(block: nn.Module, unit: SplitUnit, width: int, keys: int, size: int) -> Iterator[_Heads]:
     """Yield head sizes with which the ranks divide the heads of queries, but not those of keys."""
-    values = list(_values(block, unit))
-    sizes = [value for _, name, value in values if _HEAD_SIZE.search(name)]
-    counts = [value for _, name, value in values if _is_heads(name)]
-    sizes += [width // count for count in counts if width % count == 0]
-    for features in dict.fromkeys((*sizes, keys)):
+    for features in dict.fromkeys((*_head_sizes(block, unit, width), keys)):
         if width % features or keys % features:
             continue
         many, few = width // features, keys // features
@@ -209,6 +205,14 @@ def _grouped(block: nn.Module, unit: SplitUnit, width: int, keys: int, size: int
         if divides_queries_only and many % few == 0:
             shared = math.gcd(many // few, many // size)
             yield _Heads(many, few, shared, features)
+
+
+def _head_sizes(block: nn.Module, unit: SplitUnit, width: int) -> list[int]:
+    """Return the sizes of heads that the numbers around a unit give, the likelier first."""
+    values = list(_values(block, unit))
+    sizes = [value for _, name, value in values if _HEAD_SIZE.search(name)]
+    counts = [value for _, name, value in values if _is_heads(name)]
+    return sizes + [width // count for count in counts if width % count == 0]
 
 
 def _repeated(how: LinearSplit, pieces: tuple[int, ...], width: int, heads: _Heads, size: int) -> LinearSplit:

@@ -66,13 +66,10 @@ def _chosen(model: nn.Module, blocks: Mapping[int, BlockSplit], group: TensorGro
 
 def _groups(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> Iterator[list[str]]:
     """Yield groups of paths: embeddings and heads of one weight that no other module has."""
-    inside = {id(part) for block in model.modules() if id(block) in blocks for part in block.modules()}
-    parts: dict[str, Any] = {
-        path: part for path, part in model.named_modules() if id(part) not in inside and _is_wanted(part)
-    }
+    parts = _parts_outside(model, blocks)
     embedded = {part.num_embeddings for part in parts.values() if isinstance(part, nn.Embedding)}
     returned = {part.out_features for part in parts.values() if isinstance(part, nn.Linear)}
-    inputs = {id(found) for part in model.modules() if (found := _input_embeddings(part)) is not None}
+    inputs = {id(_input_embeddings(part)) for part in model.modules()}
     uses = parameter_uses(model)
     by_weight: dict[int, list[str]] = {}
     for path, part in parts.items():
@@ -84,6 +81,15 @@ def _groups(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> Iterator[list
         named = sum(id(part) in same for _, part in model.named_modules(remove_duplicate=False))
         if uses[weight] == named:
             yield paths
+
+
+def _parts_outside(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> dict[str, Any]:
+    """Return the embeddings and heads that a script wants to be split, by their paths; those in blocks are left out."""
+    inside: set[int] = set()
+    for block in model.modules():
+        if id(block) in blocks:
+            inside.update(map(id, block.modules()))
+    return {path: part for path, part in model.named_modules() if id(part) not in inside and _is_wanted(part)}
 
 
 def _is_wanted(module: nn.Module) -> bool:

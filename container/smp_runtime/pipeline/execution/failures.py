@@ -200,6 +200,7 @@ class Alarm:
 
     def raised(self, error: BaseException, place: str) -> None:
         """Handle an error that was raised on this rank, in a module or in :data:`STEP_FUNCTION`."""
+        # With the lock: if several threads raise at once, the first error counts; the others are often its consequences.
         with self._changed:
             if self.error is not None or not self._is_open():
                 return

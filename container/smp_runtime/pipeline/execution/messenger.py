@@ -111,6 +111,7 @@ class Messenger:
         # Without the lock: news added meanwhile goes with the next message.
         if not self.counts and not self._news:
             return self.step, _to_plain_or_none(message), ()
+        # Tasks and receivers, each on a thread, send and queue news: none may be lost or counted twice.
         with self._lock:
             if self.counts:
                 self.sent[stage] += 1
