@@ -286,7 +286,7 @@ def test_no_file_is_too_long_to_read():
             assert len(path.read_text().splitlines()) <= 500, path.relative_to(ROOT)
 
 
-def test_a_schedule_is_named_in_twofiles_of():
+def test_a_schedule_is_named_in_two_files():
     from smp_config.schedules import SCHEDULES
 
     found = set()

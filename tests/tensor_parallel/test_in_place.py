@@ -176,10 +176,10 @@ def test_the_proof_tells_right_from_wrong_and_leaves_block_and_random_numbers_al
     x = torch.randn(3, 7, own_blocks.WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
     proof = EquivalenceCheck(block, BlockCall((x,), {}), 2)
     (right, *_) = single_units(block, ["mlp.gate", "attention.q"])
-    assert proof.of(BlockSplit(right.leaves)).summed == ()
+    assert proof.prove(BlockSplit(right.leaves)).summed == ()
     wrong = {path: type(how)(columns=True) for path, how in right.leaves.items()}
     with pytest.raises(NotEqualError):
-        proof.of(BlockSplit(wrong))
+        proof.prove(BlockSplit(wrong))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, state[name]) for name, value in block.state_dict().items())
 

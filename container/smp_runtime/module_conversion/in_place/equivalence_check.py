@@ -221,7 +221,7 @@ class EquivalenceCheck:
             return False
         return all(_is_output_by_rows(tensor, flows, batch) for tensor, flows in self._whole.outputs)
 
-    def of(self, split: BlockSplit) -> BlockSplit:
+    def prove(self, split: BlockSplit) -> BlockSplit:
         """Check a split, and return it with the parameters that need their gradients summed.
 
         Raises:

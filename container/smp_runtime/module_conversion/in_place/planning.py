@@ -225,7 +225,7 @@ def _with_experts(proof: EquivalenceCheck, block: PlannedBlock, group: TensorGro
                 tables={**split.tables, **candidate.tables},
             )
             with contextlib.suppress(NotEqualError):
-                split = proof.of(together)
+                split = proof.prove(together)
                 break
     return split
 
@@ -237,7 +237,7 @@ def _grown(
     until = time.monotonic() + LONGEST
     for candidate in _in_time(_joint_candidates(proof, block, units, split, size), until):
         with contextlib.suppress(NotEqualError):
-            return proof.of(candidate), []
+            return proof.prove(candidate), []
     failed: list[tuple[SplitUnit, str]] = []
     for unit in units:
         if not unit.leaves or unit.leaves.keys() & split.leaves.keys():
@@ -245,7 +245,7 @@ def _grown(
         best = NotEqualError(is_divisible(block, unit, size) or "", -1)
         for candidate in _in_time(_candidates(proof, block, unit, split, size), until):
             try:
-                split = proof.of(candidate)
+                split = proof.prove(candidate)
                 break
             except NotEqualError as error:
                 best = max(best, error, key=lambda e: e.progress)

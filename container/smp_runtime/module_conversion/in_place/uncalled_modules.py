@@ -30,9 +30,9 @@ def with_twins(proof: EquivalenceCheck, split: BlockSplit, size: int) -> BlockSp
 def _right(proof: EquivalenceCheck, split: BlockSplit) -> BlockSplit:
     """Return a correct split; if the block slices a bias already, the single module gets the whole and slices it."""
     try:
-        return proof.of(split)
+        return proof.prove(split)
     except NotEqualError:
-        return proof.of(replace(split, arguments=proof.slices_of_arguments(split.numbers)))
+        return proof.prove(replace(split, arguments=proof.slices_of_arguments(split.numbers)))
 
 
 def _twins(proof: EquivalenceCheck) -> Iterator[tuple[str, str]]:
