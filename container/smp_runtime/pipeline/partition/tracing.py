@@ -275,8 +275,7 @@ class _Recorder(_TracedCalls):
         tensors = tensors_in(output)
         node.output_bytes = max(node.output_bytes, total_bytes(tensors))
         for tensor in tensors:
-            is_of_model = id(tensor) in self.tree.parameters or id(tensor) in self.tree.buffers
-            if is_of_model:
+            if id(tensor) in self.tree.parameters or id(tensor) in self.tree.buffers:
                 self._exposed.add(id(tensor))
             storage = storage_of(tensor)
             if self._measures_memory or storage in self._kept:
@@ -495,8 +494,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     name = packet.__name__
-    is_attention = "scaled_dot_product" in name and "backward" not in name
-    if not is_attention:
+    if "scaled_dot_product" not in name or "backward" in name:
         return 0.0
     shapes = [argument.shape for argument in args[:3]]
     return float(sdpa_flop_count(*shapes))
