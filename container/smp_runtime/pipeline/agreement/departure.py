@@ -18,6 +18,7 @@ the other, and a new plan is made from it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -180,12 +181,13 @@ class Departure:
         while True:
             answers = self._round(halts=True)
             is_same = bool(before) and _are_same(before, answers)
-            there = self._at_end is not None or all(answers[stage].position >= limits[stage] for stage in limits)
-            if there and is_same and _is_quiet(answers):
+            has_arrived = self._at_end is not None or all(answers[stage].position >= limits[stage] for stage in limits)
+            is_settled = has_arrived and _is_quiet(answers)
+            if is_settled and is_same:
                 return answers
             if not is_same:
                 before, changed_at = answers, time.monotonic()
-            if _is_quiet(answers) and there:
+            if is_settled:
                 continue  # the second round, which must not come later than the first
             self._check_deadline(changed_at)
             with self._links.changed:
@@ -236,12 +238,10 @@ def _is_quiet(answers: Mapping[int, StageProgress]) -> bool:
     """Return whether no stage computes, and every sent message has been handled."""
     if any(answer.is_running for answer in answers.values()):
         return False
-    return all(
-        answer.sent[other] == answers[other].handled[stage]
-        for stage, answer in answers.items()
-        for other in answers
-        if other != stage
-    )
+    for sender, receiver in itertools.permutations(answers, 2):
+        if answers[sender].sent[receiver] != answers[receiver].handled[sender]:
+            return False
+    return True
 
 
 def _are_same(before: Mapping[int, StageProgress], now: Mapping[int, StageProgress]) -> bool:
