@@ -6,6 +6,7 @@ carry a record are never shown. They update the display, and at the end they rep
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -67,13 +68,11 @@ def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: 
         view: default: the view that suits the standard output.
         timeout_seconds: stop showing after this long; events must then come regularly, None if need be.
     """
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
     used: dict[int, UsageRecord] = {}
     with view or open_view() as shown:
         for event in events:
-            record = (
-                (parse_progress(event) or parse_usage(event) or parse_pace(event)) if isinstance(event, str) else event
-            )
+            record = _record_in(event) if isinstance(event, str) else event
             if isinstance(record, UsageRecord):
                 used[record.rank] = record
             elif isinstance(record, PaceRecord):
@@ -84,10 +83,15 @@ def show(events: Iterable[Event], *, view: View | None = None, timeout_seconds: 
                 shown.line(event)
             else:
                 shown.tick()
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 return
         if used:
             shown.line(usage_line(used))
+
+
+def _record_in(line: str) -> ProgressRecord | UsageRecord | PaceRecord | None:
+    """Return the record that a line of a log is, or None for any other line."""
+    return parse_progress(line) or parse_usage(line) or parse_pace(line)
 
 
 def usage_line(used: Mapping[int, UsageRecord]) -> str:

@@ -134,6 +134,7 @@ def unpack_wheel(wheel: str) -> str:
     Raises:
         ImageError: the file is not a wheel of the runtime.
     """
+    # Nonblocking, because opening a named pipe would wait for a writer before its kind can be checked.
     with open(os.open(wheel, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
@@ -157,6 +158,7 @@ def unpack_wheel(wheel: str) -> str:
             f"{tempfile.gettempdir()} has room"
         ) from error
     try:
+        # The name appears when the folder is complete: ranks of the host unpack at the same time, and each may use it at once.
         os.rename(partial, site)
     except OSError:  # another rank was faster, or another user has the name
         if not _is_ours(site):
@@ -179,18 +181,24 @@ def _is_ours(folder: str) -> bool:
 def _unpack(wheel: bytes, folder: str) -> None:
     """Unpack a wheel after checking its listed names and sizes; no file becomes larger than its listed size."""
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
-        members = archive.infolist()
-        names = {os.path.normpath(member.filename) for member in members}
-        size = sum(member.file_size for member in members)
-        if len(names) < len(members) or len(members) > _MOST_FILES or size > _MOST_BYTES:
-            raise ValueError(
-                f"it holds {len(members):,} files of {len(names):,} names and {size:,} bytes; the runtime has each name once, "
-                f"and at most {_MOST_FILES:,} files and {_MOST_BYTES:,} bytes"
-            )
-        for name in names:
-            if os.path.isabs(name) or name.split(os.sep)[0] == os.pardir or "\0" in name:
-                raise ValueError(f"it holds {name[:100]!r}, which lies outside its folder")
+        _check_members(archive.infolist())
         archive.extractall(folder)
+
+
+def _check_members(members: list[zipfile.ZipInfo]) -> None:
+    names = {os.path.normpath(member.filename) for member in members}
+    size = sum(member.file_size for member in members)
+    has_duplicates = len(names) < len(members)
+    is_too_large = len(members) > _MOST_FILES or size > _MOST_BYTES
+    if has_duplicates or is_too_large:
+        raise ValueError(
+            f"it holds {len(members):,} files of {len(names):,} names and {size:,} bytes; the runtime has each name once, "
+            f"and at most {_MOST_FILES:,} files and {_MOST_BYTES:,} bytes"
+        )
+    for name in names:
+        leaves_folder = os.path.isabs(name) or name.split(os.sep)[0] == os.pardir
+        if leaves_folder or "\0" in name:
+            raise ValueError(f"it holds {name[:100]!r}, which lies outside its folder")
 
 
 def prefer(site: str) -> None:
@@ -198,23 +206,30 @@ def prefer(site: str) -> None:
     others = [path for path in sys.path if os.path.isdir(os.path.join(path or ".", "smdistributed"))]
     sys.path.insert(0, site)
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = site + (os.pathsep + before if before else "")
-    for name in [name for name in sys.modules if name.split(".")[0] in (*PACKAGES, FINDER)]:
-        del sys.modules[name]
+    os.environ["PYTHONPATH"] = f"{site}{os.pathsep}{before}" if before else site
+    for name in list(sys.modules):
+        if name.split(".")[0] in (*PACKAGES, FINDER):
+            del sys.modules[name]
     # A finder of the image's own copy would answer first.
     sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__module__", None) != FINDER]
     importlib.invalidate_caches()
     for name in (*PACKAGES, FINDER):
-        spec = importlib.util.find_spec(name)
-        found = spec.origin if spec is not None else None
-        if found is None or not os.path.abspath(found).startswith(site + os.sep):
-            raise ImageError(
-                f"the image's own {name} ({found}) hides the one that came with the job ({site}); an import hook of the "
-                "image must be the cause: remove that package from the image, or use a stock image"
-            )
+        _check_origin(name, site)
     importlib.import_module(FINDER)
-    if others and os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    is_first_rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
+    if others and is_first_rank:
         print(f"[smp] the smdistributed in {others[0]} is not used: the job brought its own", flush=True)
+
+
+def _check_origin(name: str, site: str) -> None:
+    """Raise ImageError unless a package would be imported from ``site``."""
+    spec = importlib.util.find_spec(name)
+    found = spec.origin if spec is not None else None
+    if found is None or not os.path.abspath(found).startswith(site + os.sep):
+        raise ImageError(
+            f"the image's own {name} ({found}) hides the one that came with the job ({site}); an import hook of the "
+            "image must be the cause: remove that package from the image, or use a stock image"
+        )
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -80,15 +80,17 @@ class ImageChoice:
         Raises:
             ValueError: the SDK does not know the region or the instance type.
         """
-        known, _ = _training_images("pytorch")
-        there = [version for version, row in known.items() if region in row["registries"]] or list(known)
-        version = self.framework_version if self.image.by_name else max(there, key=version_numbers)
-        python = self.py_version if self.image.by_name else _pythons(known[version])[-1]
-        found = retrieve_image("pytorch", region, version=version, py_version=python, instance_type=instance_type)
         if self.image.by_name:
-            return found
+            version, python = self.framework_version, self.py_version
+            return retrieve_image("pytorch", region, version=version, py_version=python, instance_type=instance_type)
+        known, _ = _training_images("pytorch")
+        there = [version for version, row in known.items() if region in row["registries"]]
+        version = max(there or known, key=version_numbers)
+        python = _pythons(known[version])[-1]
+        found = retrieve_image("pytorch", region, version=version, py_version=python, instance_type=instance_type)
         registry, _, name = found.partition("/")
-        return f"{registry}/{self.image.rows['cpu' if '-cpu-' in name else 'gpu'].name}"
+        processor = "cpu" if "-cpu-" in name else "gpu"
+        return f"{registry}/{self.image.rows[processor].name}"
 
 
 def choose_pytorch(

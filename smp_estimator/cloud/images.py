@@ -107,15 +107,18 @@ def check_stock_version(image_uri: Any, floor: tuple[int, int]) -> None:
     Raises:
         ConfigError: the tag names an older version.
     """
-    said = re.match(r"\d+\.\d+(\.\d+)?", image_uri.rpartition(":")[2]) if is_stock(image_uri) else None
-    if said is None or "@" in image_uri or version_numbers(said[0]) >= floor:
+    if not is_stock(image_uri) or "@" in image_uri:
+        return
+    tag = image_uri.rpartition(":")[2]
+    version = re.match(r"\d+\.\d+(\.\d+)?", tag)
+    if version is None or version_numbers(version[0]) >= floor:
         return
     what = "the backend smddp" if floor == DATA_PARALLEL_FLOOR else "the runtime"
     oldest, newer = ".".join(map(str, floor)), newest_patched(today())
+    example = f", or name a newer one, such as {newer.name}" if newer is not None else ""
     raise ConfigError(
-        f"image_uri is {image_uri}, a stock image with PyTorch {said[0]}, but {what} needs PyTorch {oldest} or newer (it is "
-        "shipped with the code and uses the image's PyTorch); leave image_uri out"
-        + (f", or name a newer one, such as {newer.name}" if newer is not None else "")
+        f"image_uri is {image_uri}, a stock image with PyTorch {version[0]}, but {what} needs PyTorch {oldest} or newer (it is "
+        f"shipped with the code and uses the image's PyTorch); leave image_uri out{example}"
     )
 
 

@@ -86,10 +86,7 @@ class CloudLog:
             host = found[1] if found else stream.rpartition("/")[2]
             for message in self._messages(stream):
                 # A record moves the display and is not shown: it needs no host.
-                if parse_progress(message) or parse_usage(message) or parse_pace(message):
-                    yield message
-                else:
-                    yield f"[{host}] {message}"
+                yield message if _is_record(message) else f"[{host}] {message}"
 
     def _streams(self) -> list[str]:
         """Return the names of the streams that exist now, ordered by host number."""
@@ -131,6 +128,10 @@ class CloudLog:
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _TICK_SECONDS))
             yield None
+
+
+def _is_record(message: str) -> bool:
+    return any(parse(message) is not None for parse in (parse_progress, parse_usage, parse_pace))
 
 
 def _place(stream: str) -> tuple[int, str]:

@@ -76,18 +76,33 @@ def check_image(path: Path, image: TrainingImage | None) -> None:
         if theirs is None:
             continue
         name = canonicalize_name(theirs.name)
-        if name in _WITH_TORCH and not any(theirs.specifier.contains(version) for version in _versions(name, image)):
-            has = f"has PyTorch {image.torch}" if image is not None else f"must have PyTorch {_FLOOR} or newer"
-            raise ConfigError(
-                f"{file.name} has {line!r}, and the image {has}; pip would put another build in its place, which lacks the image's "
-                "CUDA and network libraries, or fail: remove the line, or choose an image with that version"
-            )
-        oldest = _NUMPY.get((image.python if image is not None else None) or "py310", _NUMPY["py310"])
-        if name == "numpy" and not _agree(Requirement(f"numpy>={oldest}"), theirs):
-            raise ConfigError(
-                f"{file.name} has {line!r}, and NumPy before {oldest} has no wheel for the image's Python, so pip would compile it "
-                f"in the job and fail: allow numpy>={oldest}"
-            )
+        if name in _WITH_TORCH:
+            _check_torch(file, line, theirs, image)
+        elif name == "numpy":
+            _check_numpy(file, line, theirs, image)
+
+
+def _check_torch(file: Path, line: str, theirs: Requirement, image: TrainingImage | None) -> None:
+    """Raise ConfigError if a requirement allows no version of PyTorch, or of its companions, that the image has."""
+    name = canonicalize_name(theirs.name)
+    if any(theirs.specifier.contains(version) for version in _versions(name, image)):
+        return
+    has = f"has PyTorch {image.torch}" if image is not None else f"must have PyTorch {_FLOOR} or newer"
+    raise ConfigError(
+        f"{file.name} has {line!r}, and the image {has}; pip would put another build in its place, which lacks the image's "
+        "CUDA and network libraries, or fail: remove the line, or choose an image with that version"
+    )
+
+
+def _check_numpy(file: Path, line: str, theirs: Requirement, image: TrainingImage | None) -> None:
+    """Raise ConfigError if a requirement allows no version of NumPy that has a wheel for the image's Python."""
+    python = image.python if image is not None else None
+    oldest = _NUMPY.get(python or "py310", _NUMPY["py310"])
+    if not _agree(Requirement(f"numpy>={oldest}"), theirs):
+        raise ConfigError(
+            f"{file.name} has {line!r}, and NumPy before {oldest} has no wheel for the image's Python, so pip would compile it "
+            f"in the job and fail: allow numpy>={oldest}"
+        )
 
 
 def _versions(name: str, image: TrainingImage | None) -> Iterator[str]:

@@ -127,7 +127,9 @@ def _address_of_code(job_details: dict[str, Any]) -> str | None:
             continue
         source = channel.get("DataSource", {})
         address = source.get("S3DataSource", {}).get("S3Uri")
-        return None if address is None else str(address)
+        if address is not None:
+            return str(address)
+        return None
     return None
 
 

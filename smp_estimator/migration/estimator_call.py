@@ -250,7 +250,9 @@ class EstimatorCall:
         if address is None or None not in self._names.values.possible(address):
             return None
         text = self.source.segment(address)
-        return f"({text})" if isinstance(address, ast.IfExp) else text
+        if isinstance(address, ast.IfExp):
+            return f"({text})"
+        return text
 
     def _complete_record(self, record: str, words: list[tuple[str, str]]) -> None:
         """Add the arguments of a record for which SDK v3 has no default, or another default than SDK v2."""

@@ -56,10 +56,11 @@ def _find(value: ast.expr, text: str, start: int, end: int) -> tuple[int, ast.ex
     """Return the position of an expression in braces, and the tree of its text."""
     wanted = ast.dump(value)
     for opened in _positions(text, "{", start, end):
-        for closed in _positions(text, "}!:=", opened + 1, end):
-            read = _parsed(text[opened + 1 : closed])
+        begin = opened + 1
+        for closed in _positions(text, "}!:=", begin, end):
+            read = _parsed(text[begin:closed])
             if read is not None and ast.dump(read) == wanted:
-                return opened + 1, read
+                return begin, read
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 #: Calls whose result has the same items as their argument.
@@ -35,16 +35,25 @@ class Holders:
 
     def read(self, trees: Iterable[ast.AST]) -> None:
         """Take in the statements of all pieces, until nothing new is found."""
-        nodes = [node for tree in trees for node in ast.walk(tree)]
+        nodes: list[ast.AST] = []
+        for tree in trees:
+            nodes += ast.walk(tree)
         functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         before = -1
-        while before != (before := self._size()):
-            for node in nodes:
-                self._statement(node)
-                if isinstance(node, ast.Call) and (called := functions.get(_last_name(node.func))):
+        # Code may use an estimator above the place that makes it, as in a function: each pass may find more.
+        while self._size() != before:
+            before = self._size()
+            self._read_once(nodes, functions)
+
+    def _read_once(self, nodes: list[ast.AST], functions: Mapping[str, ast.FunctionDef | ast.AsyncFunctionDef]) -> None:
+        for node in nodes:
+            self._statement(node)
+            if isinstance(node, ast.Call):
+                called = functions.get(_last_name(node.func))
+                if called is not None:
                     self._arguments(node, called)
-            for function in functions.values():
-                self._returns(function)
+        for function in functions.values():
+            self._returns(function)
 
     def is_one(self, node: ast.AST) -> bool:
         """Return whether an expression is an estimator."""
@@ -73,11 +82,16 @@ class Holders:
         if isinstance(node, ast.DictComp):
             return self.is_one(node.value)
         if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "values":
-                return self._is_many(node.func.value)
-            is_same = isinstance(node.func, ast.Name) and node.func.id in _SAME_ITEMS
-            return _last_name(node.func) in self.makers_of_many or (is_same and any(map(self._is_many, node.args)))
+            return self._returns_many(node)
         return isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in self.many
+
+    def _returns_many(self, node: ast.Call) -> bool:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "values":
+            return self._is_many(node.func.value)
+        if _last_name(node.func) in self.makers_of_many:
+            return True
+        keeps_items = isinstance(node.func, ast.Name) and node.func.id in _SAME_ITEMS
+        return keeps_items and any(map(self._is_many, node.args))
 
     def _size(self) -> int:
         found = (self.single, self.many, self.makers, self.makers_of_many)
@@ -96,12 +110,7 @@ class Holders:
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
-            places = self.makers_at.get(_last_name(value.func), set()) if isinstance(value, ast.Call) else set()
-            for number, part in enumerate(target.elts):
-                if isinstance(value, ast.Tuple | ast.List) and number < len(value.elts):
-                    self._bind(part, value.elts[number])
-                elif number in places or self._is_many(value):
-                    self.single.add(ast.unparse(part))
+            self._bind_parts(target.elts, value)
             return
         if self.is_one(value):
             self.single.add(ast.unparse(target))
@@ -109,6 +118,17 @@ class Holders:
                 self.many.add(ast.unparse(target.value))
         if self._is_many(value):
             self.many.add(ast.unparse(target))
+
+    def _bind_parts(self, targets: list[ast.expr], value: ast.expr) -> None:
+        places: set[int] = set()
+        if isinstance(value, ast.Call):
+            places = self.makers_at.get(_last_name(value.func), places)
+        values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
+        for number, target in enumerate(targets):
+            if number < len(values):
+                self._bind(target, values[number])
+            elif number in places or self._is_many(value):
+                self.single.add(ast.unparse(target))
 
     def _add(self, container: ast.expr, values: list[ast.expr]) -> None:
         parts: list[ast.expr] = []
@@ -123,15 +143,7 @@ class Holders:
             if self._is_many(items):
                 self.single |= {ast.unparse(part) for part in (parts or [target])}
             return
-        name = _last_name(items.func)
-        sources: list[ast.expr | None] = [None] * len(parts)
-        if name == "items" and isinstance(items.func, ast.Attribute):
-            sources[-1] = items.func.value
-        elif name == "enumerate" and items.args:
-            sources[-1] = items.args[0]
-        elif name == "zip":
-            sources = list(items.args)
-        for part, source in zip(parts, sources, strict=False):
+        for part, source in zip(parts, _sources_of_parts(items, len(parts)), strict=False):
             if source is not None and self._is_many(source):
                 self.single.add(ast.unparse(part))
 
@@ -139,9 +151,9 @@ class Holders:
         names = [each.arg for each in (*called.args.posonlyargs, *called.args.args)]
         if names[:1] == ["self"]:
             names = names[1:]
-        for name, value in [*zip(names, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]:
-            if name is None:
-                continue
+        given = list(zip(names, node.args, strict=False))
+        given += [(word.arg, word.value) for word in node.keywords if word.arg is not None]
+        for name, value in given:
             if self.is_one(value):
                 self.single.add(name)
             if self._is_many(value):
@@ -159,6 +171,19 @@ class Holders:
                     self.makers_at.setdefault(function.name, set()).update(places)
             elif self._is_many(node.value):
                 self.makers_of_many.add(function.name)
+
+
+def _sources_of_parts(items: ast.Call, count: int) -> list[ast.expr | None]:
+    """Return, by position in a loop's target of ``count`` names, the expression whose items a name takes; None if unknown."""
+    name = _last_name(items.func)
+    sources: list[ast.expr | None] = [None] * count
+    if name == "items" and isinstance(items.func, ast.Attribute):
+        sources[-1] = items.func.value
+    elif name == "enumerate" and items.args:
+        sources[-1] = items.args[0]
+    elif name == "zip":
+        sources = list(items.args)
+    return sources
 
 
 def _last_name(node: ast.AST) -> str:

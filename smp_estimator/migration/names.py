@@ -109,15 +109,18 @@ class ScriptNames:
     def read(self, sources: Sequence[ScriptSource]) -> None:
         """Take in the imports, the variables and the estimators of all pieces."""
         trees = [source.tree for source in sources]
-        for tree in trees:
-            for node in ast.walk(tree):
+        for source in sources:
+            for node in _imports(source):
                 if isinstance(node, ast.Import):
                     self._bind_modules(node)
-                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    for alias in node.names:
-                        self.bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                else:
+                    self._bind_members(node)
         self.values.read(trees)
         self.holders.read(trees)
+
+    def _bind_members(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            self.bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
 
     def _bind_modules(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -325,29 +328,46 @@ def _note_if_missing(source: ScriptSource, node: ast.AST, full: str) -> None:
 def _insert(source: ScriptSource, names: ScriptNames, lines: list[str]) -> None:
     """Insert imports where the SDK was imported, if nothing uses them earlier; else behind the imports at the top."""
     body = source.tree.body
-    after = 0
-    for number, node in enumerate(body):
+    text = "\n".join(lines) + "\n"
+    after = _header_length(source)
+    sdk = _first_import_of_sdk(body, names, after)
+    if sdk is not None:
+        place = source.line_start(sdk)
+    elif after < len(body):
+        place = source.top_of(body[after])
+        if not after:
+            text += "\n"
+    else:
+        place = len(source.text)
+        if not source.text.endswith("\n"):
+            text = "\n" + text
+    source.replace(place, place, text)
+
+
+def _header_length(source: ScriptSource) -> int:
+    """Return the number of statements at the top that are the docstring, imports or magics."""
+    for number, node in enumerate(source.tree.body):
         is_docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
         if not (is_docstring or is_import or node.lineno in source.magics):
-            break
-        after = number + 1
-    text = "\n".join(lines) + "\n"
+            return number
+    return len(source.tree.body)
+
+
+def _first_import_of_sdk(body: list[ast.stmt], names: ScriptNames, after: int) -> ast.stmt | None:
+    """Return the first import of the SDK, or None if a statement from the position ``after`` on uses the SDK before it."""
     for number, node in enumerate(body):
         if isinstance(node, ast.Import | ast.ImportFrom) and _is_of_sdk(node):
-            place = source.line_start(node)
-            source.replace(place, place, text)
-            return
+            return node
         if number >= after and _uses_sdk(node, names):
-            break
-    place = source.top_of(body[after]) if after < len(body) else len(source.text)
-    if after == len(body) and not source.text.endswith("\n"):
-        text = "\n" + text
-    source.replace(place, place, text if after else text + "\n" if body else text)
+            return None
+    return None
 
 
 def _is_of_sdk(node: ast.Import | ast.ImportFrom) -> bool:
-    modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+    modules = [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        modules = [node.module or ""]
     packages = {module.split(".")[0] for module in modules}
     return not packages.isdisjoint(("sagemaker", "smp_estimator"))
 
@@ -363,9 +383,14 @@ def _uses_sdk(statement: ast.stmt, names: ScriptNames) -> bool:
 
 
 def _imports(source: ScriptSource) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports that name their module in full."""
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module and not node.level):
+        if isinstance(node, ast.Import):
             yield node
+        elif isinstance(node, ast.ImportFrom):
+            is_relative = not node.module or node.level
+            if not is_relative:
+                yield node
 
 
 def _as(alias: ast.alias) -> str:

@@ -23,20 +23,24 @@ class Values:
 
     def read(self, trees: Iterable[ast.AST]) -> None:
         """Take in the assignments of all pieces."""
-        for node in (node for tree in trees for node in ast.walk(tree)):
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self._assign(target, node.value)
-            elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-                self._assign(node.target, node.value)
-            elif isinstance(node, ast.AugAssign):
-                self._assign(node.target, None)
-            elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-                self._loop(node.target, node.iter)
-            elif isinstance(node, ast.arguments):
-                self._parameters(node)
-            elif isinstance(node, ast.Attribute) and node.attr in ("update", "pop", "setdefault", "append"):
-                self._assign(node.value, None)
+        for tree in trees:
+            for node in ast.walk(tree):
+                self._statement(node)
+
+    def _statement(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._assign(target, node.value)
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            self._assign(node.target, node.value)
+        elif isinstance(node, ast.AugAssign):
+            self._assign(node.target, None)
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            self._loop(node.target, node.iter)
+        elif isinstance(node, ast.arguments):
+            self._parameters(node)
+        elif isinstance(node, ast.Attribute) and node.attr in ("update", "pop", "setdefault", "append"):
+            self._assign(node.value, None)
 
     def resolve(self, node: ast.AST | None) -> ast.AST | None:
         """Return the only value of a variable, or the node itself if it is another expression."""

@@ -229,17 +229,21 @@ class _Configuration:
     def _layer(self, layer: int, *, crosses: bool) -> Iterator[Weight]:
         h, f, heads = self._size("hidden"), self._width(), self._size("heads")
         head = self._size("head_size") or h // heads
-        many, gates = self._size("experts"), 3 if self._is_gated() else 2
         query, key = heads * head, self._kv_heads() * head
-        matrices = [h * query, 2 * h * key, query * h] * (2 if crosses else 1)
+        attentions = 2 if crosses else 1
+        matrices = [h * query, 2 * h * key, query * h] * attentions
+        many, gates = self._size("experts"), 3 if self._is_gated() else 2
         matrices += [gates * h * f] * (many or 1)
         if many:
             yield Weight(many * h, layer)  # what sends a token to its experts
             if self._shared_width():
                 matrices.append(gates * h * self._shared_width())
-        yield from (Weight(elements, layer, split=True) for elements in matrices)
-        norms = 3 if crosses else 1 if self._type in _ONE_NORM else 2
-        yield from (Weight(h, layer) for _ in range(norms))
+        for elements in matrices:
+            yield Weight(elements, layer, split=True)
+        blocks = 1 if self._type in _ONE_NORM else 2
+        norms = 3 if crosses else blocks
+        for _ in range(norms):
+            yield Weight(h, layer)
         if not self._is_plain():
             yield Weight(query + 2 * key + f, layer, split=True)
             yield Weight((norms + 2) * h, layer)

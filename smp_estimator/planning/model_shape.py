@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 from smp_config import ConfigError
 from smp_config.errors import kind_of, suggest
@@ -64,13 +64,23 @@ class ModelShape:
     weights: tuple[Weight, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        self._check_types()
+        if not self.weights and self.hidden % self.heads:
+            divisors = [h for h in range(1, self.hidden + 1) if self.hidden % h == 0]
+            nearest = max(h for h in divisors if h <= 2 * self.heads)
+            raise ConfigError(
+                f"hidden {self.hidden} cannot be divided into {self.heads} heads ({self.hidden} = {self.heads} × "
+                f"{self.hidden // self.heads} + {self.hidden % self.heads}); use heads={nearest}"
+            )
+
+    def _check_types(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "sequence"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _is_whole(value) or value < 1:
                 raise ConfigError(
                     f"{name} is {value!r}; the shape of a model is counted in whole elements: give {name}=1 or more"
                 )
-        if isinstance(self.feed_forward, bool) or not isinstance(self.feed_forward, int) or self.feed_forward < 0:
+        if not _is_whole(self.feed_forward) or self.feed_forward < 0:
             raise ConfigError(
                 f"feed_forward is {self.feed_forward!r}; it is the width inside the MLP, in whole elements: give for example "
                 f"feed_forward={4 * self.hidden}, or 0, which means 4 × hidden {self.hidden}"
@@ -80,12 +90,6 @@ class ModelShape:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; the shape has it or not: write {name}=True or False (in JSON true, false)"
                 )
-        if not self.weights and self.hidden % self.heads:
-            fitting = [h for h in range(1, self.hidden + 1) if self.hidden % h == 0 and h <= 2 * self.heads]
-            raise ConfigError(
-                f"hidden {self.hidden} cannot be divided into {self.heads} heads ({self.hidden} = {self.heads} × "
-                f"{self.hidden // self.heads} + {self.hidden % self.heads}); use heads={fitting[-1]}"
-            )
 
     @property
     def width(self) -> int:
@@ -105,8 +109,12 @@ class ModelShape:
     @cached_property
     def layer_parameters(self) -> int:
         """Return the elements of the parameter tensors of all layers, without embeddings and head."""
-        of_layers = [weight for weight in self.tensors() if weight.layer is not None and weight.layer >= 0]
-        return sum(weight.elements for weight in of_layers)
+        elements = 0
+        for weight in self.tensors():
+            is_embedding_or_head = weight.layer is None or weight.layer < 0
+            if not is_embedding_or_head:
+                elements += weight.elements
+        return elements
 
     @property
     def has_layers(self) -> bool:
@@ -320,11 +328,16 @@ def _in_stack(name: str, stack: str | None) -> bool:
     return bool(numbered and numbered[1] == stack)
 
 
+def _is_whole(value: Any) -> TypeGuard[int]:
+    """Return whether a value is an integer; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _first(config: Any, *names: str) -> int:
     """Return the first positive integer that ``config`` has under one of these names, else 0."""
     for name in names:
         value = getattr(config, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if _is_whole(value) and value > 0:
             return value
     return 0
 

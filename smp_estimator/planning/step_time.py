@@ -164,15 +164,21 @@ class Training:
         }
 
     def __str__(self) -> str:
-        steps = f"{self.steps:,} step{'s' if self.steps != 1 else ''}"
+        steps = f"{self.steps:,} step{_plural(self.steps)}"
         if self.epochs is not None:
-            steps += f" ({self.epochs:,.3g} epoch{'s' if self.epochs != 1 else ''})"
+            steps += f" ({self.epochs:,.3g} epoch{_plural(self.epochs)})"
         each = f"{self.seconds_per_step:.3g} s, as given" if self.is_given else f"about {self.seconds_per_step:.3g} s"
-        price = ""
-        if self.usd is not None:
-            amount = f"{self.usd:,.2f}" if self.usd >= 1 else f"{self.usd:.3g}"
-            price = f" and {amount} USD"
+        price = "" if self.usd is None else f" and {_dollars(self.usd)}"
         return f"{steps} of {each}: {_duration(self.seconds)}{price}; starting, evaluation and saving come on top"
+
+
+def _plural(count: float) -> str:
+    return "" if count == 1 else "s"
+
+
+def _dollars(usd: float) -> str:
+    amount = f"{usd:,.2f}" if usd >= 1 else f"{usd:.3g}"
+    return f"{amount} USD"
 
 
 def _duration(seconds: float) -> str:

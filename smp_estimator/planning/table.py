@@ -168,8 +168,10 @@ def _memory(plan: Forecast) -> Grid:
     for kind in plan.worst.kinds:
         sizes = [stage.kinds[kind] for stage in plan.stages]
         if any(sizes):
-            rows.append([kind.value, *map(_gigabytes, sizes)])
-    return Grid(columns, rows, frozenset(range(1, len(columns))), _memory_totals(plan))
+            shown = map(_gigabytes, sizes)
+            rows.append([kind.value, *shown])
+    right_aligned = frozenset(range(1, len(columns)))
+    return Grid(columns, rows, right_aligned, _memory_totals(plan))
 
 
 def _memory_totals(plan: Forecast) -> list[list[str]]:

@@ -67,13 +67,16 @@ class InStockImage(_SDK):
         """Raise ConfigError if a job under the SDK's own rules names neither an image nor all of its versions."""
         wanted = dict.fromkeys(self._VERSIONS)
         missing = [name for name in wanted if sdk.get(name) is None]
-        if not missing or sdk.get("tensorflow_version") is not None or self._recipe or restore.is_attaching():
+        is_of_tensorflow = sdk.get("tensorflow_version") is not None
+        if not missing or is_of_tensorflow or self._recipe or restore.is_attaching():
             return
         self._choose_image(wanted, images.TORCH_FLOOR, by_name=True)  # what the SDK's own class takes
+        verb = "is" if len(missing) == 1 else "are"
+        example = ", ".join(f"{name}={value!r}" for name, value in wanted.items())
         raise ConfigError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, and so is image_uri; they are filled in only "
+            f"{' and '.join(missing)} {verb} missing, and so is image_uri; they are filled in only "
             "for jobs whose distribution enables smdistributed.modelparallel: give for example "
-            f"{', '.join(f'{name}={value!r}' for name, value in wanted.items())}, or image_uri"
+            f"{example}, or image_uri"
         )
 
     def _prepare_cloud(self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any]) -> None:
@@ -89,14 +92,17 @@ class InStockImage(_SDK):
     def _settle_image(
         self, image_uri: Any, ship_runtime: bool | None, sdk: dict[str, Any], floor: tuple[int, int]
     ) -> None:
-        if not image_uri:
+        if image_uri:
+            lack = images.lacks_toolkit(image_uri)
+            if lack is not None:
+                self._reader.say(lack)
+        else:
             self._named_stock_image = any(sdk.get(name) is not None for name in self._VERSIONS)
             wanted = {"gpus": _gpus(sdk), "region": region_of(sdk.get("sagemaker_session"))}
             with restore.lenient_when_attaching(self._reader.say):
                 self._stock_image = self._choose_image(sdk, floor, **wanted)
-        elif (why := images.lacks_toolkit(image_uri)) is not None:
-            self._reader.say(why)
-        self._ship_runtime = (not image_uri or images.is_stock(image_uri)) if ship_runtime is None else ship_runtime
+        lacks_runtime = not image_uri or images.is_stock(image_uri)
+        self._ship_runtime = lacks_runtime if ship_runtime is None else ship_runtime
         if self._ship_runtime:
             with restore.lenient_when_attaching(self._reader.say):
                 images.check_stock_version(image_uri, floor)
@@ -113,13 +119,20 @@ class InStockImage(_SDK):
         known = instance(self._carried_instance_type() or "")
         gpu = known.gpu if known is not None else None
         image = self.image_uri or (row.name if row is not None else None)
-        if gpu is not None and (why := images.lacks_code_for(image, gpu)):
-            self._reader.say(why)
+        lack = images.lacks_code_for(image, gpu) if gpu is not None else None
+        if lack is not None:
+            self._reader.say(lack)
         if row is None or restore.is_attaching():
             return
-        argument = "image_uri" if self.image_uri else self._VERSIONS[0] if self._named_stock_image else None
-        if why := images.patches_ended(row, images.today(), argument, gpu):
-            self._reader.say(why)
+        ended = images.patches_ended(row, images.today(), self._image_argument(), gpu)
+        if ended is not None:
+            self._reader.say(ended)
+
+    def _image_argument(self) -> str | None:
+        """Return the name of the argument that has chosen the image, or None if it was filled in."""
+        if self.image_uri:
+            return "image_uri"
+        return self._VERSIONS[0] if self._named_stock_image else None
 
     def training_image_uri(self, region: str | None = None) -> Any:
         """Return the image of the job; in process mode, a placeholder name.

@@ -25,16 +25,16 @@ def fill_in_dropped(trainer: Any, where: JobLocation) -> None:
         "security_group_ids": vpc.get("SecurityGroupIds"),
         "enable_inter_container_traffic_encryption": section.get("EnableInterContainerTrafficEncryption"),
     }
-    trainer.networking = _completed(trainer.networking, networking) or trainer.networking
+    trainer.networking = _completed(trainer.networking, networking)
     if not trainer.tags and section.get("Tags"):
         trainer.tags = [Tag(key=tag["Key"], value=tag["Value"]) for tag in section["Tags"]]
     if trainer.output_data_config is not None:
-        output = {"kms_key_id": (section.get("OutputDataConfig") or {}).get("KmsKeyId")}
-        trainer.output_data_config = _completed(trainer.output_data_config, output) or trainer.output_data_config
+        output = section.get("OutputDataConfig") or {}
+        trainer.output_data_config = _completed(trainer.output_data_config, {"kms_key_id": output.get("KmsKeyId")})
     kinds = [each.instance_type for each in where.all]
     if all(isinstance(kind, str) and instance_supports_kms(kind) for kind in kinds):
-        volume = {"volume_kms_key_id": (section.get("ResourceConfig") or {}).get("VolumeKmsKeyId")}
-        trainer.compute = _completed(trainer.compute, volume) or trainer.compute
+        resources = section.get("ResourceConfig") or {}
+        trainer.compute = _completed(trainer.compute, {"volume_kms_key_id": resources.get("VolumeKmsKeyId")})
 
 
 def _section(session: Any) -> Mapping[str, Any]:
@@ -45,13 +45,13 @@ def _section(session: Any) -> Mapping[str, Any]:
 
 
 def _completed(record: Any, defaults: Mapping[str, Any]) -> Any:
-    """Return a copy of one of the SDK's records with the missing fields filled in, or None if none is filled in."""
+    """Return one of the SDK's records with the missing fields filled in, or the record itself if none is filled in."""
     missing = {}
     for name, value in defaults.items():
         if value is not None and given_value(record, name) is None:
             missing[name] = value
     if not missing:
-        return None
+        return record
     if record is None:
         return Networking(**missing)
     # A copy: the record is the user's, who may give it to other trainers.

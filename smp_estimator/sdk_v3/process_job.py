@@ -269,4 +269,6 @@ def _output(config: Any) -> str:
 
 def _address(place: str) -> str:
     """Return an S3 address unchanged, and a path as a ``file://`` address."""
-    return place if is_s3_uri(place) or is_file_uri(place) else address_of(place)
+    if is_s3_uri(place) or is_file_uri(place):
+        return place
+    return address_of(place)

@@ -243,11 +243,13 @@ def _warn_of_image(image: Any, where: JobLocation, reader: SettingsReader) -> No
     """Log a warning if the image does not support the job's instances, or is no longer patched."""
     known = instance(where.instance_type or "")
     gpu = known.gpu if known is not None else None
-    if gpu is not None and (why := images.lacks_code_for(image, gpu)):
-        reader.say(why)
+    lack = images.lacks_code_for(image, gpu) if gpu is not None else None
+    if lack is not None:
+        reader.say(lack)
     row = image_table.row_of(image)
-    if row is not None and (why := images.patches_ended(row, images.today(), "image_uri", gpu)):
-        reader.say(why)
+    ended = images.patches_ended(row, images.today(), "image_uri", gpu) if row is not None else None
+    if ended is not None:
+        reader.say(ended)
 
 
 def advise(trainer: Trainer, where: JobLocation, read: Distribution | None, channels: Iterable[Any] | None) -> None:

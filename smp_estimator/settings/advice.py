@@ -139,17 +139,19 @@ def _batch_normalisation(
     per_host = settings.mpi.processes_per_host if settings.mpi else None
     world = (per_host or 1) * (hosts or 1)
     batch, microbatches = _whole(hyperparameters[name]) or 0, parameters.microbatches
+    is_trained_whole = world == 1 and microbatches == 1
     seen = batch // microbatches
-    if seen >= SMALL_BATCH or (world == 1 and microbatches == 1):
+    if seen >= SMALL_BATCH or is_trained_whole:
         return
     where = first_use(_BATCH_NORM, entry_point, source_dir)
-    if where is not None and first_use(_OVER_RANKS, entry_point, source_dir) is None:
-        cut = f"{name} {batch} ÷ microbatches {microbatches}" if microbatches > 1 else f"{name} {batch}"
-        yield (
-            f"{where} uses batch normalisation, and each replica normalises over {seen} samples only ({cut}): below "
-            f"{SMALL_BATCH} its statistics are unreliable and the model may not converge as on one GPU; raise {name}, or use "
-            "GroupNorm or SyncBatchNorm"
-        )
+    if where is None or first_use(_OVER_RANKS, entry_point, source_dir) is not None:
+        return
+    cut = f"{name} {batch} ÷ microbatches {microbatches}" if microbatches > 1 else f"{name} {batch}"
+    yield (
+        f"{where} uses batch normalisation, and each replica normalises over {seen} samples only ({cut}): below "
+        f"{SMALL_BATCH} its statistics are unreliable and the model may not converge as on one GPU; raise {name}, or use "
+        "GroupNorm or SyncBatchNorm"
+    )
 
 
 def _first(hyperparameters: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -94,15 +94,18 @@ def require_text(value: Any, name: str, example: str) -> Any:
     """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if isinstance(value, str) and not is_variable(value) and (why := strict_json.why_unusable(value)):
+    if value is None or is_variable(value):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"{name} is {show_value(value)}, {kind_of(value)}; it must be text or a path: write for example {name}={example!r}"
+        )
+    why = strict_json.why_unusable(value)
+    if why:
         raise ConfigError(
             f"{name} {why}; it begins with {value[:60]!r}: remove that character, as in {name}={example!r}"
         )
-    if value is None or isinstance(value, str) or is_variable(value):
-        return value
-    raise ConfigError(
-        f"{name} is {show_value(value)}, {kind_of(value)}; it must be text or a path: write for example {name}={example!r}"
-    )
+    return value
 
 
 def refuse_remote_script(entry_point: Any) -> None:

@@ -242,7 +242,10 @@ def _without(text: str, defaults: Sequence[MpiOption]) -> str:
 
 def _words(text: str) -> list[str]:
     """Return the words of a command line, quoted only if necessary."""
-    return [shlex.quote(word) if _needs_quotes(word) else word for word in shlex.split(text)]
+    words = []
+    for word in shlex.split(text):
+        words.append(shlex.quote(word) if _needs_quotes(word) else word)
+    return words
 
 
 def _needs_quotes(word: str) -> bool:

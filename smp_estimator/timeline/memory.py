@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class MemoryCurve:
                 )
         if not self.seconds or not self.owners:
             raise ConfigError(f"the memory of {self.label} has no times or no owners; there is nothing to draw")
-        if any(later < earlier for earlier, later in zip(self.seconds, self.seconds[1:], strict=False)):
+        goes_back = any(later < earlier for earlier, later in itertools.pairwise(self.seconds))
+        if goes_back:
             raise ConfigError(f"the times of the memory of {self.label} are not ascending; sort them")
 
     @property

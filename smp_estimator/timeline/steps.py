@@ -234,18 +234,18 @@ class JobTimeline:
 def _common_steps(ranks: list[RankTimeline]) -> tuple[Step, ...]:
     recorded = [{step.number: step for step in rank.steps} for rank in ranks]
     common = sorted(set.intersection(*map(set, recorded)))
-    steps = [
-        Step(number, tuple(_on_one_clock(rank, of_rank[number]) for rank, of_rank in zip(ranks, recorded, strict=True)))
-        for number in common
-    ]
-    computed = tuple(step for step in steps if any(rank.blocks for rank in step.ranks))
+    computed = []
+    for number in common:
+        of_ranks = [_on_one_clock(rank, of_rank[number]) for rank, of_rank in zip(ranks, recorded, strict=True)]
+        if any(rank.blocks for rank in of_ranks):
+            computed.append(Step(number, tuple(of_ranks)))
     if not computed:
-        said = "; ".join(f"rank {r.rank}: {_ranges([s.number for s in r.steps])}" for r in ranks[:8])
+        shown = [f"rank {rank.rank}: {_ranges([step.number for step in rank.steps])}" for rank in ranks[:8]]
         raise ConfigError(
-            f"there is no step in which all ranks recorded what they computed ({said}); ranks that ended at different steps keep "
-            "different ones: run again with a larger SMP_TIMELINE, the number of newest steps to keep"
+            f"there is no step in which all ranks recorded what they computed ({'; '.join(shown)}); ranks that ended at "
+            "different steps keep different ones: run again with a larger SMP_TIMELINE, the number of newest steps to keep"
         )
-    return computed
+    return tuple(computed)
 
 
 def _on_one_clock(rank: RankTimeline, step: StepTimeline) -> RankStep:

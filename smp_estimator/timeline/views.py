@@ -142,14 +142,17 @@ def save_picture(step: Step, path: str | Path, theme: Theme = LIGHT) -> Path:
 
 def _draw_lane(axes: Any, lane: int, rank: RankStep, origin: float, width: float, theme: Theme) -> None:
     """Draw one rank's blocks; ``width`` is the step's, in milliseconds."""
-    bars = [((b.start - origin) * 1e3, (b.stop - b.start) * 1e3) for b in rank.blocks]
-    colours = [colour_of(b.kind, b.microbatch) for b in rank.blocks]
+    bars, colours = [], []
+    for block in rank.blocks:
+        bars.append(((block.start - origin) * 1e3, (block.stop - block.start) * 1e3))
+        colours.append(colour_of(block.kind, block.microbatch))
     line = 0.4 if len(bars) < 600 else 0.0
     axes.broken_barh(bars, (lane - _LANE / 2, _LANE), facecolors=colours, edgecolor=theme.background, linewidth=line)
     for begin, end, (kind, microbatch) in _runs(rank, origin, width):
-        if kind != "S" and end - begin >= _WIDE_ENOUGH * width:  # which is grey, whatever its microbatch
-            ink = "black" if kind == "F" else "white"
-            axes.text((begin + end) / 2, lane, str(microbatch), ha="center", va="center", fontsize=7, color=ink)
+        if kind == "S" or end - begin < _WIDE_ENOUGH * width:
+            continue  # waiting is grey, whatever its microbatch; a narrow run has no room
+        ink = "black" if kind == "F" else "white"
+        axes.text((begin + end) / 2, lane, str(microbatch), ha="center", va="center", fontsize=7, color=ink)
 
 
 def _runs(rank: RankStep, origin: float, width: float) -> Iterator[tuple[float, float, tuple[str, int]]]:

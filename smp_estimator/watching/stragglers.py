@@ -105,21 +105,29 @@ class Stragglers:
         return sorted(found, key=lambda one: -one.share)
 
     def _judge(self, rank: int, others: list[int]) -> Straggler | None:
-        theirs = [sample for other in others for sample in self._samples[other]]
+        mine = list(self._samples[rank])
+        theirs: list[_PaceSample] = []
+        for other in others:
+            theirs += self._samples[other]
         if not theirs:
             return None
-        mine = self._samples[rank]
         own, usual = median(sample.own for sample in mine), median(sample.own for sample in theirs)
         spread = _OF_NORMAL * median(abs(sample.own - usual) for sample in theirs)
         z = (own - usual) / max(spread, _USUAL_SPREAD * usual, 1e-9)
         share = min(1.0, (own - usual) / max(median(sample.step for sample in mine), 1e-9))
         if z < _LEAST_Z or share < _LEAST_SHARE:
             return None
-        more = {
-            kind: median(getattr(s, kind) for s in mine) - median(getattr(s, kind) for s in theirs)
-            for kind in ("computing", "data", "saving")
-        }
-        return Straggler(rank, self._newest[rank].host, own, usual, z, share, max(more, key=more.__getitem__))
+        return Straggler(rank, self._newest[rank].host, own, usual, z, share, _main_cause(mine, theirs))
+
+
+def _main_cause(mine: list[_PaceSample], theirs: list[_PaceSample]) -> str:
+    """Return the kind of work that exceeds that of the others most."""
+    more = {}
+    for kind in ("computing", "data", "saving"):
+        own = median(getattr(sample, kind) for sample in mine)
+        usual = median(getattr(sample, kind) for sample in theirs)
+        more[kind] = own - usual
+    return max(more, key=more.__getitem__)
 
 
 def _joined(before: PaceRecord | None, record: PaceRecord) -> PaceRecord:

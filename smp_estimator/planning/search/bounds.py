@@ -96,28 +96,49 @@ def least_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration)
     """Return the least seconds of an optimizer step: the longer of pipeline computation and data parallel traffic."""
     if at.tensor is None:  # the samples that a replica reads at a time are open, too
         return space.samples * (needs.forward + needs.backward) / space.world
-    stages, tensor = at.pipeline or 1, at.tensor
-    samples, count = space.batch(at), at.microbatches or 1
-    again = at.recomputes
-    forward, backward = needs.forward, needs.backward + (needs.again if again else 0.0)
-    each = samples / count / tensor  # as one microbatch if their number is open: more of them take longer
-    if needs.of_microbatch is not None and tensor == 1:
-        (forward, backward), each = needs.of_microbatch(samples // count), 1.0
-    seconds = count * each * (forward + backward)
-    if tensor > 1 and needs.tensor_bytes:
-        size = samples * (needs.tensor_bytes + (needs.tensor_bytes_again if again else 0.0)) * _whole(needs, stages)
-        seconds += card.seconds_of_traffic(sent_bytes("all_reduce", tensor, size), *space.ring(at, Group.TP))
+    stages, count = at.pipeline or 1, at.microbatches or 1
+    samples = space.batch(at)
+    forward, backward, work = _passes(needs, samples, at)
+    seconds = count * work * (forward + backward)
+    seconds += _tensor_parallel_seconds(needs, space, card, at)
     seconds += needs.launches * count
     microbatches = at.microbatches or samples
     active = min(at.active or microbatches, microbatches)
     # Gradients of weights may be computed in any moment: before a stage can begin stand forward passes alone.
-    schedules = space.schedules if at.schedule is None else (at.schedule,)
-    splits = any(TRAITS[schedule].splits_backward for schedule in schedules)
-    waiting = forward / (forward + backward) if splits and forward else 1.0
+    waits_for_forward = forward > 0 and _may_split_backward(space, at)
+    waiting = forward / (forward + backward) if waits_for_forward else 1.0
     passes = space.accumulation * _pipelined(seconds, stages, microbatches, active, waiting)
-    if needs.sums_last and stages == 1 and at.state is not None and at.sharded == 1:
-        passes = max(passes, passes - each * backward + _summing_seconds(needs, space, card, at))
+    is_summed_whole = stages == 1 and at.state is not None and at.sharded == 1
+    if needs.sums_last and is_summed_whole:
+        passes = max(passes, passes - work * backward + _summing_seconds(needs, space, card, at))
     return max(passes, _data_seconds(needs, space, card, at)) + _update_seconds(needs, space, at)
+
+
+def _passes(needs: Needs, samples: int, at: Configuration) -> tuple[float, float, float]:
+    """Return the seconds of a forward and of a backward pass through all stages, and by what a microbatch multiplies them."""
+    count = at.microbatches or 1  # one if the number is open: more of them take longer
+    tensor = at.tensor or 1
+    if needs.of_microbatch is not None and tensor == 1:
+        forward, backward = needs.of_microbatch(samples // count)
+        return forward, backward, 1.0
+    again = needs.again if at.recomputes else 0.0
+    return needs.forward, needs.backward + again, samples / count / tensor
+
+
+def _tensor_parallel_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration) -> float:
+    """Return the seconds in which tensor parallel ranks exchange the activations of all samples that a replica reads."""
+    tensor = at.tensor or 1
+    if tensor == 1 or not needs.tensor_bytes:
+        return 0.0
+    again = needs.tensor_bytes_again if at.recomputes else 0.0
+    size = space.batch(at) * (needs.tensor_bytes + again) * _whole(needs, at.pipeline or 1)
+    return card.seconds_of_traffic(sent_bytes("all_reduce", tensor, size), *space.ring(at, Group.TP))
+
+
+def _may_split_backward(space: Space, at: Configuration) -> bool:
+    """Return whether a schedule that is still possible computes gradients of weights apart from those of inputs."""
+    schedules = space.schedules if at.schedule is None else (at.schedule,)
+    return any(TRAITS[schedule].splits_backward for schedule in schedules)
 
 
 def _summing_seconds(needs: Needs, space: Space, card: RateCard, at: Configuration) -> float:

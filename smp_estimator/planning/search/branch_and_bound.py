@@ -229,6 +229,7 @@ class Search:
         the best.
         """
         before = self.judge(at, region)
+        least_gain = before.worth * (1.0 - _SAME)
         found: dict[str, Judged] = {}
         for bound, name, other in self._bounded_neighbours(at, region):
             best = min((one.worth for one in found.values()), default=before.worth)
@@ -236,8 +237,10 @@ class Search:
             if bound == math.inf or is_too_slow or self._is_over():
                 break
             judged = self.judge(other, region)
-            helps = judged.worth < math.inf and judged.worth < before.worth * (1.0 - _SAME)
-            if helps and (name not in found or judged.preference < found[name].preference):
+            if not judged.worth < least_gain:
+                continue
+            former = found.get(name)
+            if former is None or judged.preference < former.preference:
                 found[name] = judged
         yield from sorted(found.items(), key=lambda one: one[1].preference)
 

@@ -103,16 +103,11 @@ def smallest_clusters(ask: Ask, count: int | None = None) -> tuple[Cluster, ...]
     Args:
         count: only clusters of so many instances.
     """
-    least = []
-    for kind in _kinds():
-        try:
-            least.append((least_count(ask(kind.name, 1)[0]), kind.name))
-        except ConfigError:
-            continue  # fewer GPUs than processes were asked for
     found: list[Cluster] = []
-    for needed, name in sorted(least):
+    for needed, name in sorted(_least_counts(ask)):
         fast = sorted(cluster.instance_count for cluster in found if not cluster.is_slow)
-        if needed > MOST_INSTANCES or (len(fast) >= SHOWN and needed > fast[SHOWN - 1]):
+        has_enough = len(fast) >= SHOWN and needed > fast[SHOWN - 1]
+        if needed > MOST_INSTANCES or has_enough:
             break  # no later one is smaller than those that there are
         if count is not None and count < needed:
             continue
@@ -122,8 +117,19 @@ def smallest_clusters(ask: Ask, count: int | None = None) -> tuple[Cluster, ...]
     distinct: dict[tuple[object, ...], Cluster] = {}
     for cluster in sorted(found, key=lambda each: each.size):  # those that differ in their network alone are one
         known = cluster.plan.instance
-        distinct.setdefault((known.gpu if known else "", cluster.memory_bytes, cluster.instance_count), cluster)
+        gpu = known.gpu if known else ""
+        distinct.setdefault((gpu, cluster.memory_bytes, cluster.instance_count), cluster)
     return tuple(distinct.values())[:SHOWN]
+
+
+def _least_counts(ask: Ask) -> Iterator[tuple[int, str]]:
+    """Yield the least number of instances that may hold the model, and the name, of each type."""
+    for kind in _kinds():
+        try:
+            request, _ = ask(kind.name, 1)
+            yield least_count(request), kind.name
+        except ConfigError:
+            continue  # fewer GPUs than processes were asked for
 
 
 def least_count(request: Request) -> int:

@@ -112,13 +112,13 @@ def change_words(name: str, before: Configuration, after: Configuration) -> str:
     if name == "state":
         return _state(after)
     if name == "memory":
-        if (before.memory, after.memory) == ("offloaded", "again"):
-            return "no offload_activations"
-        return _MEMORIES[after.memory or "kept"]
-    follows = ""
+        stops_offloading = (before.memory, after.memory) == ("offloaded", "again")
+        return "no offload_activations" if stops_offloading else _MEMORIES[after.memory or "kept"]
+    change = f"{_WORDS[name]} {getattr(before, name)} → {getattr(after, name)}"
     if name in ("pipeline", "tensor") and after.microbatches != before.microbatches:
-        follows = f" (microbatches {before.microbatches} → {after.microbatches})"
-    return f"{_WORDS[name]} {getattr(before, name)} → {getattr(after, name)}{follows}"
+        # Both divide the batch, so that their change may need other microbatches.
+        change += f" (microbatches {before.microbatches} → {after.microbatches})"
+    return change
 
 
 def _state(at: Configuration) -> str:
