@@ -74,13 +74,13 @@ class Attributes:
     def __init__(self, modules: Iterable[nn.Module], in_task: Callable[[], bool] = lambda: True) -> None:
         self._modules = list(modules)
         #: Buffers of a script's own modules that graphs may hold when they are written in place; PyTorch's modules see to theirs.
-        self._held = {
-            (id(module), name)
-            for module in self._modules
-            if not type(module).__module__.startswith("torch.nn.")
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point()
-        }
+        self._held: set[_Key] = set()
+        for module in self._modules:
+            if type(module).__module__.startswith("torch.nn."):
+                continue
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    self._held.add((id(module), name))
         self._changing: dict[_Key, _Attribute] = {}
         #: All values when the step began; None if the step does not look for attributes that change.
         self._began: Entries | None = None

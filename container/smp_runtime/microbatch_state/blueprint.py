@@ -65,10 +65,9 @@ class Blueprint:
                 self.problem = f"its {type(part).__name__} is TorchScript"
             entries = {key: _copied(value) for key, value in vars(part).items() if not _is_of_parameters(value)}
             registry = vars(part).get("_parameters")
-            entries["_parameters"] = {
-                name: None if parameter is None else self._number(parameter, numbers)
-                for name, parameter in (registry.items() if isinstance(registry, dict) else ())
-            }
+            entries["_parameters"] = numbered = {}
+            for name, parameter in registry.items() if isinstance(registry, dict) else ():
+                numbered[name] = None if parameter is None else self._number(parameter, numbers)
             self._kept.append((part, type(part), entries))
 
     def _number(self, parameter: nn.Parameter, numbers: dict[int, int]) -> int:

@@ -187,7 +187,11 @@ class Compiling:
     def begin(self, model: nn.Module) -> list[str]:
         """Compile the blocks on this rank when they are first called, and return their paths."""
         found = {path: (block, backend) for path, block, backend in self._blocks(model, "")}
-        reasons = {path: reason for path, (block, _) in found.items() if (reason := self.hinders(block)) is not None}
+        reasons: dict[str, str] = {}
+        for path, (block, _) in found.items():
+            reason = self.hinders(block)
+            if reason is not None:
+                reasons[path] = reason
         for reason in dict.fromkeys(reasons.values()):
             paths = [path for path, said in reasons.items() if said == reason]
             self._say(f"{len(paths)} of {len(found)} blocks ({paths[0]} …) are not compiled and run eagerly: {reason}")

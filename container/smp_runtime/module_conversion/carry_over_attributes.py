@@ -64,9 +64,13 @@ def set_parameter_type(made: nn.Module, dtype: torch.dtype) -> None:
 
 def state_of(original: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights and saved buffers of a module that is to be replaced, tied ones once."""
-    seen: dict[int, str] = {}
-    state = original.state_dict(keep_vars=True)
-    return {n: v for n, v in state.items() if isinstance(v, torch.Tensor) and seen.setdefault(id(v), n) == n}
+    seen: set[int] = set()
+    state: dict[str, torch.Tensor] = {}
+    for name, value in original.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value
+    return state
 
 
 class CarriedAttributes:
@@ -87,7 +91,8 @@ class CarriedAttributes:
         # Views of the original's tensors, so that no weight is in memory twice. Untied weights are not taken as tied.
         with torch.no_grad(), _NothingIsEqual():
             self._ours = dict(state if to_ours is None else to_ours(state))
-        self.lost = [why for name, value in self._ours.items() if (why := self._misfit(name, value))]
+        misfits = (self._misfit(name, value) for name, value in self._ours.items())
+        self.lost = [why for why in misfits if why]
         sources = {storage_key(value): value for value in state.values()}
         #: By the id of each of the original's tensors, those that have its elements now.
         self.successors: dict[int, list[nn.Parameter]] = {}

@@ -77,12 +77,13 @@ def distributed_modules(module: nn.Module) -> Iterator[DistributedModule]:
 
 def slices_by_name(module: nn.Module) -> dict[str, TensorSlice]:
     """Return every split parameter's slice, under all of its names."""
-    return {
-        f"{prefix}.{name}" if prefix else name: where
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        if isinstance(part, DistributedModule)
-        for name, where in part.tensor_slices.items()
-    }
+    slices: dict[str, TensorSlice] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        if not isinstance(part, DistributedModule):
+            continue
+        for name, where in part.tensor_slices.items():
+            slices[f"{prefix}.{name}" if prefix else name] = where
+    return slices
 
 
 @torch.no_grad()

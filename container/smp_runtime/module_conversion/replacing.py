@@ -163,13 +163,7 @@ def _try(candidate: Candidate, automatic: Mapping[str, Any], group: TensorGroup)
     except NotDistributableError as error:
         _left_alone(candidate.title, str(error), group)
         return None
-    nested = Counter(
-        type(part).__name__
-        for part in original.modules()
-        if part is not original
-        and (own := mark_of(part)).enabled
-        and find_registration(part, own, automatic) is not None
-    )
+    nested = _candidates_in(original, automatic)
     if nested and not how.is_whole_model:
         parts = ", ".join(f"{count} × {kind}" for kind, count in nested.items())
         message = "%s is distributed as a whole: %s inside it are not distributed on their own"
@@ -180,6 +174,18 @@ def _try(candidate: Candidate, automatic: Mapping[str, Any], group: TensorGroup)
     hand_on_stage(original, made)
     made.replaced_class = type(original).__name__  # type: ignore[assignment]
     return made
+
+
+def _candidates_in(original: nn.Module, automatic: Mapping[str, Any]) -> Counter[str]:
+    """Count the modules inside another one, by class, that would be distributed on their own."""
+    kinds: Counter[str] = Counter()
+    for part in original.modules():
+        mark = mark_of(part)
+        if part is original or not mark.enabled:
+            continue
+        if find_registration(part, mark, automatic) is not None:
+            kinds[type(part).__name__] += 1
+    return kinds
 
 
 def _made(

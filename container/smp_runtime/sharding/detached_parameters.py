@@ -192,4 +192,6 @@ def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if kwargs.get("out") is not None or name in ("__setitem__", "__set__"):
         return True
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+    if name.endswith("__"):
+        return name.startswith("__i")
+    return name.endswith("_")

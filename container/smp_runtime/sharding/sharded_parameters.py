@@ -112,10 +112,9 @@ class ShardedParameters(FlatShards[ShardedUnit]):
     def _take_values(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take parts of present parameters, those of the first replica."""
         # What tensor parallel ranks do not share out is equal on them too.
-        for group, members in (
-            (Group.DP, [p for p in parameters if id(p) not in self._split]),
-            (Group.RDP, [p for p in parameters if id(p) in self._split]),
-        ):
+        whole = [parameter for parameter in parameters if id(parameter) not in self._split]
+        split = [parameter for parameter in parameters if id(parameter) in self._split]
+        for group, members in ((Group.DP, whole), (Group.RDP, split)):
             values = [p.detach().to(self._ranks.device) for p in members]
             source, process_group = self._ranks.members(group)[0], self._ranks.groups.group(group)
             broadcast_tensors(values, source, process_group, self._ranks.collectives)

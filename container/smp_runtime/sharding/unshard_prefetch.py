@@ -323,4 +323,5 @@ def refuse_unequal(sharing: Sequence[Sequence[int]], digests: Sequence[int]) -> 
 def sharing_positions(ranks: Ranks) -> list[list[int]]:
     """Return the sharding groups among the ranks with the same parameters, as positions among these ranks."""
     alike = ranks.members(Group.RDP)
-    return [[alike.index(r) for r in ranks] for ranks in ranks.topology.groups(Group.SHARD) if ranks[0] in alike]
+    groups = [group for group in ranks.topology.groups(Group.SHARD) if group[0] in alike]
+    return [[alike.index(rank) for rank in group] for group in groups]

@@ -129,8 +129,12 @@ class CausalNames:
     def _places_of_theirs(self, state: Mapping[str, Any]) -> list[str]:
         """Return the prefix of each list of layers; the names inside show if the layers are of this kind."""
         pattern = re.compile(rf"(|.*\.){self.layers}\.\d+\.(.+)")
-        found = (pattern.fullmatch(name) for name in state)
-        return list(dict.fromkeys(match[1] for match in found if match and match[2] in self.layer.names))
+        places: dict[str, None] = {}
+        for name in state:
+            match = pattern.fullmatch(name)
+            if match and match[2] in self.layer.names:
+                places[match[1]] = None
+        return list(places)
 
     def _levels(self, place: str, state: Mapping[str, Any], heads: Mapping[str, bool]) -> tuple[str, str]:
         """Return the root inside the distributed model, or an empty text, and the prefix before it."""
@@ -165,7 +169,9 @@ class CausalNames:
                 result[name] = value
         embedding = result.get("word_embedding.weight")
         head = result.get(self.ours["head"])
-        if embedding is not None and head is not None and (head is embedding or torch.equal(head, embedding)):
+        if embedding is None or head is None:
+            return result
+        if head is embedding or torch.equal(head, embedding):
             del result[self.ours["head"]]
         return result
 
@@ -194,7 +200,8 @@ class CausalNames:
     def _places(state: Mapping[str, Any]) -> list[str]:
         """Return the prefix of each distributed model."""
         pattern = re.compile(r"(|.*\.)transformer\.seq_layers\.\d+\..+")
-        return list(dict.fromkeys(match[1] for name in state if (match := pattern.fullmatch(name))))
+        matches = filter(None, map(pattern.fullmatch, state))
+        return list(dict.fromkeys(match[1] for match in matches))
 
     def part_to_theirs(self, part: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         """Translate the whole state of one distributed model, ``part``."""

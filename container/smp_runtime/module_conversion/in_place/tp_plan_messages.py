@@ -50,9 +50,9 @@ def wrong_plan(block: PlannedBlock, failed: list[tuple[SplitUnit, str]], size: i
 
 
 def _is_spread(split: BlockSplit) -> bool:
-    return any(how.owner is not None for how in split.leaves.values()) or any(
-        t.is_spread for t in split.tables.values()
-    )
+    if any(how.owner is not None for how in split.leaves.values()):
+        return True
+    return any(tables.is_spread for tables in split.tables.values())
 
 
 def list_maps(unit: SplitUnit) -> str:

@@ -327,8 +327,10 @@ def recorder_of_job(
     """
     environ = os.environ if environ is None else environ
     keep, within = steps_to_keep(environ), None
-    if updates is not None and not environ.get(TIMELINE_VARIABLE) and (profiled := Profile.of(environ)) is not None:
-        keep, within = MOST_STEPS, lambda: profiled.first <= updates() + 1 <= profiled.last
+    if updates is not None and not environ.get(TIMELINE_VARIABLE):
+        profiled = Profile.of(environ)
+        if profiled is not None:
+            keep, within = MOST_STEPS, lambda: profiled.first <= updates() + 1 <= profiled.last
     if not keep:
         return None
     folder = environ.get(_FOLDER_VARIABLE)

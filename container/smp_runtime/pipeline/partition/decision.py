@@ -272,7 +272,8 @@ def _tell_called_in_functions(seen: Trace) -> None:
 def _warn_of_idle(assignment: Assignment, trace: Trace, how: str) -> None:
     """Warn of stages without modules; ``how`` is the text that explains the reason and the remedy."""
     used = {assignment.stage_of(node.path) for node in trace.root.walk() if not node.is_container}
-    if idle := [stage for stage in range(assignment.stages) if stage not in used]:
+    idle = [stage for stage in range(assignment.stages) if stage not in used]
+    if idle:
         logger.warning("%s: %s, or lower pipeline_parallel_degree", idle_stages(idle), how)
 
 

@@ -96,21 +96,27 @@ class ManualAssignment:
                 "that model, such as model.module.encoder, and after all that copies or replaces them",
                 list_first(foreign),
             )
-        moved = [
-            f"{node.path or '(model)'} ({', then '.join(f'stage {stage}' for _, stage in calls)})"
-            for node, calls in marked
-            if len({stage for _, stage in calls}) > 1
-        ]
+        moved = []
+        for node, calls in marked:
+            stages = [stage for _, stage in calls]
+            if len(set(stages)) > 1:
+                places = ", then ".join(f"stage {stage}" for stage in stages)
+                moved.append(f"{node.path or '(model)'} ({places})")
         if moved and loaded is None:
             logger.warning(
                 "smp.set_partition was called with different stages for %s; the last call counts: remove the others",
                 list_first(moved),
             )
-        apart = [
-            f"{node.path or '(model)'} (stage {calls[-1][1]}, but {loaded.stage_of(node.path)} in the file)"
-            for node, calls in marked
-            if loaded is not None and calls and loaded.stage_of(node.path) != calls[-1][1]
-        ]
+        if loaded is None:
+            return
+        apart = []
+        for node, calls in marked:
+            if not calls:
+                continue
+            _, stage = calls[-1]
+            in_file = loaded.stage_of(node.path)
+            if in_file != stage:
+                apart.append(f"{node.path or '(model)'} (stage {stage}, but {in_file} in the file)")
         if apart:
             logger.warning(
                 "smp.set_partition has no effect for %s: load_partition is true, so the stages are those of partition_file; set "

@@ -143,10 +143,10 @@ class _PartitionSearch:
         groups = [free[i] if group.stage is None else group.stage for i, group in enumerate(self.parts.groups)]
         bare = set(range(self.model.stages)) - set(groups)
         too_few = len(bare) > len(self.parts.sequence)
-        costs = [
-            self._segment_costs(stage, frozenset(i for i, at in enumerate(groups) if at == stage))
-            for stage in range(self.model.stages)
-        ]
+        costs = []
+        for stage in range(self.model.stages):
+            here = frozenset(index for index, at in enumerate(groups) if at == stage)
+            costs.append(self._segment_costs(stage, here))
         cut = best_cuts(costs, [too_few or stage not in bare for stage in range(self.model.stages)])
         if cut is None:
             return None

@@ -129,13 +129,15 @@ class RecordedStep:
 
         This is the step function's code, up to the first value that it needs from other stages.
         """
-        graph, first = self.graph, dict[tuple[int, int], int]()
-        for i in self.nodes:
-            first.setdefault((graph.rank[i], graph.microbatch[i]), i)
-        return [
-            all(graph.ns[i] <= self.quick for (r, _), i in first.items() if r == rank)
-            for rank in range(len(graph.ranks))
-        ]
+        graph = self.graph
+        first: dict[tuple[int, int], int] = {}
+        for node in self.nodes:
+            first.setdefault((graph.rank[node], graph.microbatch[node]), node)
+        asks_first = [True] * len(graph.ranks)
+        for (rank, _), node in first.items():
+            if graph.ns[node] > self.quick:
+                asks_first[rank] = False
+        return asks_first
 
     def _need(self, shortest: int) -> list[float]:
         """Return how many microbatches in flight keep each rank busy: time that one spends there ÷ period (Little's law).
