@@ -111,14 +111,7 @@ def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Planne
         plan, source, is_scripts = getattr(module, "_tp_plan", None) or {}, "the model's own plan", False
         if not isinstance(plan, Mapping):
             return
-    leaves = leaves_of_plan(module, plan, is_scripts=is_scripts)
-    inside: dict[str, dict[str, LinearSplit]] = {}
-    for leaf, how in leaves.items():
-        block = _block_of(leaf, plan)
-        inside.setdefault(block, {})[leaf[len(block) + 1 :] if block else leaf] = how
-    if not is_scripts:  # splits that the plan omits in such a block may be inferred
-        for block in _starred(module, plan):
-            inside.setdefault(block, {})
+    inside = _leaves_by_block(module, plan, is_scripts=is_scripts)
     for block, found in inside.items():
         if any(other.startswith(f"{block}.".lstrip(".")) for other in inside if other != block):
             continue  # a head beside the blocks: it is split by itself
@@ -127,6 +120,21 @@ def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[Planne
             continue  # likewise
         if not is_patched(part) and all(mark_of(part.get_submodule(leaf)).enabled for leaf in found):
             yield PlannedBlock(f"{path}.{block}".strip("."), part, found, source, is_scripts)
+
+
+def _leaves_by_block(
+    module: nn.Module, plan: Mapping[str, str], *, is_scripts: bool
+) -> dict[str, dict[str, LinearSplit]]:
+    """Return how a plan splits the linear maps in each of its blocks, by their paths in the block."""
+    inside: dict[str, dict[str, LinearSplit]] = {}
+    for leaf, how in leaves_of_plan(module, plan, is_scripts=is_scripts).items():
+        block = _block_of(leaf, plan)
+        path = leaf[len(block) + 1 :] if block else leaf
+        inside.setdefault(block, {})[path] = how
+    if not is_scripts:  # splits that the plan omits in such a block may be inferred
+        for block in _starred(module, plan):
+            inside.setdefault(block, {})
+    return inside
 
 
 def _starred(module: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:

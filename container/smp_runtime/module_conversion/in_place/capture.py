@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall
+from smp_runtime.module_conversion.in_place.equivalence_check import BlockCall, leave_out_hooks
 from smp_runtime.nn.distributed_module import DistributedModule
 from smp_runtime.tensors.nested import argument_tensors
 from smp_runtime.tensors.torch_private import without_modes
@@ -213,18 +213,11 @@ def _without_memory(model: nn.Module) -> nn.Module | None:
         for parameter in part._parameters.values():
             if parameter is not None and id(parameter) not in memo:
                 memo[id(parameter)] = nn.Parameter(_row(parameter), requires_grad=parameter.requires_grad)
-        _replace_buffers_and_hooks(part, memo)
+        for buffer in part._buffers.values():
+            if buffer is not None and buffer.is_meta:
+                memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
+        leave_out_hooks(part, memo)
     return _copied(model, memo)
-
-
-def _replace_buffers_and_hooks(part: nn.Module, memo: dict[int, Any]) -> None:
-    """Let a copy of a module have ones in place of buffers on meta, and no hooks."""
-    for buffer in part._buffers.values():
-        if buffer is not None and buffer.is_meta:
-            memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
-    for name, value in vars(part).items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            memo[id(value)] = type(value)()
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:

@@ -287,9 +287,8 @@ class EquivalenceCheck:
         found = []
         for name, expected in self._whole.parameters.items():
             parts = [run.parameters[name] for run in runs]
-            slices = [run.slices.get(name) for run in runs]
-            if slices[0] is not None:
-                cuts = [None if expected is None else where.cut(expected) for where in slices if where is not None]
+            if name in runs[0].slices:
+                cuts = [None if expected is None else run.slices[name].cut(expected) for run in runs]
                 if not all(_equal(mine, cut, least) for mine, cut in zip(parts, cuts, strict=True)):
                     raise NotEqualError(f"the gradient of {name} differs", 2)
                 continue
@@ -408,12 +407,16 @@ def with_values(module: nn.Module) -> nn.Module:
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_meta:
                 memo[id(buffer)] = _random(buffer, name)
-        # deepcopy takes these for the copies of the hooks.
-        for name, value in vars(part).items():
-            is_hooks = name.endswith("_hooks") and isinstance(value, dict)
-            if is_hooks:
-                memo[id(value)] = type(value)()
+        leave_out_hooks(part, memo)
     return copy.deepcopy(module, memo)
+
+
+def leave_out_hooks(part: nn.Module, memo: dict[int, Any]) -> None:
+    """Let ``copy.deepcopy`` with ``memo`` copy a module without its hooks."""
+    for name, value in vars(part).items():
+        is_hooks = name.endswith("_hooks") and isinstance(value, dict)
+        if is_hooks:
+            memo[id(value)] = type(value)()  # deepcopy takes it for the copy that it has made already
 
 
 def _random(tensor: torch.Tensor, name: str) -> torch.Tensor:
