@@ -174,6 +174,6 @@ def test_a_script_is_plain_or_has_parameters(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_at_its_deadline(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; print('it waits', flush=True); time.sleep(600)"]
+    command = ["sh", "-c", "echo it waits; exec sleep 600"]
     with pytest.raises(ConfigError, match=r"was ended after 2 seconds[\s\S]*it waits"):
         run_recorded("slow", command, tmp_path / "record", dict(os.environ), timeout=2.0)

@@ -85,6 +85,13 @@ def _(_):
     assert tensor._version == before + 1
 
 
+@of("torch._foreach_add_")
+def _(_):
+    tensors = [torch.ones(1), torch.zeros(2)]
+    torch._foreach_add_(tensors, 1.0)
+    assert [tensor.tolist() for tensor in tensors] == [[2.0], [1.0, 1.0]]
+
+
 @of("torch._foreach_clamp_min_", "torch._foreach_clamp_max_")
 def _(_):
     tensors = [torch.tensor([-3.0, 3.0]), torch.tensor([1.0, 0.5])]

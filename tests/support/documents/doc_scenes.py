@@ -109,6 +109,13 @@ def _one_job_is_refused_by_nobody(names: Names) -> None:
     names["SMPEstimator"](..., distribution=names["distribution"]).hyperparameters()
 
 
+@scene("how-it-works/mixtures.md", "MoEConfig(")
+def _(names: Names) -> None:
+    from support.models.version2_mixtures import make_listed
+
+    names["model"] = make_listed()
+
+
 scene("numerics.md", "deterministic", then=_one_job_is_refused_by_nobody)(nothing)
 scene("pipeline-parallelism.md", "distribution = {", then=_one_job_is_refused_by_nobody)(nothing)
 scene("sharded-data-parallelism.md", "distribution = {", then=_one_job_is_refused_by_nobody)(nothing)
