@@ -181,10 +181,12 @@ def _memory_totals(plan: Forecast) -> list[list[str]]:
         "in optimizer.step()": [stage.in_update if stage.gradient_copy else 0 for stage in plan.stages],
     }
     others = {name: sizes for name, sizes in moments.items() if any(sizes)}
-    first = "total in backward" if others else "total"
-    totals = [[first, *(_gigabytes(stage.in_backward) for stage in plan.stages)]]
+    title = "total in backward" if others else "total"
+    in_backward = [_gigabytes(stage.in_backward) for stage in plan.stages]
+    totals = [[title, *in_backward]]
     for name, sizes in others.items():
-        totals.append([name, *(_gigabytes(size) if size else "–" for size in sizes)])
+        shown = [_gigabytes(size) if size else "–" for size in sizes]
+        totals.append([name, *shown])
     return totals
 
 

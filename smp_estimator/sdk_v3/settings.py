@@ -243,13 +243,15 @@ def _warn_of_image(image: Any, where: JobLocation, reader: SettingsReader) -> No
     """Log a warning if the image does not support the job's instances, or is no longer patched."""
     known = instance(where.instance_type or "")
     gpu = known.gpu if known is not None else None
-    lack = images.lacks_code_for(image, gpu) if gpu is not None else None
-    if lack is not None:
-        reader.say(lack)
+    if gpu is not None:
+        lack = images.lacks_code_for(image, gpu)
+        if lack is not None:
+            reader.say(lack)
     row = image_table.row_of(image)
-    ended = images.patches_ended(row, images.today(), "image_uri", gpu) if row is not None else None
-    if ended is not None:
-        reader.say(ended)
+    if row is not None:
+        ended = images.patches_ended(row, images.today(), "image_uri", gpu)
+        if ended is not None:
+            reader.say(ended)
 
 
 def advise(trainer: Trainer, where: JobLocation, read: Distribution | None, channels: Iterable[Any] | None) -> None:

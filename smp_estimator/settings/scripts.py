@@ -31,10 +31,13 @@ def first_use(pattern: re.Pattern[str], entry_point: Any, source_dir: Any) -> st
 
 def _scripts(entry_point: Any, source_dir: Any) -> Iterator[tuple[Path, ast.Module]]:
     """Yield the entry point and the files that it imports from its own folder and ``source_dir``, each once."""
-    if not isinstance(entry_point, str) or (isinstance(source_dir, str) and source_dir.startswith("s3://")):
+    has_folder = isinstance(source_dir, str)
+    is_uploaded = has_folder and source_dir.startswith("s3://")
+    if not isinstance(entry_point, str) or is_uploaded:
         return
-    folder = Path(source_dir).expanduser() if isinstance(source_dir, str) else Path(entry_point).expanduser().parent
-    first = folder / Path(entry_point).expanduser() if source_dir else Path(entry_point).expanduser()
+    script = Path(entry_point).expanduser()
+    folder = Path(source_dir).expanduser() if has_folder else script.parent
+    first = folder / script if source_dir else script
     waiting, known = [first], {first}
     while waiting and len(known) <= _MOST_SCRIPTS:
         path = waiting.pop(0)
@@ -64,9 +67,12 @@ def _imported(tree: ast.Module, here: Path, roots: tuple[Path, ...]) -> Iterator
             for alias in node.names:
                 yield from _files(alias.name, roots)
         elif isinstance(node, ast.ImportFrom):
-            base = (here, *here.parents)[node.level - 1 : node.level] if node.level else roots
+            folders = (here, *here.parents)
+            # Each further dot of a relative import leads one folder up; there may be no such folder.
+            base = folders[node.level - 1 : node.level] if node.level else roots
             for alias in node.names:
-                yield from _files(".".join(filter(None, [node.module, alias.name])), base)
+                name = f"{node.module}.{alias.name}" if node.module else alias.name
+                yield from _files(name, base)
 
 
 def _files(name: str, roots: tuple[Path, ...]) -> Iterator[Path]:

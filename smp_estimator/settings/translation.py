@@ -199,10 +199,11 @@ def _added_options(instance_type: str | None, custom: str, environment: Mapping[
         if option.subject not in given and not is_in_environment:
             added.append(option)
     for name, value in sorted(environment.items()):
-        if not _is_mirrored(name) or not isinstance(value, str):
+        is_given = ("x", name) in given
+        if is_given or not _is_mirrored(name):
             continue
         # The stock images' launcher splits the options at spaces.
-        if ("x", name) not in given and not _needs_quotes(value):
+        if isinstance(value, str) and not _needs_quotes(value):
             added.append(MpiOption("x", name, value))
     return added
 

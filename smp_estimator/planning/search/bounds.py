@@ -86,8 +86,10 @@ def least_bytes(needs: Needs, space: Space, at: Configuration) -> float:
     if at.tensor is None:
         return 0.0
     held = least_state(needs, at, space.replicas(at))
-    if at.memory == space.memories[0] and at.microbatches is not None:
-        model_parallel = (at.pipeline or 1) * (at.tensor or 1)
+    keeps_activations = at.memory == space.memories[0]
+    if keeps_activations and at.microbatches is not None:
+        stages = at.pipeline or 1
+        model_parallel = stages * at.tensor
         held += needs.activation_bytes * space.batch(at) / at.microbatches / model_parallel
     return held
 

@@ -84,6 +84,10 @@ def rank_clusters(
             on. Without it: for the cheapest the fewest of each type, for the fastest no more than the smallest
             cluster of all needs.
     """
+
+    def order(cluster: Cluster) -> tuple[float, ...]:
+        return _order(cluster, prefer)
+
     names = [kind] if kind is not None else list(_types(ask))
     asked = list(_comparable(ask, prefer, names))
     comparable = [(least, name) for least, name, why in asked if why is None]
@@ -97,8 +101,8 @@ def rank_clusters(
             break
         found = list(_clusters(ask, name, least, most, count=count, only_fewest=only_fewest))
         if found:
-            best.append(min(found, key=lambda cluster: _order(cluster, prefer)))
-            best.sort(key=lambda cluster: _order(cluster, prefer))
+            best.append(min(found, key=order))
+            best.sort(key=order)
     return PreferredClusters(tuple(best[:SHOWN]), _left_out(asked))
 
 
