@@ -127,7 +127,7 @@ def test_what_would_lose_something_as_a_value_stays_text(text: str) -> None:
 
 
 def test_the_largest_job_is_laid_out_at_once() -> None:
-    with hostile.alarm():
+    with hostile.alarm(60.0):
         topology = ModelParallelParameters.from_mp_parameters({"ddp": True, "tensor_parallel_degree": 8}).topology(
             MOST_RANKS
         )
