@@ -324,7 +324,8 @@ def test_stock_estimator_with_a_process_session(script: Path, session: Any) -> N
 
 
 def test_max_run_that_was_set_is_kept(make: Make) -> None:
-    estimator = make("obey", max_run=1)
+    # Enough for a busy machine to start Python: the script must have its handler by then.
+    estimator = make("obey", max_run=4)
     estimator.fit(logs=False)
     description = estimator.latest_training_job.describe()
     assert (description["TrainingJobStatus"], description["SecondaryStatus"]) == ("Stopped", "MaxRuntimeExceeded")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -49,7 +50,7 @@ class Containers:
         """
         found: list[str] = []
         for path in self.folder.glob("*/docker-compose.yaml"):
-            for host, service in sorted(yaml.safe_load(path.read_text())["services"].items()):
+            for host, service in sorted(_services(path).items()):
                 wanted = (
                     [f"name=^{service['container_name']}$"]
                     if "container_name" in service
@@ -75,3 +76,12 @@ class Containers:
             docker("rm", "--force", "--volumes", identity, check=False)
         for identity in self.networks:
             docker("network", "rm", identity)
+
+
+def _services(path: Path) -> dict[str, Any]:
+    """Return the services of a compose file; none of one that the SDK is still writing."""
+    try:
+        written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError:
+        return {}
+    return (written or {}).get("services") or {}
