@@ -1,4 +1,4 @@
-"""Which version of the library parameters are meant for, if no launcher beside them says it.
+"""Chooses the version of the library for parameters that no launcher has assigned to one.
 
 Three parameters have the same name in both versions, and ``{"tensor_parallel_degree": 2}`` alone has no other. Then the script's
 imports decide, and a line says so.
@@ -28,7 +28,7 @@ _MOST_FILES = 200
 
 @dataclass(frozen=True)
 class VersionChoice:
-    """The version of the library that a job is of.
+    """The version of the library that a job uses.
 
     Attributes:
         is_2: whether it is version 2.

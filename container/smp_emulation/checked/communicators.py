@@ -55,7 +55,7 @@ class Asked:
 
 
 class CollectiveThread:
-    """A thread that runs the jobs of streams in the order in which they are given."""
+    """A thread that runs the jobs of streams in their order."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Callable[..., None]] | None] = queue.SimpleQueue()

@@ -190,7 +190,7 @@ def _has_begun_driver() -> bool:
 
 
 def _uses_torch() -> bool:
-    """Return whether PyTorch holds a GPU or a process group, neither of which survives a fork."""
+    """Return whether PyTorch holds a GPU or a process group. Neither survives a fork."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False

@@ -126,7 +126,7 @@ class HangWatch:
         if not still:
             return None
         all_wait = all(position.standing is Standing.WAITING for position in still.values())
-        # They may wait for a rank without a record, of which nothing is known.
+        # They may wait for a rank without a record. Nothing is known about such a rank.
         if all_wait and len(positions) < self._size:
             return None
         waited = [position.seconds for position in still.values() if position.standing is not Standing.LEFT]

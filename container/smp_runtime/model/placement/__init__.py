@@ -1,1 +1,1 @@
-"""The strategies that place a model on a rank, and the report of where its parameters lie."""
+"""Places a model on a rank by strategies, and reports the place of its parameters."""

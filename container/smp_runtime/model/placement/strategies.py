@@ -1,4 +1,4 @@
-"""The strategies that place a model on this rank, for the recipe: each does one thing and returns a frozen record of it."""
+"""Steps of the recipe that place a model on this rank. Each takes one strategy, and returns a frozen record of its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The objects of a wrapped model that its strategies work on."""
+    """A wrapped model's objects, which its strategies change."""
 
     ranks: Ranks
     stages: Stages
