@@ -181,8 +181,8 @@ class Departure:
         while True:
             answers = self._round(halts=True)
             is_same = bool(before) and _are_same(before, answers)
-            has_arrived = self._at_end is not None or all(answers[stage].position >= limits[stage] for stage in limits)
-            is_settled = has_arrived and _is_quiet(answers)
+            is_settled = self._have_arrived(answers, limits) and _is_quiet(answers)
+            # The answers of one round are not from one moment. Only two equal rounds prove that nothing moved between them.
             if is_settled and is_same:
                 return answers
             if not is_same:
@@ -193,6 +193,12 @@ class Departure:
             with self._links.changed:
                 self._links.changed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _have_arrived(self, answers: Mapping[int, StageProgress], limits: Mapping[int, int]) -> bool:
+        """Return whether all stages have reached their positions; after the end of the step there are none."""
+        if self._at_end is not None:
+            return True
+        return all(answers[stage].position >= limit for stage, limit in limits.items())
 
     def _round(self, *, halts: bool) -> Mapping[int, StageProgress]:
         """Ask all stages, and wait for their answers."""
@@ -239,7 +245,9 @@ def _is_quiet(answers: Mapping[int, StageProgress]) -> bool:
     if any(answer.is_running for answer in answers.values()):
         return False
     for sender, receiver in itertools.permutations(answers, 2):
-        if answers[sender].sent[receiver] != answers[receiver].handled[sender]:
+        sent = answers[sender].sent[receiver]
+        handled = answers[receiver].handled[sender]
+        if sent != handled:
             return False
     return True
 

@@ -215,7 +215,8 @@ class Alarm:
         for stage in range(len(self._ranks)):
             if stage == self._stage:
                 continue
-            with contextlib.suppress(SMPRuntimeError):  # a stage that is gone needs no report
+            # A stage that is gone needs no report.
+            with contextlib.suppress(SMPRuntimeError):
                 self._send(stage, fail, ())
 
     def heard(self, fail: Fail) -> None:

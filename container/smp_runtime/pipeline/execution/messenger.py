@@ -142,7 +142,8 @@ class Messenger:
         """
         waiting = []
         for stage, news in self._news.items():
-            if any(isinstance(each, Done) for each in news):
+            has_end = any(isinstance(each, Done) for each in news)
+            if has_end:
                 waiting.append(stage)
         return waiting
 

@@ -197,10 +197,14 @@ class ModuleServer:
     def _arguments(self, call: ForwardCall) -> Arguments:
         """Return the tensors of a call; those that require gradients enter this stage's graph."""
         values = self._context.values
-        tensors = [values.get(s.name).detach() if s.comes else self._handle(s) for s in call.slots]
+        tensors: list[torch.Tensor] = []
+        enters: list[int] = []
+        for index, slot in enumerate(call.slots):
+            tensors.append(values.get(slot.name).detach() if slot.comes else self._handle(slot))
+            if call.modes.grad and slot.meta.requires_grad:
+                enters.append(index)
         entry = CallInputs()
         edges: tuple[GradientEdge, ...] = ()
-        enters = [i for i, s in enumerate(call.slots) if s.meta.requires_grad] if call.modes.grad else []
         if enters:
             entry.tensors = [tensors[index] for index in enters]
             entered = _Enter.apply(entry, self._context.anchor)

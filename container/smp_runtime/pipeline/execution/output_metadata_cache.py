@@ -101,11 +101,12 @@ def describe_difference_of(before: OutputMetadata, slots: Sequence[TensorSlot | 
 
 def describe_tensors(metas: Sequence[TensorMetadata | None]) -> str:
     """Return types, shapes and ``requires_grad`` of tensors as text."""
-    texts = ["none" if meta is None else _text(meta) for meta in metas]
-    return ", ".join(texts) or "no tensors"
+    return ", ".join(map(_text, metas)) or "no tensors"
 
 
-def _text(meta: TensorMetadata) -> str:
+def _text(meta: TensorMetadata | None) -> str:
+    if meta is None:
+        return "none"
     kind = f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
     return f"{kind} with requires_grad" if meta.requires_grad else kind
 
@@ -113,7 +114,7 @@ def _text(meta: TensorMetadata) -> str:
 def _shown(head: bytes, metas: Sequence[TensorMetadata | None]) -> str:
     """Return a result as text, including the values that are not tensors."""
     try:
-        texts = [_Text("none" if meta is None else _text(meta)) for meta in metas]
+        texts = [_Text(_text(meta)) for meta in metas]
         result, changed = unpack(head, texts, module_of=cast("Any", _Text))
         if changed is None:
             return repr(result)

@@ -149,11 +149,11 @@ class PlanStore:
         former = self._changes_buffers.get(kind.course, False)
         self._changes_buffers[kind.course] = changed or former
         is_serial = any(record.is_serial for record in records)
-        if is_serial:
-            self._plans[kind].divergences = MOST_DIVERGENCES  # there is nothing to plan
         has_learned = any(record.learned for record in records)
         orders = None
-        if not is_serial and not has_learned:
+        if is_serial:
+            self._plans[kind].divergences = MOST_DIVERGENCES  # there is nothing to plan
+        elif not has_learned:
             segments = list(itertools.chain.from_iterable(record.segments for record in records))
             orders = self._plan(segments, self._plans[kind].orders)
         # All pipelines share, also one that has planned nothing: the others wait for its answer.

@@ -255,7 +255,8 @@ class RemoteCall:
     @property
     def differentiable(self) -> list[bool]:
         """Return for each output whether it requires gradients."""
-        return [template is not None and template.meta.requires_grad for template in self.outcome.templates]
+        templates = self.outcome.templates
+        return [template is not None and template.meta.requires_grad for template in templates]
 
     # -- backward --------------------------------------------------------------------------------------------------
 

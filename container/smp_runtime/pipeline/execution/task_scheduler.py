@@ -342,7 +342,8 @@ class TaskScheduler:
 
     def _follow(self, order: Order, following: Action) -> Task | None:
         """Return the task of an order's next action and advance the order, or None if the task cannot run yet."""
-        task = self._waiting.get((following.kind, following.microbatch, following.path))
+        key = (following.kind, following.microbatch, following.path)
+        task = self._waiting.get(key)
         if task is None or task.missing or task.part != following.part:
             return None
         if not self._may_begin(task):

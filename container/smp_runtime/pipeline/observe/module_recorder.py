@@ -95,25 +95,33 @@ class ModuleRecorder:
         if self._microbatch is None or torch.compiler.is_compiling():
             return
         around = self._open[-1] if self._open else ""
-        path = self._names.get(id(module), around)  # one that is no part of a model, such as a loss, is of who calls it
-        again = backward_pass() != -1
-        if again and not self._open:
+        # A module that is no part of a model, such as a loss, counts as part of its caller.
+        path = self._names.get(id(module), around)
+        # Backward calls a module only to recompute its activations.
+        is_recomputed = backward_pass() != -1
+        if is_recomputed and not self._open:
             self._before = self._path
         self._open.append(path)
-        if not again:
+        if is_recomputed:
+            self._cut(TaskKind.BACKWARD, path)
+        else:
             self._owners.note(args, around)
-        self._cut(TaskKind.BACKWARD if again else TaskKind.FORWARD, path)
+            self._cut(TaskKind.FORWARD, path)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._open or torch.compiler.is_compiling():
             return
         path = self._open.pop()
-        around = self._open[-1] if self._open else None
+        is_outermost = not self._open
+        around = "" if is_outermost else self._open[-1]
         if backward_pass() == -1:
             self._owners.note(output, path)
-            self._cut(TaskKind.FORWARD, "" if around is None else around)
+            self._cut(TaskKind.FORWARD, around)
+        elif is_outermost:
+            # Recomputation is over: backward goes on where it was.
+            self._cut(TaskKind.BACKWARD, self._before)
         else:
-            self._cut(TaskKind.BACKWARD, self._before if around is None else around)
+            self._cut(TaskKind.BACKWARD, around)
 
     def _reached(self, path: str) -> None:
         if self._microbatch is not None and not self._open:

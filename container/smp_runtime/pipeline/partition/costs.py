@@ -7,7 +7,7 @@ counts in operations (the same on every machine) unless execution times were tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -144,15 +144,19 @@ class CostModel:
         # Operations on bytes that cross become a share of all work; with traced seconds, of the same work by count.
         operations = sum(node.flops for node in self.trace.root.walk())
         per_byte = weight * self.settings.link_operations / (operations or 1.0)
-        round_trip = self.settings.round_trip / self.stages
         charges = [Charge(flow.producer, flow.consumers, flow.bytes * per_byte) for flow in self.trace.flows]
+        charges += self._call_charges()
+        return [charge for charge in charges if charge.cost > 0]
+
+    def _call_charges(self) -> Iterator[Charge]:
+        """Yield the costs of calls from modules to the modules inside them, if these are on other stages."""
+        round_trip = self.settings.round_trip / self.stages
         for node in self.trace.root.walk():
             if node.is_container:
                 continue
             inside = tuple(inner.path for inner in node.walk() if not inner.is_container)
             if len(inside) > 1:
-                charges.append(Charge(node.path, inside[1:], round_trip))
-        return [charge for charge in charges if charge.cost > 0]
+                yield Charge(node.path, inside[1:], round_trip)
 
 
 def find_callees(node: ModuleNode) -> list[ModuleNode]:

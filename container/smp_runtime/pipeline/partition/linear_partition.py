@@ -77,11 +77,13 @@ def _send(crossing: Crossing, length: int, add: Callable[[int, int, int, float],
         return
     if p is None:
         add(0, length, 0, cost)
+        ends = consumers
     else:
         add(0, p, p + 1, cost)
-    if not crossing.consumer_outside:  # all consumers are here too
-        here = consumers if p is None else (*consumers, p)
-        add(0, min(here), max(here) + 1, -cost)
+        ends = (*consumers, p)
+    if not crossing.consumer_outside:
+        # A stage that has the producer and all consumers sends nothing.
+        add(0, min(ends), max(ends) + 1, -cost)
 
 
 def best_cuts(costs: Sequence[Matrix], may_be_empty: Sequence[bool]) -> tuple[float, float, list[int]] | None:

@@ -169,10 +169,11 @@ class ManualAssignment:
 
 def hand_on_stage(original: nn.Module, made: nn.Module) -> None:
     """Give a module that replaces another one the stage that the script has set for the original."""
-    stage = vars(original).get(_BUILT_IN)
+    attributes = vars(original)
+    stage = attributes.get(_BUILT_IN)
     if stage is not None:
         for part in made.modules():
             vars(part)[_BUILT_IN] = stage
     for key in (_SET_TO, _CALLS):
-        if key in vars(original):
-            vars(made)[key] = vars(original)[key]
+        if key in attributes:
+            vars(made)[key] = attributes[key]

@@ -73,10 +73,13 @@ class _OnMeta(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kinds = _kinds_of((args, kwargs))
-        if kinds == {False, True}:
+        is_mixed = kinds == {False, True}
+        if is_mixed:
             args, kwargs = tree_map(_without_value, (args, kwargs))
-        if True in kinds and func is torch.ops.aten._to_copy.default:  # noqa: SLF001 - its name as an operator
-            kwargs = {**kwargs, "device": _META}  # x.to(device): there is no value that could move
+        is_conversion = func is torch.ops.aten._to_copy.default  # noqa: SLF001 - its name as an operator
+        if True in kinds and is_conversion:
+            # x.to(device): there is no value that could move.
+            kwargs = {**kwargs, "device": _META}
         is_constant = not kinds and getattr(func, "overloadpacket", None) in _CONSTANTS
         if is_constant and kwargs.get("device") == _META:
             kwargs = {**kwargs, "device": self._device}

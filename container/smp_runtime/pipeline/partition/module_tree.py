@@ -260,9 +260,10 @@ def order_by_call(root: ModuleNode) -> None:
 
     def first_call(node: ModuleNode) -> float:
         inside = min((first_call(child) for child in node.children), default=float("inf"))
-        node.is_container = node.order < 0 and inside < float("inf")
+        was_called = node.order >= 0
+        node.is_container = not was_called and inside < float("inf")
         node.children.sort(key=lambda child: earliest[child.path])
-        earliest[node.path] = inside if node.order < 0 else min(inside, node.order)
+        earliest[node.path] = min(inside, node.order) if was_called else inside
         return earliest[node.path]
 
     earliest: dict[str, float] = {}

@@ -100,9 +100,11 @@ class _PartitionSearch:
         self._free = [index for index, group in enumerate(self.parts.groups) if group.stage is None]
         self._traffic: dict[frozenset[int], Matrix] = {}
         needs = [unit.need for unit in self.parts.sequence]
-        columns = ([n.fixed for n in needs], [n.activations for n in needs], [n.work for n in needs])
+        fixed = [need.fixed for need in needs]
+        activations = [need.activations for need in needs]
+        work = [need.work for need in needs]
         #: Sums over the first 0, 1, 2 … units.
-        self._running = [np.concatenate([[0.0], np.cumsum(column)]) for column in columns]
+        self._running = [np.concatenate([[0.0], np.cumsum(column)]) for column in (fixed, activations, work)]
 
     def best(self) -> dict[str, int]:
         """Return the stage of every path."""
@@ -129,8 +131,9 @@ class _PartitionSearch:
         for _ in range(_MOST_ROUNDS):
             before = best
             for index in range(len(chosen)):
-                options = [[*chosen[:index], stage, *chosen[index + 1 :]] for stage in range(self.model.stages)]
-                best = _least([best, *(self._cut(option) for option in options)])
+                for stage in range(self.model.stages):
+                    option = [*chosen[:index], stage, *chosen[index + 1 :]]
+                    best = _least([best, self._cut(option)])
                 if best is not None:
                     chosen = [best.groups[number] for number in self._free]
             if best is before:
@@ -200,7 +203,8 @@ class _PartitionSearch:
             for gap in group.gaps:
                 is_behind = ends[stage] < gap
                 is_ahead = begins[stage] > gap and stage != last
-                count += is_behind or is_ahead
+                is_detour = is_behind or is_ahead
+                count += is_detour
         return count
 
 
@@ -219,7 +223,8 @@ def _least(found: Iterable[_Found | None]) -> _Found | None:
     for candidate in found:
         if candidate is None:
             continue
-        if best is None or _is_less(candidate.score, best.score):
+        is_better = best is None or _is_less(candidate.score, best.score)
+        if is_better:
             best = candidate
     return best
 

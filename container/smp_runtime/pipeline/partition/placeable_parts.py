@@ -56,7 +56,9 @@ class Parts:
         bound += [_Bound(paths, f"they share {reason}") for paths, reason in together_with_reasons(model.trace)]
         followers = dict(_followers(model.trace.root, model.trace.traced))
         units, members = _joined(model, _units(model, bound, followers), bound)
-        group_of = {number: index for index, (numbers, _) in enumerate(members) for number in numbers}
+        group_of: dict[int, int] = {}
+        for index, (numbers, _) in enumerate(members):
+            group_of.update(dict.fromkeys(numbers, index))
         alone = [number for number in range(len(units)) if number not in group_of]
         position_of = {number: position for position, number in enumerate(alone)}
         self.sequence = [units[number] for number in alone]
@@ -79,7 +81,10 @@ def _bound_units(
 ) -> BoundUnits:
     """Return a group of units; ``alone`` are the numbers of the units that are in no group."""
     need = sum((units[number].need for number in numbers), Need())
-    gaps = [sum(other < number for other in alone) for number in numbers]
+    gaps = []
+    for number in numbers:
+        earlier = [other for other in alone if other < number]
+        gaps.append(len(earlier))
     return BoundUnits(need, tuple(gaps), stage)
 
 
@@ -191,13 +196,15 @@ def _opened(
     must_open: set[str],
     followers: Mapping[str, str],
 ) -> Iterator[PlaceableUnit]:
-    open_it = node.path in must_open or costs[node.path] > grain or node is model.trace.root or node.is_container
-    if node.children and node.is_divisible and open_it:
+    is_wanted = node.path in must_open or costs[node.path] > grain
+    is_opened = is_wanted or node is model.trace.root or node.is_container
+    is_follower = node.path in followers
+    if node.children and node.is_divisible and is_opened:
         for child in callees_in_order(node):
             yield from _opened(model, child, grain, costs, must_open, followers)
-        if node.path not in followers:
+        if not is_follower:
             yield PlaceableUnit((node.path,), model.needs[node.path])
-    elif node.path not in followers:
+    elif not is_follower:
         paths = tuple(inner.path for inner in node.walk() if inner.path not in followers)
         yield PlaceableUnit(paths, model.subtree(node))
 

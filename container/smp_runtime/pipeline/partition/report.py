@@ -42,30 +42,48 @@ def _rows(
 ) -> Iterator[tuple[str, ...]]:
     for run in _runs(assignment, siblings):
         first = run[0]
-        stages = sorted({assignment.stage_of(node.path) for top in run for node in top.walk() if not node.is_container})
         need = sum((model.subtree(node) for node in run[1:]), model.subtree(first))
         share = model.share(need, sum(model.in_flight) / model.stages)
         elements = sum(node.elements for node in run)
-        if not elements and not need.work and depth:
+        has_nothing = not elements and not need.work
+        if has_nothing and depth:
             continue
-        name = first.path or "(model)"
-        if len(run) > 1:
-            name += "–" + run[-1].path.rpartition(".")[2]
-        type_name = first.type_name if len(run) == 1 else f"{len(run)} × {first.type_name}"
+        name, type_name = _name_of_run(run)
+        stages = _stages_of_run(assignment, run)
+        is_split = len(stages) > 1
         where = str(stages[0])
-        if len(stages) > 1:
+        if is_split:
             where = f"{_ranges(stages)}, own code {assignment.stage_of(first.path)}"
         yield "  " * depth + name, type_name, f"{elements:,}", f"{share:.1%}", where
-        if len(stages) > 1:
+        if is_split:
             yield from _rows(model, assignment, find_callees(first), depth + 1)
             yield from _own_code(model, assignment, first, depth + 1)
+
+
+def _name_of_run(run: Sequence[ModuleNode]) -> tuple[str, str]:
+    """Return the name and the type of modules that share a line."""
+    first = run[0]
+    name = first.path or "(model)"
+    if len(run) == 1:
+        return name, first.type_name
+    last_part = run[-1].path.rpartition(".")[2]
+    return f"{name}–{last_part}", f"{len(run)} × {first.type_name}"
+
+
+def _stages_of_run(assignment: Assignment, run: Sequence[ModuleNode]) -> list[int]:
+    """Return the stages that hold the modules and the modules inside them; containers have no code to place."""
+    stages: set[int] = set()
+    for top in run:
+        stages.update(assignment.stage_of(node.path) for node in top.walk() if not node.is_container)
+    return sorted(stages)
 
 
 def _own_code(model: CostModel, assignment: Assignment, node: ModuleNode, depth: int) -> Iterator[tuple[str, ...]]:
     """Yield the line for a split module's own parameters and code, if there are any."""
     share = model.share(model.needs[node.path], sum(model.in_flight) / model.stages)
     elements = sum(held.elements for held in node.parameters)
-    if elements or share >= _VISIBLE:
+    is_visible = elements or share >= _VISIBLE
+    if is_visible:
         stage = str(assignment.stage_of(node.path))
         yield "  " * depth + "(own code)", node.type_name, f"{elements:,}", f"{share:.1%}", stage
 

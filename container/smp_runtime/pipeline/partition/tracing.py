@@ -417,17 +417,15 @@ class _ParameterUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        parameters, buffers = self._recorder.tree.parameters, self._recorder.tree.buffers
-        used = [t for t in argument_tensors((args, kwargs)) if id(t) in parameters or id(t) in buffers]
         name = getattr(func, "__name__", "")
-        if not used or name == _FREEZE:
+        is_question = name not in _READERS and not tensors_in(out)
+        if name == _FREEZE or is_question:
             return out
-        if name not in _READERS and not tensors_in(out):
-            return out
-        for tensor in used:
-            if id(tensor) in parameters:
+        tree = self._recorder.tree
+        for tensor in argument_tensors((args, kwargs)):
+            if id(tensor) in tree.parameters:
                 self._recorder.parameter_used(tensor)
-            else:
+            elif id(tensor) in tree.buffers:
                 self._recorder.buffer_used(tensor)
         return out
 

@@ -107,7 +107,9 @@ def _averaged(column: Sequence[Segment]) -> dict[Action, Segment]:
     seconds = statistics.median(segment.seconds for segment in column)
     # No median of times exceeds that of durations, since no time exceeds its duration.
     same_events = zip(*(segment.gives for segment in column), strict=True)
-    times = [statistics.median(at for _, at in gives) for gives in same_events]
+    times = []
+    for gives_of_event in same_events:
+        times.append(statistics.median(at for _, at in gives_of_event))
     averaged = {}
     for segment in column:
         events = [event for event, _ in segment.gives]

@@ -258,6 +258,7 @@ class _RuleRun:
         for node, time in clock.coming[rank].items():
             if time >= end or place[node] >= place[best]:
                 continue
+            # Work that fills gaps gives way only to a wait that is short against the delay that it would cause.
             wait = 4 * (time - now) if fills else time + ns[node] - now
             if wait < end - time and self._allowed(clock, rank, node):
                 return True

@@ -136,7 +136,8 @@ class SegmentGraph:
         """Return the nodes that must give something before ``node`` can start."""
         found = []
         for source, edges in enumerate(self.successors):
-            if any(target == node for target, _ in edges):
+            targets = [target for target, _ in edges]
+            if node in targets:
                 found.append(source)
         return found
 
@@ -316,8 +317,10 @@ class ScheduleSimulator:
     def _count_in_flight(self, node: int, r: int, k: int) -> None:
         """Record the end of a node of a microbatch that is in flight on the rank."""
         left, is_weights = self.left_at[r][k], self.graph.weights[node]
-        if self.before_weights[r][k] == 0:
+        has_only_weights = self.before_weights[r][k] == 0
+        if has_only_weights:
             if left and not is_weights:
+                # From now on only gradients of weights are left.
                 self.weights_only[r] += 1
             elif is_weights and not left:
                 self.weights_only[r] -= 1
@@ -376,9 +379,12 @@ def summarize_run(graph: SegmentGraph, clock: ScheduleSimulator) -> SimulatedRun
 
 def _sequence(orders: Orders, graph: SegmentGraph) -> list[list[int]]:
     """Return the orders in node numbers, after a check that every action is listed exactly once and on its rank."""
+    sequence = []
     for rank, order in orders.items():
         _check_order(rank, order, graph)
-    sequence = [[graph.index[action] for action in orders.get(rank, ())] for rank in graph.ranks]
+    for rank in graph.ranks:
+        order = orders.get(rank, ())
+        sequence.append([graph.index[action] for action in order])
     named = set(itertools.chain.from_iterable(sequence))
     for node, segment in enumerate(graph.segments):
         if node not in named:

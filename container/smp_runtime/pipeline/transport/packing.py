@@ -9,7 +9,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,12 +47,17 @@ def pack(tree: Any, *, modules: Mapping[int, str] | None = None) -> Packed:
 
 def _gathered(packed: Packed) -> Packed:
     """Gather tensors that are split over several ranks; all of these ranks come here in the same order."""
-    if not any(isinstance(tensor, LazyTensor) and not isinstance(tensor, RemoteTensor) for tensor in packed.tensors):
+    if not any(_is_split(tensor) for tensor in packed.tensors):
         return packed
-    tensors = [
-        t.plain() if isinstance(t, LazyTensor) and not isinstance(t, RemoteTensor) else t for t in packed.tensors
-    ]
+    tensors: list[torch.Tensor] = []
+    for tensor in packed.tensors:
+        tensors.append(cast("LazyTensor", tensor).plain() if _is_split(tensor) else tensor)
     return replace(packed, tensors=tensors)
+
+
+def _is_split(tensor: torch.Tensor) -> bool:
+    # A remote tensor is lazy too, but whole: it travels as a handle.
+    return isinstance(tensor, LazyTensor) and not isinstance(tensor, RemoteTensor)
 
 
 def _pack(tree: Any, modules: Mapping[int, str]) -> Packed:
@@ -221,15 +226,22 @@ def _common(tree: Any) -> Packed | None:
         return None
     first, second = tree
     if second is None and isinstance(first, torch.Tensor):
-        count, tensors = 0, [first]
-    elif type(first) is tuple and type(second) is dict and not second and first:
-        count, tensors = len(first), list(first)
-        if not all(isinstance(each, torch.Tensor) for each in tensors) or len({id(each) for each in tensors}) < count:
-            return None
-    else:
+        return Packed(_heads[0], [first], False)
+    # Exact types: a subclass may hold more than its elements, which pickling keeps.
+    is_positional_call = type(first) is tuple and type(second) is dict and not second
+    if not is_positional_call or not first:
         return None
-    head = _heads.get(count)
-    return None if head is None else Packed(head, tensors, False)
+    head = _heads.get(len(first))
+    if head is None or not _are_distinct_tensors(first):
+        return None
+    return Packed(head, list(first), False)
+
+
+def _are_distinct_tensors(values: Sequence[Any]) -> bool:
+    if not all(isinstance(each, torch.Tensor) for each in values):
+        return False
+    identities = {id(each) for each in values}
+    return len(identities) == len(values)
 
 
 def _is_call(tree: Any) -> bool:
@@ -265,25 +277,49 @@ def _find_culprit(tree: Any, modules: Mapping[int, str]) -> tuple[str, Any, Exce
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of an object, each with the code that leads to it, such as ``.name`` or ``[0]``."""
+    yield from _contents(obj)
+    if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
+        return  # these are pickled by name
+    for key, value in getattr(obj, "__dict__", {}).items():
+        yield f".{key}", value
+    for key in _slots(type(obj)):
+        if hasattr(obj, key):
+            yield f".{key}", getattr(obj, key)
+
+
+def _contents(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, dict):
-        yield from ((f"[{key!r}]".replace("'", '"'), value) for key, value in obj.items())
+        for key, value in obj.items():
+            yield f"[{key!r}]".replace("'", '"'), value
     elif isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        yield from ((f".{field}", value) for field, value in zip(obj._fields, obj, strict=True))
+        for field, value in zip(obj._fields, obj, strict=True):
+            yield f".{field}", value
     elif isinstance(obj, (list, tuple)):
-        yield from ((f"[{position}]", value) for position, value in enumerate(obj))
-    if not isinstance(obj, (type, types.FunctionType, types.ModuleType)):
-        yield from ((f".{key}", value) for key, value in getattr(obj, "__dict__", {}).items())
-        yield from ((f".{key}", getattr(obj, key)) for key in _slots(type(obj)) if hasattr(obj, key))
+        for position, value in enumerate(obj):
+            yield f"[{position}]", value
+
+
+def _chooses_what_to_pickle(type_: type) -> bool:
+    own_methods: set[str] = set()
+    for base in type_.__mro__[:-1]:  # without ``object``, which has such methods itself
+        own_methods |= base.__dict__.keys() & {"__getstate__", "__reduce__"}
+    return bool(own_methods)
 
 
 def _slots(type_: type) -> list[str]:
     names = []
     for base in type_.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            private = slot.startswith("__") and not slot.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{slot}" if private else slot)
+        if isinstance(slots, str):
+            slots = (slots,)
+        names += [_mangled(base, slot) for slot in slots]
     return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _mangled(base: type, slot: str) -> str:
+    # Python stores a private slot under the name of its class.
+    is_private = slot.startswith("__") and not slot.endswith("__")
+    return f"_{base.__name__.lstrip('_')}{slot}" if is_private else slot
 
 
 def _type_name(obj: Any) -> str:
@@ -346,9 +382,11 @@ class _Restorer:
     def _merge_tuple(self, old: Any, new: Any) -> Any:
         # Its own identity does not matter, that of the lists in it does.
         merged = [*map(self.merge, old, new), *new[len(old) :]]
-        if type(old).__dictoffset__ or len(old) != len(new) or isinstance(old, torch.Size):
+        has_attributes = bool(type(old).__dictoffset__)
+        if has_attributes or len(old) != len(new) or isinstance(old, torch.Size):
             return new
-        if all(a is b for a, b in zip(merged, old, strict=True)):
+        is_unchanged = all(a is b for a, b in zip(merged, old, strict=True))
+        if is_unchanged:
             return old
         return tuple.__new__(type(old), merged)
 
@@ -357,12 +395,17 @@ class _Restorer:
             list.__setitem__(old, slice(None), [*map(self.merge, old, new), *new[len(old) :]])
         elif isinstance(old, dict):
             self._fill_dict(old, new, keep=False)
-        elif isinstance(old, (set, bytearray)) or hasattr(old, "extendleft"):
+        elif isinstance(old, set):
             contents = list(new)
             old.clear()
-            (old.update if isinstance(old, set) else old.extend)(contents)
+            old.update(contents)
+        elif isinstance(old, bytearray) or hasattr(old, "extendleft"):
+            contents = list(new)
+            old.clear()
+            old.extend(contents)
         elif hasattr(old, "__array_interface__"):
-            if old.shape != new.shape or old.dtype != new.dtype or not old.flags.writeable:
+            is_alike = old.shape == new.shape and old.dtype == new.dtype
+            if not is_alike or not old.flags.writeable:
                 return new
             old[...] = new
         elif not hasattr(old, "__dict__") and not _slots(type(old)):
@@ -372,9 +415,7 @@ class _Restorer:
 
     def _fill_attributes(self, old: Any, new: Any) -> None:
         # Attributes that a class leaves out of its pickle are missing in the callee's copy, but not deleted.
-        partial = any(
-            "__getstate__" in base.__dict__ or "__reduce__" in base.__dict__ for base in type(old).__mro__[:-1]
-        )
+        partial = _chooses_what_to_pickle(type(old))
         if hasattr(old, "__dict__"):
             self._fill_dict(old.__dict__, new.__dict__, keep=partial)
         for name in _slots(type(old)):
@@ -386,9 +427,13 @@ class _Restorer:
     def _fill_dict(self, old: dict, new: dict, keep: bool) -> None:
         """Fill a dictionary by the methods of ``dict`` or ``OrderedDict``, since subclasses forbid or extend some."""
         base: Any = OrderedDict if isinstance(old, OrderedDict) else dict
-        merged = {key: self.merge(old[key], value) if key in old else value for key, value in new.items()}
+        merged = {}
+        for key, value in new.items():
+            merged[key] = self.merge(old[key], value) if key in old else value
         if keep:
-            merged = {**{key: value for key, value in old.items() if key not in merged}, **merged}
+            kept = {key: value for key, value in old.items() if key not in merged}
+            merged = {**kept, **merged}
+        # Keys that stay in a dictionary keep their places: for another order it must be empty first.
         if list(old) != list(merged):
             for key in list(old):
                 base.__delitem__(old, key)

@@ -13,15 +13,11 @@ import torch.distributed as dist
 from smp_runtime.comm.control import timeout_seconds
 from smp_runtime.comm.groups import abort_with_others
 from smp_runtime.pipeline.transport.native_calls import start_call
-from smp_runtime.tensors.torch_private import default_store, set_timeout
+from smp_runtime.tensors.torch_private import default_store
 
 logger = logging.getLogger("smp")
 
 _SOURCE, _TARGET = 0, 1
-
-#: PyTorch's watchdog looks every 100 ms at the messages that it has not seen end, and at their communicator's state. It ends the
-#: process if the other rank has freed the communicator by then, although all messages have arrived.
-_NCCL_QUIET_SECONDS = 0.3
 
 
 class PairGroup:
@@ -77,34 +73,25 @@ class PairGroup:
                 logger.debug("the process group of two stages did not end in good order: %s", error)
 
 
-def pair_groups(backend: str) -> Callable[[str, bool], PairGroup]:
+def pair_groups(
+    connect: Callable[[dist.Store, int, timedelta, str], Any], quiet_seconds: float = 0.0
+) -> Callable[[str, bool], PairGroup]:
     """Return a function that makes process groups: ``make(name, sends)``, called by both ranks with the same unique name.
 
     ``dist.new_group`` needs every rank of the job, each time in the same order. With ``use_local_synchronization`` it would need
     only the two, but it derives the group's name from the number of groups that a rank has, which differs between them.
 
     Args:
-        backend: ``"nccl"`` or ``"gloo"``. NCCL connects at the first message.
+        connect: makes this rank's side of a group of two: ``connect(store, rank, timeout, name)``.
+        quiet_seconds: see :class:`PairGroup`.
     """
-    kind, quiet_seconds = {"nccl": (_nccl, _NCCL_QUIET_SECONDS), "gloo": (_gloo, 0.0)}[backend]
 
     def make(name: str, sends: bool) -> PairGroup:
         store = dist.PrefixStore(f"smp/pair/{name}", _own_connection(default_store()))
         rank = _SOURCE if sends else _TARGET
-        return PairGroup(kind(store, rank, timedelta(seconds=timeout_seconds()), name), quiet_seconds)
+        return PairGroup(connect(store, rank, timedelta(seconds=timeout_seconds()), name), quiet_seconds)
 
     return make
-
-
-def _nccl(store: dist.Store, rank: int, timeout: timedelta, name: str) -> Any:
-    options: Any = dist.ProcessGroupNCCL.Options()
-    set_timeout(options, timeout)
-    options.group_name = name
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
-
-
-def _gloo(store: dist.Store, rank: int, timeout: timedelta, name: str) -> Any:
-    return dist.ProcessGroupGloo(store, rank, 2, timeout=timeout)
 
 
 def _own_connection(store: dist.Store) -> dist.Store:

@@ -146,7 +146,9 @@ class Peer:
         with self.changed:
             if self.quiet_seconds is not None:
                 self.changed.wait_for(lambda: not self.reading, patience)
-            is_first, self._frees = not self._frees, True
+            # The closing thread and the receiver thread both come here; a process group is freed once.
+            is_first = not self._frees
+            self._frees = True
         if is_first:
             for channel in (*self.out, *self.back):
                 channel.close(_FREE_SECONDS)

@@ -83,20 +83,33 @@ def to_dense(tensor: torch.Tensor) -> torch.Tensor:
     # Small messages are many, and each of these questions costs: not one more than is needed.
     dtype = tensor.dtype
     if tensor.layout is not torch.strided or dtype in _QUANTIZED or tensor.is_meta:
-        if (name := getattr(tensor, "absent_name", None)) is not None:
-            raise SMPUserError(
-                f"{name}, of shape {tuple(tensor.shape)}, is handed to a module of another stage or returned from one here, but "
-                f"its elements are on pipeline stage {getattr(tensor, 'absent_stage', '?')}; put both on one stage with "
-                "smp.set_partition, or use it inside a module of that stage"
-            )
-        what = "meta" if tensor.is_meta else "quantized" if dtype in _QUANTIZED else str(tensor.layout)
-        raise SMPUserError(
-            f"a {what} tensor of shape {tuple(tensor.shape)} cannot travel between stages, because only dense memory "
-            "does; convert it first (to_dense(), dequantize(), or make it on a real device)"
-        )
-    if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):  # flags that stand for a change of the elements
+        raise _error_without_memory(tensor)
+    # Flags that stand for a change of the elements: the memory holds them unchanged.
+    is_flagged = tensor.is_neg() or (dtype.is_complex and tensor.is_conj())
+    if is_flagged:
         tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if tensor.is_contiguous() or _fills_memory(tensor) else tensor.detach().clone()
+    is_dense = tensor.is_contiguous() or _fills_memory(tensor)
+    return tensor if is_dense else tensor.detach().clone()
+
+
+def _error_without_memory(tensor: torch.Tensor) -> SMPUserError:
+    name = getattr(tensor, "absent_name", None)
+    if name is not None:
+        return SMPUserError(
+            f"{name}, of shape {tuple(tensor.shape)}, is handed to a module of another stage or returned from one here, but "
+            f"its elements are on pipeline stage {getattr(tensor, 'absent_stage', '?')}; put both on one stage with "
+            "smp.set_partition, or use it inside a module of that stage"
+        )
+    if tensor.is_meta:
+        what = "meta"
+    elif tensor.dtype in _QUANTIZED:
+        what = "quantized"
+    else:
+        what = str(tensor.layout)
+    return SMPUserError(
+        f"a {what} tensor of shape {tuple(tensor.shape)} cannot travel between stages, because only dense memory "
+        "does; convert it first (to_dense(), dequantize(), or make it on a real device)"
+    )
 
 
 def _fills_memory(tensor: torch.Tensor) -> bool:
@@ -325,10 +338,12 @@ class CollectiveChannel(TensorChannel):
                 if not self._leaving:
                     return
                 work, _ = self._leaving[0]
+            # Without the lock: the wait may take until the deadline, and other threads send and prune meanwhile.
             if not self._is_over(work, deadline):
                 raise DeadlineError(f"rank {self._peer} did not take all tensors in time; check that it still runs")
             with self._lock:
-                if self._leaving and self._leaving[0][0] is work:
+                is_still_first = bool(self._leaving) and self._leaving[0][0] is work
+                if is_still_first:
                     self._leaving.popleft()
 
     def _is_over(self, work: dist.Work, deadline: float) -> bool:
@@ -394,7 +409,8 @@ def channel_of(tensor: torch.Tensor, channels: Sequence[TensorChannel], device: 
     Raises:
         SMPUserError: it is on a device that this rank does not compute on.
     """
-    if len(channels) > 1 and _is_same(tensor.device, device):
+    has_device_channels = len(channels) > 1
+    if has_device_channels and _is_same(tensor.device, device):
         return 1 if channels[1].is_open else 2
     if tensor.is_cpu:
         return 0

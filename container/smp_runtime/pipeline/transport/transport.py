@@ -53,6 +53,11 @@ _UNTIL_OPEN = 2
 _open_transports: weakref.WeakSet[PipelineTransport] = weakref.WeakSet()
 
 
+def _is_over(peer: Peer) -> bool:
+    """Return whether no more bytes may be written to a peer; the caller holds ``peer.changed``."""
+    return peer.closed or peer.broken is not None
+
+
 class StageFailed(SMPRuntimeError):
     """The error of a stage that has reported a failure, after which it can neither send nor receive.
 
@@ -289,8 +294,10 @@ class PipelineTransport:
     def _open_out(self, peer: Peer) -> None:
         """Begin to connect the process group to a stage, unless that has begun already."""
         name = f"{self._rank}-{peer.rank}-{secrets.token_hex(8)}"
+        # With the condition: several threads send, and only the first of them may open the group.
         with peer.changed:
-            if peer.opens or self._closed or peer.left or peer.broken is not None:
+            is_gone = self._closed or peer.left or peer.broken is not None
+            if peer.opens or is_gone:
                 return
             peer.opens = True
             self._begin_opening(peer, peer.out, name, (self._rank, peer.rank))
@@ -310,7 +317,9 @@ class PipelineTransport:
             open_channel(channel, name, ends, timeout_seconds())
         except BaseException as error:
             # If the other side has ended, its receiver thread reports that.
-            if not (peer.left or peer.has_ended(error.__cause__ or error)):
+            cause = error.__cause__ or error
+            is_reported = peer.left or peer.has_ended(cause)
+            if not is_reported:
                 self._fail(error, f"connecting to stage {peer.stage}")
 
     def close(self) -> None:
@@ -348,29 +357,38 @@ class PipelineTransport:
     def _drain(self, peer: Peer) -> None:
         while True:
             with peer.changed:
-                peer.changed.wait_for(
-                    lambda: bool(peer.backlog) or peer.nudged or peer.closed or peer.broken is not None
-                )
+                peer.changed.wait_for(lambda: bool(peer.backlog) or peer.nudged or _is_over(peer))
                 nudged, peer.nudged = peer.nudged, False
-                if not peer.backlog and (peer.closed or peer.broken is not None):
+                # What is in the backlog still leaves, also after the goodbye of this side.
+                if not peer.backlog and _is_over(peer):
                     return
                 pieces = peer.backlog[0][0] if peer.backlog else []
-            # Without the condition: the callback takes the pipeline's lock, and a holder of that lock may wait for the
-            # condition to send. Holding both would deadlock.
-            if nudged and (head := self._afterthought(peer.stage)) is not None:
-                with contextlib.suppress(SMPRuntimeError):  # no receiver is left
-                    self.send(peer.stage, head)
-            if not pieces:
-                continue
-            try:
-                write_pieces(peer.connection, pieces, 0)
-            except OSError as error:
-                peer.break_off(error)
+            if nudged:
+                self._send_afterthought(peer)
+            if pieces and not self._write_waiting(peer, pieces):
                 return
-            with peer.changed:
-                if peer.backlog:
-                    peer.backlog.popleft()
-                peer.changed.notify_all()
+
+    def _send_afterthought(self, peer: Peer) -> None:
+        # Without the condition: the callback takes the pipeline's lock, and a holder of that lock may wait for the
+        # condition to send. Holding both would deadlock.
+        head = self._afterthought(peer.stage)
+        if head is not None:
+            with contextlib.suppress(SMPRuntimeError):  # no receiver is left
+                self.send(peer.stage, head)
+
+    def _write_waiting(self, peer: Peer, pieces: list[memoryview]) -> bool:
+        """Write the first message of the backlog, and return whether the connection still exists."""
+        # Without the condition: the write blocks while the other side does not read, and other threads must not.
+        try:
+            write_pieces(peer.connection, pieces, 0)
+        except OSError as error:
+            peer.break_off(error)
+            return False
+        with peer.changed:
+            if peer.backlog:
+                peer.backlog.popleft()
+            peer.changed.notify_all()
+        return True
 
     def _receive(self, peer: Peer) -> None:
         """Run the receiver thread: hand on messages until the other side leaves or is lost."""
@@ -401,8 +419,12 @@ class PipelineTransport:
     def _receive_message(self, peer: Peer, reader: ConnectionReader, size: int) -> None:
         """Receive a message and hand it on. A function, so that received tensors do not live until the next message."""
         head, announced = pickle.loads(reader.take(size))
-        arriving = [Announcement(*each) for each in announced]
-        tensors = [peer.back[each.channel].receive(each, reader.fill) for each in arriving]
+        tensors = []
+        # In the order of announcement, which is the order of the bytes in the stream.
+        for each in announced:
+            announcement = Announcement(*each)
+            channel = peer.back[announcement.channel]
+            tensors.append(channel.receive(announcement, reader.fill))
         if self._delay is not None:
             time.sleep(self._delay())
         if not self._closed:
