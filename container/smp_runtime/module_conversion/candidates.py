@@ -48,10 +48,13 @@ def find_registration(module: nn.Module, mark: Mark, automatic: Mapping[str, Any
     if mark.in_place and not can_split_in_place:
         return None
     how = registration_of(module)
-    if how is None or how.only_if is None:
+    if how is None:
+        return None
+    if how.only_if is None:
         return how
     settings = {**automatic, **mark.overrides}
-    return how if settings.get(how.only_if) else None
+    is_wanted = bool(settings.get(how.only_if))
+    return how if is_wanted else None
 
 
 def is_taken(module: nn.Module, automatic: Mapping[str, Any]) -> bool:
@@ -185,7 +188,12 @@ def is_patched(module: nn.Module) -> bool:
 
     Such a module is not tried out as a block.
     """
-    return any(_is_adapted(part) or "forward" in vars(part) for part in module.modules())
+    for part in module.modules():
+        if _is_adapted(part):
+            return True
+        if "forward" in vars(part):
+            return True
+    return False
 
 
 def _adapter_names(module: nn.Module) -> tuple[str, ...]:

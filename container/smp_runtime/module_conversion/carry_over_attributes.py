@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,9 @@ class _NothingIsEqual(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return False if func is torch.equal else func(*args, **(kwargs or {}))
+        if func is torch.equal:
+            return False
+        return func(*args, **(kwargs or {}))
 
 
 def parameter_type(original: nn.Module, options: ModelParallelParameters) -> torch.dtype | None:
@@ -91,23 +93,33 @@ class CarriedAttributes:
         # Views of the original's tensors, so that no weight is in memory twice. Untied weights are not taken as tied.
         with torch.no_grad(), _NothingIsEqual():
             self._ours = dict(state if to_ours is None else to_ours(state))
-        misfits = (self._misfit(name, value) for name, value in self._ours.items())
+        misfits = [self._misfit(name, value) for name, value in self._ours.items()]
         self.lost = [why for why in misfits if why]
-        sources = {storage_key(value): value for value in state.values()}
         #: By the id of each of the original's tensors, those that have its elements now.
-        self.successors: dict[int, list[nn.Parameter]] = {}
-        for name, value in self._ours.items():
-            source, target = sources.get(storage_key(value)), self._made.get(name)
-            if source is not None and isinstance(target, nn.Parameter):
-                self.successors.setdefault(id(source), []).append(target)
+        self.successors = self._find_successors(state)
         self.missing = [name for name in self._made if name not in self._ours]
+
+    def _find_successors(self, state: Mapping[str, torch.Tensor]) -> dict[int, list[nn.Parameter]]:
+        # By storage, since a translated tensor is a view of the original: another object with the same memory.
+        sources = {storage_key(value): value for value in state.values()}
+        found: dict[int, list[nn.Parameter]] = {}
+        for name, value in self._ours.items():
+            source = sources.get(storage_key(value))
+            target = self._made.get(name)
+            if source is not None and isinstance(target, nn.Parameter):
+                found.setdefault(id(source), []).append(target)
+        return found
 
     def _misfit(self, name: str, value: torch.Tensor) -> str | None:
         target = self._made.get(name)
         if target is None:
             return f"{name} has no place in it"
-        shape = self._slices[name].shape if name in self._slices else target.shape
-        return None if tuple(value.shape) == tuple(shape) else f"{name} is {list(value.shape)}, not {list(shape)}"
+        shape = tuple(target.shape)
+        if name in self._slices:
+            shape = tuple(self._slices[name].shape)  # of the whole: the parameter has this rank's part only
+        if tuple(value.shape) == shape:
+            return None
+        return f"{name} is {list(value.shape)}, not {list(shape)}"
 
     @torch.no_grad()
     def hand_over(self) -> set[int]:
@@ -229,10 +241,8 @@ def _inherit_checkpointing(original: nn.Module, made: nn.Module) -> Iterator[str
         return
     preserve = preserves_rng_state(asked[0].__dict__.get(FUNCTION))
     transformers = [part for part in made.modules() if isinstance(part, DistributedTransformer)]
+    every = _checkpoint_interval(original, asked)
     for transformer in transformers:
-        # Transformers 5 may leave layers between them that keep everything.
-        theirs = [part in asked for part in original.modules() if checkpoints_itself(part)]
-        every = theirs[1:].index(True) + 1 if True in theirs[1:] else len(theirs) or 1
         transformer.checkpoint_layers(preserve_rng_state=preserve, every=every)
     if not transformers:
         yield (
@@ -258,11 +268,21 @@ def _lost_hooks(original: nn.Module) -> Iterator[str]:
         )
 
 
+def _checkpoint_interval(original: nn.Module, asked: Sequence[nn.Module]) -> int:
+    """Return one checkpointed layer in how many: Transformers 5 may leave layers between them that keep everything."""
+    is_asked = [part in asked for part in original.modules() if checkpoints_itself(part)]
+    if True in is_asked[1:]:
+        return is_asked[1:].index(True) + 1
+    return len(is_asked) or 1
+
+
 def _any_of(attributes: Mapping[str, Any], names: tuple[str, ...]) -> bool:
     for name in names:
-        for hook in (attributes.get(name) or {}).values():
+        hooks = attributes.get(name) or {}
+        for hook in hooks.values():
             # Transformers' own, which lets gradients pass through frozen embeddings to checkpointed layers: ours need none.
-            if "make_inputs_require_grads" not in getattr(hook, "__qualname__", ""):
+            is_transformers_own = "make_inputs_require_grads" in getattr(hook, "__qualname__", "")
+            if not is_transformers_own:
                 return True
     return False
 

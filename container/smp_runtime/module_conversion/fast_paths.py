@@ -21,16 +21,23 @@ def leave_fast_paths(module: nn.Module, group: TensorGroup) -> None:
     if group.size == 1:
         return
     for part in module.modules():
-        if not any(_is_split(inside) for inside in part.modules()):
+        has_split_parts = any(_is_split(inside) for inside in part.modules())
+        if not has_split_parts:
             continue
         if isinstance(part, nn.TransformerEncoderLayer):
+            # PyTorch has no switch for the kernel, but takes it for ReLU (1) and GELU (2) only.
             part.activation_relu_or_gelu = 0
-        if not isinstance(part, nn.TransformerEncoder):
-            continue
-        uses_nested = getattr(part, "use_nested_tensor", False)
-        if uses_nested and len(part.layers):
-            part.use_nested_tensor = False
-            part.layers[-1].register_forward_hook(_zero_padding_of(part), with_kwargs=True, prepend=True)
+        if isinstance(part, nn.TransformerEncoder):
+            _replace_nested_tensors(part)
+
+
+def _replace_nested_tensors(encoder: nn.TransformerEncoder) -> None:
+    uses_nested = getattr(encoder, "use_nested_tensor", False)
+    if not uses_nested or not len(encoder.layers):
+        return
+    encoder.use_nested_tensor = False
+    # The first of the layer's hooks, so that those of a script see the zeros too.
+    encoder.layers[-1].register_forward_hook(_zero_padding_of(encoder), with_kwargs=True, prepend=True)
 
 
 def _is_split(module: nn.Module) -> bool:
@@ -47,17 +54,24 @@ def _zero_padding_of(encoder: nn.TransformerEncoder) -> Any:
         mask = kwargs.get(_MASK)
         if mask is None or kwargs.get("src_mask") is not None:
             return None
-        # PyTorch's own conditions for nested tensors.
-        are_batches = result.dim() == 3 and mask.dim() == 2
-        attention: Any = layer.self_attn
-        if not are_batches or not attention.batch_first or torch.is_autocast_enabled():
+        if not _would_nest(layer, mask, result):
             return None
-        if layer.training or _wants_gradients(layer, result):
-            return None
-        padding = mask if mask.dtype == torch.bool else mask == float("-inf")
+        is_boolean = mask.dtype == torch.bool
+        padding = mask if is_boolean else mask == float("-inf")
         return result.masked_fill(padding.unsqueeze(-1), 0.0)
 
     return hook
+
+
+def _would_nest(layer: nn.Module, mask: torch.Tensor, result: torch.Tensor) -> bool:
+    """Return whether PyTorch's own conditions for nested tensors hold."""
+    are_batches = result.dim() == 3 and mask.dim() == 2
+    attention: Any = layer.self_attn
+    if not are_batches or not attention.batch_first:
+        return False
+    if layer.training or torch.is_autocast_enabled():
+        return False
+    return not _wants_gradients(layer, result)
 
 
 def _wants_gradients(layer: nn.Module, result: torch.Tensor) -> bool:

@@ -82,7 +82,8 @@ def slices_by_name(module: nn.Module) -> dict[str, TensorSlice]:
         if not isinstance(part, DistributedModule):
             continue
         for name, where in part.tensor_slices.items():
-            slices[f"{prefix}.{name}" if prefix else name] = where
+            path = f"{prefix}.{name}".lstrip(".")
+            slices[path] = where
     return slices
 
 

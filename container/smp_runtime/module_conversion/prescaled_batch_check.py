@@ -69,7 +69,9 @@ class PrescaledBatchCheck:
 
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, LazyTensor) and value.layout is torch.strided and not value.is_meta:
+        # A result that is still on its way must not be waited for, and a meta tensor has no values.
+        has_values = not isinstance(value, LazyTensor) and not value.is_meta
+        if has_values and value.layout is torch.strided:
             yield path, value
         return
     children: Any = ()
@@ -78,7 +80,8 @@ def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         children = enumerate(value)
     for key, child in children:
-        yield from _tensors(f"{path}.{key}" if path else str(key), child)
+        inner = f"{path}.{key}" if path else str(key)
+        yield from _tensors(inner, child)
 
 
 @torch.no_grad()

@@ -114,7 +114,8 @@ def _read_by_others(model: nn.Module, candidates: Iterable[Candidate], group: Te
         return set()
     found: set[str] = set()
     if group.rank == 0:
-        with contextlib.suppress(Exception):  # the other ranks wait for a decision
+        # The other ranks wait in `agree`, which an error here must not skip.
+        with contextlib.suppress(Exception):
             found = used_by_others(model, names)
     return group.agree(found)
 

@@ -82,13 +82,14 @@ def leaves_of_plan(module: nn.Module, plan: Mapping[str, str], *, is_scripts: bo
                 f"the plan has a style for {pattern!r}, but the {type(module).__name__} has no submodule of that name; its linear "
                 f"maps are {names}"
             )
-        splits_parameter = style in _LINEAR and not paths and _names_parameter(module, pattern)
-        if style in _LATER or splits_parameter:
+        splits_parameter = not paths and _names_parameter(module, pattern)
+        if style in _LATER or (style in _LINEAR and splits_parameter):
             for path in paths or [pattern]:
                 left.update(_parents(path, modules))
         elif style in _LINEAR:
             parts = {path: modules[path] for path in paths}
             found.update(_splits_of(parts, style, is_scripts=is_scripts))
+    # Modules beside those with such styles stay whole too, since they take one another's results.
     return {path: split for path, split in found.items() if path.rpartition(".")[0] not in left}
 
 

@@ -201,13 +201,18 @@ def was_initialised(module: torch.nn.Module) -> bool:
         return True
     if any(getattr(part, "_is_hf_initialized", False) for part in module.modules()):
         return True
-    for part in module.modules():
-        if "norm" not in type(part).__name__.lower():
+    return any(_is_trained_norm(part) for part in module.modules())
+
+
+def _is_trained_norm(part: torch.nn.Module) -> bool:
+    if "norm" not in type(part).__name__.lower():
+        return False
+    for name, value in part.named_parameters():
+        initial = 1.0 if name == "weight" else 0.0
+        if value.is_meta:
             continue
-        for name, value in part.named_parameters():
-            first = 1.0 if name == "weight" else 0.0
-            if not value.is_meta and bool((value != first).any()):
-                return True
+        if bool((value != initial).any()):
+            return True
     return False
 
 

@@ -27,13 +27,18 @@ def transformers_major() -> int:
 def parameter_names(modules: Mapping[str, str | tuple[str, ...]], *kinds: Literal["weight", "bias"]) -> dict[str, Any]:
     """Return names of parameters from those of their modules: of weight and bias, if no ``kinds`` are passed."""
     names: dict[str, Any] = {}
+    wanted = kinds or ("weight", "bias")
     for theirs, ours in modules.items():
-        for kind in kinds or ("weight", "bias"):
+        for kind in wanted:
             if isinstance(ours, str):
                 names[f"{theirs}.{kind}"] = f"{ours}.{kind}"
             else:  # joined from several
                 names[f"{theirs}.{kind}"] = tuple(f"{part}.{kind}" for part in ours)
     return names
+
+
+def _parts_of(target: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (target,) if isinstance(target, str) else target
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,9 @@ class LayerNames:
     def to_theirs(self, layer: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield one layer's parameters under Hugging Face's names, in the original's order."""
         for name, target in self.names.items():
-            parts = (target,) if isinstance(target, str) else target
-            if not all(part in layer for part in parts):
+            parts = _parts_of(target)
+            is_complete = all(part in layer for part in parts)
+            if not is_complete:
                 continue
             value = layer[parts[0]]
             if len(parts) > 1:
@@ -74,7 +80,7 @@ class LayerNames:
         """Return the names in a distributed layer's state that :meth:`to_theirs` translates."""
         own: set[str] = set()
         for target in self.names.values():
-            parts = (target,) if isinstance(target, str) else target
+            parts = _parts_of(target)
             if all(name in layer for name in parts):
                 own.update(parts)
         return own
@@ -387,7 +393,7 @@ def _wrapped_heads(names: CausalNames) -> dict[str, bool]:
     for model in sessions.current_session().models:
         for path, part in model.module.named_modules(remove_duplicate=False):
             if getattr(part, "state_names", None) is names:
-                place = f"{path}." if path else ""
+                place = f"{path}.".lstrip(".")
                 found.setdefault(place, set()).add(bool(part.add_lm_head))
     # If models differ in it, the place decides nothing.
     return {place: heads.pop() for place, heads in found.items() if len(heads) == 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,34 +60,46 @@ def blocks_of(model: nn.Module, is_taken: Callable[[nn.Module], bool]) -> Iterat
             continue
         if mark.enabled and is_taken(module):
             continue
-        found = []
-        if mark.enabled:
-            found = [block for block in _blocks_of_plan(path, module, mark) if id(block.module) not in planned]
-        planned |= {id(block.module) for block in found}
+        found = _new_blocks(path, module, mark, planned)
+        planned.update(id(block.module) for block in found)
         yield from found
-        is_block = id(module) in planned
         has_complete_plan = bool(found) and mark.plan is not None
-        if is_block or has_complete_plan:
+        if has_complete_plan or id(module) in planned:
             continue
-        has_planned_parts = any(id(part) in planned for part in module.modules())
-        is_open = mark.enabled and mark.plan is None and not has_planned_parts
-        if is_open and _may_be_inferred(module, is_taken):
+        if _has_no_plan(module, mark, planned) and _may_be_inferred(module, is_taken):
             yield PlannedBlock(path, module)
             continue
         # A model's plan may omit modules beside its language part.
         for name, child in module.named_children():
-            pending.append((f"{path}.{name}" if path else name, child))
+            pending.append((f"{path}.{name}".lstrip("."), child))
+
+
+def _new_blocks(path: str, module: nn.Module, mark: Mark, planned: Container[int]) -> list[PlannedBlock]:
+    if not mark.enabled:
+        return []
+    return [block for block in _blocks_of_plan(path, module, mark) if id(block.module) not in planned]
+
+
+def _has_no_plan(module: nn.Module, mark: Mark, planned: Container[int]) -> bool:
+    """Return whether a module is to be distributed, but neither it nor its parts have a plan."""
+    if not mark.enabled or mark.plan is not None:
+        return False
+    return all(id(part) not in planned for part in module.modules())
 
 
 def _may_be_inferred(module: nn.Module, is_taken: Callable[[nn.Module], bool]) -> bool:
     """Return whether a module has linear maps to pair, and neither is nor contains a list of blocks."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) or is_patched(module):
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if is_list or is_patched(module):
         return False
-    if sum(map(is_linear, module.modules())) < 2:
+    maps = sum(map(is_linear, module.modules()))
+    if maps < 2:
         return False
     for part in module.modules():
-        is_other_s = isinstance(part, DistributedModule) or is_taken(part)
-        if part is not module and is_other_s:
+        if part is module:
+            continue
+        is_split_otherwise = isinstance(part, DistributedModule) or is_taken(part)
+        if is_split_otherwise:
             return False
     return not _is_around_blocks(module)
 
@@ -99,27 +111,37 @@ def _is_around_blocks(module: nn.Module) -> bool:
         if not is_list or is_list_of_experts(part):
             continue
         for element in part.children():
-            if sum(map(is_linear, element.modules())) > 1:
+            maps = sum(map(is_linear, element.modules()))
+            if maps > 1:
                 return True
     return False
 
 
 def _blocks_of_plan(path: str, module: nn.Module, mark: Mark) -> Iterator[PlannedBlock]:
-    if mark.plan is not None:
-        plan, source, is_scripts = mark.plan, "the script's plan", True
-    else:
-        plan, source, is_scripts = getattr(module, "_tp_plan", None) or {}, "the model's own plan", False
-        if not isinstance(plan, Mapping):
-            return
+    is_scripts = mark.plan is not None
+    source = "the script's plan" if is_scripts else "the model's own plan"
+    plan = _own_plan(module) if mark.plan is None else mark.plan
     inside = _leaves_by_block(module, plan, is_scripts=is_scripts)
     for block, found in inside.items():
-        if any(other.startswith(f"{block}.".lstrip(".")) for other in inside if other != block):
+        if _has_inner_block(block, inside):
             continue  # a head beside the blocks: it is split by itself
         part = module.get_submodule(block)
         if not is_scripts and _is_around_blocks(part):
             continue  # likewise
-        if not is_patched(part) and all(mark_of(part.get_submodule(leaf)).enabled for leaf in found):
+        are_wanted = all(mark_of(part.get_submodule(leaf)).enabled for leaf in found)
+        if are_wanted and not is_patched(part):
             yield PlannedBlock(f"{path}.{block}".strip("."), part, found, source, is_scripts)
+
+
+def _own_plan(module: nn.Module) -> Mapping[str, str]:
+    """Return the plan that Transformers gives a module, or an empty one."""
+    plan = getattr(module, "_tp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def _has_inner_block(block: str, blocks: Iterable[str]) -> bool:
+    stem = f"{block}.".lstrip(".")
+    return any(other != block and other.startswith(stem) for other in blocks)
 
 
 def _leaves_by_block(

@@ -81,9 +81,12 @@ class _OtherUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != "__get__":  # types and devices may be read
-            for argument in (*args, *kwargs.values()):
-                self._note(argument if isinstance(argument, list | tuple) else (argument,))
+        reads_attribute = getattr(func, "__name__", "") == "__get__"  # types and devices may be read
+        if reads_attribute:
+            return func(*args, **kwargs)
+        for argument in (*args, *kwargs.values()):
+            values = argument if isinstance(argument, list | tuple) else (argument,)
+            self._note(values)
         return func(*args, **kwargs)
 
     def watch(self, part: nn.Module, path: str, hooks: contextlib.ExitStack) -> None:
@@ -115,10 +118,11 @@ class _OtherUses(TorchFunctionMode):
 
     def _note(self, values: Iterable[Any]) -> None:
         """Record the owners of weights among some values, unless one of them runs."""
+        # A module that runs may read its own weight; only the innermost one counts, as others merely contain it.
+        running = self.running[-1] if self.running else None
         for value in values:
             owners = self._owners.get(id(value), ())
-            is_own = bool(self.running) and self.running[-1] in owners
-            if owners and not is_own:
+            if running not in owners:
                 self.found.update(owners)
 
 
@@ -186,19 +190,26 @@ def _watch(parts: Mapping[str, nn.Module], found: dict[str, BlockCall]) -> None:
 def _drawn(value: Any, *, is_frozen: bool) -> Any:
     """Return a structure of arguments with random activations; other values stay."""
     if isinstance(value, torch.Tensor):
-        # Activations of a model without memory are equal for all tokens, so they are drawn. Masks and positions stay.
-        has_tokens = value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH)
-        if has_tokens and value.is_floating_point():
-            return torch.randn(value.shape, dtype=torch.float64, requires_grad=value.requires_grad or is_frozen)
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        return _drawn_tensor(value, is_frozen=is_frozen)
     draw = functools.partial(_drawn, is_frozen=is_frozen)
     if isinstance(value, dict):
         return {key: draw(item) for key, item in value.items()}
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+    is_named_tuple = hasattr(value, "_fields")
+    if isinstance(value, tuple) and not is_named_tuple:
         return tuple(map(draw, value))
     if isinstance(value, list):
         return list(map(draw, value))
     return value
+
+
+def _drawn_tensor(value: torch.Tensor, *, is_frozen: bool) -> torch.Tensor:
+    # Activations of a model without memory are equal for all tokens, so they are drawn. Masks and positions stay.
+    has_tokens = value.dim() == 3 and value.shape[:2] == (BATCH, LENGTH)
+    if has_tokens and value.is_floating_point():
+        # float64, so that rounding cannot hide a difference between the whole block and its parts.
+        requires_grad = value.requires_grad or is_frozen
+        return torch.randn(value.shape, dtype=torch.float64, requires_grad=requires_grad)
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _without_memory(model: nn.Module) -> nn.Module | None:
@@ -208,16 +219,22 @@ def _without_memory(model: nn.Module) -> nn.Module | None:
     """
     if any(isinstance(part, DistributedModule) for part in model.modules()):
         return None
+    # `copy.deepcopy` takes what `memo` has under an object's id for the copy that it has made already.
     memo: dict[int, Any] = {}
     for part in model.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None and id(parameter) not in memo:
-                memo[id(parameter)] = nn.Parameter(_row(parameter), requires_grad=parameter.requires_grad)
-        for buffer in part._buffers.values():
-            if buffer is not None and buffer.is_meta:
-                memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
+        _replace_values(part, memo)
         leave_out_hooks(part, memo)
     return _copied(model, memo)
+
+
+def _replace_values(part: nn.Module, memo: dict[int, Any]) -> None:
+    for parameter in part.parameters(recurse=False):
+        # A tied weight keeps one copy: its second use must not draw another row.
+        if id(parameter) not in memo:
+            memo[id(parameter)] = nn.Parameter(_row(parameter), requires_grad=parameter.requires_grad)
+    for buffer in part.buffers(recurse=False):
+        if buffer.is_meta:
+            memo[id(buffer)] = torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:

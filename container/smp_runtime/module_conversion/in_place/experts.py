@@ -51,12 +51,17 @@ def _mixtures(block: nn.Module) -> list[str]:
     """Return the paths of modules around lists of experts, and around modules with parameters of many experts."""
     found: dict[str, None] = {}
     for path, part in block.named_modules():
-        has_experts = is_list_of_experts(part) or bool(_tables(part))
-        if path and has_experts:
+        if path and _has_experts(part):
             found[path.rpartition(".")[0]] = None
+    # The block itself, with an empty path, is a mixture only if it has no mixture inside.
     if len(found) == 1:
         return list(found)
-    return [path for path in found if path and not _is_around_others(path, found)]
+    inner = [path for path in found if path]
+    return [path for path in inner if not _is_around_others(path, found)]
+
+
+def _has_experts(part: nn.Module) -> bool:
+    return is_list_of_experts(part) or bool(_tables(part))
 
 
 def _is_around_others(path: str, paths: Iterable[str]) -> bool:
@@ -106,15 +111,15 @@ def _placed(path: str, split: BlockSplit) -> BlockSplit:
 
 
 def _of_mixture(mixture: nn.Module, width: int, size: int, *, is_spread: bool) -> Iterator[BlockSplit]:
-    spread = _spread(mixture, size) if is_spread else {}
+    spread: dict[str, LinearSplit] | None = {}
+    pairs = _pairs(mixture, width)
+    if is_spread:
+        spread = _spread(mixture, size)
+        pairs = _outside_lists(mixture, pairs)
     if spread is None:
         return
-    listed: tuple[str, ...] = ()
-    if is_spread:
-        lists = [path for path, part in mixture.named_modules() if is_list_of_experts(part)]
-        listed = tuple(f"{path}.".lstrip(".") for path in lists)
-    pairs = {path: how for path, how in _pairs(mixture, width).items() if not path.startswith(listed)}
-    if not all(_is_divisible(mixture, path, how, size) for path, how in pairs.items()):
+    are_divisible = all(_is_divisible(mixture, path, how, size) for path, how in pairs.items())
+    if not are_divisible:
         return
     leaves = {**spread, **pairs}
     tables = {path: part for path, part in mixture.named_modules() if _tables(part)}
@@ -178,6 +183,13 @@ def _pairs(mixture: nn.Module, width: int) -> dict[str, LinearSplit]:
     return found
 
 
+def _outside_lists(mixture: nn.Module, pairs: Mapping[str, LinearSplit]) -> dict[str, LinearSplit]:
+    """Return the pairs outside lists of experts: a listed expert has one owner, which keeps it whole."""
+    lists = [path for path, part in mixture.named_modules() if is_list_of_experts(part)]
+    stems = tuple(f"{path}.".lstrip(".") for path in lists)
+    return {path: how for path, how in pairs.items() if not path.startswith(stems)}
+
+
 def _pairs_in(part: nn.Module, width: int) -> dict[str, LinearSplit]:
     """Return the splits of linear maps among a module's children: those to more features, and the one back."""
     linears = [(name, child) for name, child in part.named_children() if is_linear(child)]
@@ -209,17 +221,39 @@ def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed:
     if len(experts) != 1:
         return
     (count,) = experts
-    given: dict[str, nn.Parameter] = {}
-    for name, parameter in part._parameters.items():
-        if parameter is not None and parameter.dim() > 1 and parameter.shape[0] == count:
-            given[name] = parameter
-    if is_spread:
-        if count % size == 0:
-            yield Tables(tuple((name, 0, ()) for name in given), experts=count)
-        return
+    given = _parameters_of(part, count)
+    if not is_spread:
+        inside = _inner_length(tables, width)
+        yield from _cuts_inside(given, count, width, inside, size, is_packed=is_packed)
+    elif count % size == 0:
+        yield Tables(tuple((name, 0, ()) for name in given), experts=count)
+
+
+def _inner_length(tables: Mapping[str, nn.Parameter], width: int) -> int:
+    """Return the number of features inside an expert; ``width`` if all lengths are that of the activations."""
     lengths = itertools.chain.from_iterable(parameter.shape[1:] for parameter in tables.values())
-    inside = min((length for length in lengths if length != width), default=width)
-    for features in (inside, width) if inside == 2 * width else (inside,):
+    return min((length for length in lengths if length != width), default=width)
+
+
+def _parameters_of(part: nn.Module, count: int) -> dict[str, nn.Parameter]:
+    """Return a module's own parameters with a row for each of ``count`` experts: matrices, and vectors such as biases."""
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+        has_rows = parameter.dim() > 1
+        if has_rows and parameter.shape[0] == count:
+            found[name] = parameter
+    return found
+
+
+def _cuts_inside(
+    given: Mapping[str, nn.Parameter], count: int, width: int, inside: int, size: int, *, is_packed: bool
+) -> Iterator[Tables]:
+    """Yield the ways to divide each expert's inner features over the ranks."""
+    candidates = [inside]
+    # Twice the width may also be two packed maps of experts that are as wide inside as outside.
+    if inside == 2 * width:
+        candidates.append(width)
+    for features in candidates:
         divided = _added_to_results(given, width, features)
         ways = []
         for name, parameter in given.items():
@@ -231,9 +265,14 @@ def _cuts(part: nn.Module, width: int, size: int, *, is_spread: bool, is_packed:
 
 def _added_to_results(given: Mapping[str, nn.Parameter], width: int, features: int) -> list[str]:
     """Return the names of the vectors that are added to experts' results: every rank adds a share of these."""
-    vectors = [name for name, parameter in given.items() if parameter.dim() == 2 and parameter.shape[1] == width]
+    vectors = []
+    for name, parameter in given.items():
+        is_vector = parameter.dim() == 2  # one for each expert
+        if is_vector and parameter.shape[1] == width:
+            vectors.append(name)
     if features != width:
         return vectors
+    # Inner vectors are as long here, but they come before the last matrix.
     late = _late(given)
     return [name for name in vectors if name in late]
 
@@ -251,18 +290,24 @@ def _cuts_of(
     """Yield the places where one parameter may be cut, the likelier first."""
     for dim in _dims_to_cut(parameter, width, features):
         length = parameter.shape[dim]
-        is_halves = is_packed and length == 2 * features
-        pieces = (features, features) if is_halves else ()
-        is_even = all(piece % size == 0 for piece in pieces or (length,))
-        if is_even:
+        pieces: tuple[int, ...] = ()
+        # A rank needs its part of both packed maps, so each half is divided.
+        if is_packed and length == 2 * features:
+            pieces = (features, features)
+        lengths = pieces or (length,)
+        if all(piece % size == 0 for piece in lengths):
             yield name, dim, pieces
 
 
 def _dims_to_cut(parameter: nn.Parameter, width: int, features: int) -> list[int]:
-    dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in (features, 2 * features)]
+    lengths = (features, 2 * features)  # one map, or two packed ones
+    dims = [dim for dim in range(1, parameter.dim()) if parameter.shape[dim] in lengths]
     if features == width:
         return dims
-    inner = [dim for dim in dims if parameter.shape[dim] != width or parameter.dim() == 2]
+    inner = dims
+    # A matrix has the activations' width along its other dim, which stays whole.
+    if parameter.dim() > 2:
+        inner = [dim for dim in dims if parameter.shape[dim] != width]
     return (inner or dims)[:1]
 
 
@@ -273,14 +318,19 @@ def _numbers(mixture: nn.Module, tables: dict[str, Tables], size: int) -> Iterat
     for path, how in tables.items():
         part = mixture.get_submodule(path)
         wholes = _divided_lengths(part, how)
-        for name, value in vars(part).items():
-            if name.startswith("_") or type(value) is not int:
-                continue
+        for name, value in _integers_of(part):
             is_named = "expert" in name or not how.is_spread
-            if value in wholes and is_named:
+            if is_named and value in wholes:
                 found.append((path, name, value // size))
     if found:
         yield tuple(found)
+
+
+def _integers_of(part: nn.Module) -> Iterator[tuple[str, int]]:
+    for name, value in vars(part).items():
+        is_integer = type(value) is int  # neither a bool nor a script's own kind of number
+        if is_integer and not name.startswith("_"):
+            yield name, value
 
 
 def _divided_lengths(part: nn.Module, how: Tables) -> set[int]:

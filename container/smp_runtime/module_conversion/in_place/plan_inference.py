@@ -101,14 +101,18 @@ def _by_parent(seen: Sequence[tuple[str, torch.Tensor]], within: set[str]) -> li
     """
     runs: list[list[str]] = []
     for parent, found in itertools.groupby((path for path, _ in seen), _parent_of):
-        *before, last = found
-        alone = [path for path in before if path in within]
-        before = [path for path in before if path not in within]
-        runs += [[path] for path in alone]
+        *front, last = found
+        before = []
+        for path in front:
+            if path in within:
+                runs.append([path])
+            else:
+                before.append(path)
         if before and parent:
-            runs += [before, [last]]
+            runs.append(before)
         else:
-            runs += [[path] for path in (*before, last)]
+            runs += [[path] for path in before]
+        runs.append([last])
     return runs
 
 
@@ -120,11 +124,16 @@ def _sources(block: nn.Module, seen: Sequence[tuple[str, torch.Tensor]]) -> dict
     weights = {id(block.get_submodule(path).weight): path for path, _ in seen}
     found: dict[str, set[str]] = {}
     for parent, calls in itertools.groupby(seen, lambda call: _parent_of(call[0])):
-        for path, x in [*calls][:-1]:
-            leaves = {id(leaf) for leaf in _leaves_before(x)}
-            before = {source for weight, source in weights.items() if weight in leaves}
+        *front, _ = calls
+        for path, x in front:
+            before = _maps_before(x, weights)
             found[path] = {source for source in before if _parent_of(source) == parent}
     return found
+
+
+def _maps_before(x: torch.Tensor, weights: Mapping[int, str]) -> set[str]:
+    leaves = {id(leaf) for leaf in _leaves_before(x)}
+    return {path for weight, path in weights.items() if weight in leaves}
 
 
 def _leaves_before(x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -144,18 +153,25 @@ def _leaves_before(x: torch.Tensor) -> Iterator[torch.Tensor]:
 def _alike(block: nn.Module, columns: Mapping[str, bool]) -> Iterator[dict[str, LinearSplit]]:
     """Yield the unit itself, and those with names that differ in one number: experts that the sample did not call."""
     modules = dict(block.named_modules())
-    numbers = {match.span() for path in columns for match in re.finditer(r"(?<=\.)\d+(?=\.)", path)}
+    linear = {path for path, part in modules.items() if is_linear(part)}
+    numbers: set[tuple[int, int]] = set()
+    for path in columns:
+        numbers.update(match.span() for match in re.finditer(r"(?<=\.)\d+(?=\.)", path))
     seen: set[tuple[str, ...]] = set()
     for start, stop in [(0, 0), *numbers]:
         for renamed in _renamed(modules, columns, start, stop):
-            are_linear = all(path in modules and is_linear(modules[path]) for path in renamed)
-            if not are_linear or tuple(renamed) in seen:
+            paths = tuple(renamed)
+            if paths in seen or not linear.issuperset(paths):
                 continue
-            seen.add(tuple(renamed))
-            leaves = {}
-            for path, is_column in renamed.items():
-                leaves[path] = LinearSplit(columns=is_column, transposed=is_transposed(modules[path]))
-            yield leaves
+            seen.add(paths)
+            yield _splits_of(modules, renamed)
+
+
+def _splits_of(modules: Mapping[str, nn.Module], columns: Mapping[str, bool]) -> dict[str, LinearSplit]:
+    leaves = {}
+    for path, is_column in columns.items():
+        leaves[path] = LinearSplit(columns=is_column, transposed=is_transposed(modules[path]))
+    return leaves
 
 
 def _renamed(
@@ -163,7 +179,8 @@ def _renamed(
 ) -> Iterator[Mapping[str, bool]]:
     """Yield the maps themselves, and their likes in all siblings of the module whose number is at that place of their names."""
     yield columns
-    if stop == 0 or len({path[:stop] for path in columns}) != 1:
+    stems = {path[:stop] for path in columns}
+    if stop == 0 or len(stems) != 1:
         return
     parent = next(iter(columns))[: start - 1]
     for number in range(len(modules[parent]._modules)):
@@ -212,7 +229,8 @@ def single_units(block: nn.Module, paths: Sequence[str]) -> Iterator[SplitUnit]:
 def _worth_splitting(block: nn.Module, paths: Sequence[str]) -> list[str]:
     """Return the paths without the smallest maps, which together hold at most a given share of the block's elements."""
     sizes = {path: _size(block, path) for path in paths}
-    spare = sum(parameter.numel() for parameter in block.parameters()) // _WHOLE_SHARE
+    elements = sum(parameter.numel() for parameter in block.parameters())
+    spare = elements // _WHOLE_SHARE
     for path in sorted(paths, key=sizes.__getitem__):
         spare -= sizes[path]
         if spare >= 0:

@@ -77,17 +77,12 @@ def plan_splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Mod
     """
     if group.size == 1:
         return {}
-    shared = shared_with_others(model)
-    blocks: dict[str, PlannedBlock] = {}
-    for block in blocks_of(model, is_taken):
-        if not shared(block):
-            blocks[block.path] = block
-        elif group.rank == 0 and block.leaves is not None:
-            logger.warning("%s is not split in place: it shares a weight with another module", block_title([block]))
+    blocks = _unshared_blocks(model, group, is_taken)
     if not blocks:
         return {}
-    # One rank decides, since whether numbers are equal is not for each to find out by itself.
-    chosen: list[_BlockChoice] = group.agree(_chosen(model, list(blocks.values()), group) if group.rank == 0 else None)
+    # One rank decides: rounding may differ between ranks, and all must split the same blocks.
+    mine = _chosen(model, list(blocks.values()), group) if group.rank == 0 else None
+    chosen: list[_BlockChoice] = group.agree(mine)
     found: dict[int, BlockSplit] = {}
     for choice in chosen:
         if choice.error is not None:
@@ -99,13 +94,28 @@ def plan_splits(model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Mod
     return found
 
 
+def _unshared_blocks(
+    model: nn.Module, group: TensorGroup, is_taken: Callable[[nn.Module], bool]
+) -> dict[str, PlannedBlock]:
+    """Return the blocks to split by path; warn of planned ones that share a weight with another module."""
+    shared = shared_with_others(model)
+    blocks: dict[str, PlannedBlock] = {}
+    for block in blocks_of(model, is_taken):
+        if not shared(block):
+            blocks[block.path] = block
+        elif group.rank == 0 and block.leaves is not None:
+            logger.warning("%s is not split in place: it shares a weight with another module", block_title([block]))
+    return blocks
+
+
 def _say(chosen: Iterable[_BlockChoice], group: TensorGroup) -> None:
     is_any = False
     for choice in chosen:
         is_split = bool(choice.split.leaves or choice.split.tables)
         is_any = is_any or is_split
         is_disappointing = choice.is_planned and not is_split
-        logger.log(logging.WARNING if is_disappointing else logging.INFO, "%s", choice.line)
+        level = logging.WARNING if is_disappointing else logging.INFO
+        logger.log(level, "%s", choice.line)
     if is_any and group.slices_activations:
         logger.info(
             "optimize is memory, but blocks that are split in place do not slice activations: each rank keeps those of all rows of "
@@ -140,7 +150,10 @@ def _kinds(model: nn.Module, blocks: Sequence[PlannedBlock]) -> tuple[list[list[
         call = calls.get(block.path)
         return None if call is None else call.signature
 
-    if any(signature(block) != signature(alike[0]) for alike in kinds for block in alike[1:2]):
+    def are_called_alike(alike: Sequence[PlannedBlock]) -> bool:
+        return len(alike) < 2 or signature(alike[1]) == signature(alike[0])
+
+    if not all(map(are_called_alike, kinds)):
         calls = calls_of(model, {block.path: block.module for block in blocks})
         kinds = _alike(blocks, lambda block: (block.kind, signature(block)))
     return kinds, calls

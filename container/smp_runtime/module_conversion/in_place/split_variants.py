@@ -149,19 +149,25 @@ def _layouts(block: nn.Module, unit: SplitUnit, size: int) -> Iterator[tuple[Spl
     if is_divisible(block, unit, size) is None:
         yield unit, None
     rows = [path for path, how in unit.leaves.items() if not how.columns]
-    has_pieces = any(any((how.joins, how.pieces, how.runs)) for how in unit.leaves.values())
-    if len(rows) != 1 or has_pieces:
+    has_layout = any(any((how.joins, how.pieces, how.runs)) for how in unit.leaves.values())
+    if len(rows) != 1 or has_layout:
         return
-    columns = [path for path, how in unit.leaves.items() if how.columns]
     width = features_of(block.get_submodule(rows[0]))[0]
-    outputs = {path: features_of(block.get_submodule(path))[1] for path in columns}
+    outputs = {path: features_of(block.get_submodule(path))[1] for path, how in unit.leaves.items() if how.columns}
     pieces = _pieces(outputs, width)
-    if any(len(found) > 1 for found in pieces.values()):
-        packed = {path: replace(unit.leaves[path], pieces=pieces[path]) for path in columns}
-        found = replace(unit, leaves={**unit.leaves, **packed})
-        if is_divisible(block, found, size) is None:
-            yield found, None
+    is_packed = any(len(found) > 1 for found in pieces.values())
+    if is_packed:
+        packed = _packed(unit, pieces)
+        if is_divisible(block, packed, size) is None:
+            yield packed, None
     yield from _layouts_of_groups(block, unit, pieces, width, size)
+
+
+def _packed(unit: SplitUnit, pieces: Mapping[str, tuple[int, ...]]) -> SplitUnit:
+    leaves = dict(unit.leaves)
+    for path, found in pieces.items():
+        leaves[path] = replace(leaves[path], pieces=found)
+    return replace(unit, leaves=leaves)
 
 
 def _layouts_of_groups(
@@ -314,14 +320,20 @@ def _is_heads(name: str) -> bool:
 def _values(block: nn.Module, unit: SplitUnit) -> Iterator[Number]:
     """Yield the whole numbers of the modules around a unit and of their configurations."""
     for owner in _paths_around(unit):
-        module = block.get_submodule(owner)
-        config = vars(module).get("config")
-        configured = getattr(config, "__dict__", {})
-        given = [(name, value) for name, value in vars(module).items() if not name.startswith("_")]
-        given += [(f"config.{name}", value) for name, value in configured.items()]
-        for name, value in given:
+        for name, value in _attributes_of(block.get_submodule(owner)):
+            # `type`, since a flag is an int too, but no count.
             if type(value) is int and value > 0:
                 yield owner, name, value
+
+
+def _attributes_of(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield a module's own public attributes, and those of its configuration as ``config.…``."""
+    for name, value in vars(module).items():
+        if not name.startswith("_"):
+            yield name, value
+    config = vars(module).get("config")
+    for name, value in getattr(config, "__dict__", {}).items():
+        yield f"config.{name}", value
 
 
 def _paths_around(unit: SplitUnit) -> list[str]:

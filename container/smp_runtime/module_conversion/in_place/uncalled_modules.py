@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -38,23 +38,30 @@ def _right(proof: EquivalenceCheck, split: BlockSplit) -> BlockSplit:
 def _twins(proof: EquivalenceCheck) -> Iterator[tuple[str, str]]:
     """Yield paths of modules with linear maps that were not called, each with that of a similar called module."""
     called = {path for path, _ in proof.seen}
-    maps = {path: list(_maps_of(part)) for path, part in proof.block.named_modules() if path}
+    maps = {path: _maps_of(part) for path, part in proof.block.named_modules() if path}
     for path, names in maps.items():
         was_called = any(f"{path}.{name}" in called for name in names)
         if was_called or not names:
             continue
-        kind = _kind(proof.block.get_submodule(path))
-        for other, other_names in maps.items():
-            if other_names != names:
-                continue
-            other_was_called = all(f"{other}.{name}" in called for name in names)
-            if other_was_called and _kind(proof.block.get_submodule(other)) == kind:
-                yield path, other
-                break
+        other = _called_twin(proof.block, path, maps, called)
+        if other is not None:
+            yield path, other
 
 
-def _maps_of(module: nn.Module) -> Iterator[str]:
-    return (name for name, part in module.named_modules() if name and is_linear(part))
+def _called_twin(block: nn.Module, path: str, maps: Mapping[str, list[str]], called: Container[str]) -> str | None:
+    kind = _kind(block.get_submodule(path))
+    for other, names in maps.items():
+        if names != maps[path]:
+            continue
+        was_called = all(f"{other}.{name}" in called for name in names)
+        is_same_kind = _kind(block.get_submodule(other)) == kind
+        if was_called and is_same_kind:
+            return other
+    return None
+
+
+def _maps_of(module: nn.Module) -> list[str]:
+    return [name for name, part in module.named_modules() if name and is_linear(part)]
 
 
 def _kind(module: nn.Module) -> object:

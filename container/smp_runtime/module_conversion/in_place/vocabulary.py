@@ -35,6 +35,7 @@ def vocabulary_ties(model: nn.Module, blocks: Mapping[int, BlockSplit], group: T
     """
     if not blocks or is_patched(model):
         return {}
+    # One rank decides: a trial run may fail on one rank only, and all must split the same modules.
     mine = _chosen(model, blocks, group) if group.rank == 0 else None
     found: dict[int, Tie] = {}
     for paths in group.agree(mine):
@@ -67,20 +68,34 @@ def _chosen(model: nn.Module, blocks: Mapping[int, BlockSplit], group: TensorGro
 def _groups(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> Iterator[list[str]]:
     """Yield groups of paths: embeddings and heads of one weight that no other module has."""
     parts = _parts_outside(model, blocks)
-    embedded = {part.num_embeddings for part in parts.values() if isinstance(part, nn.Embedding)}
-    returned = {part.out_features for part in parts.values() if isinstance(part, nn.Linear)}
-    inputs = {id(_input_embeddings(part)) for part in model.modules()}
     uses = parameter_uses(model)
-    by_weight: dict[int, list[str]] = {}
-    for path, part in parts.items():
-        rows = part.num_embeddings if isinstance(part, nn.Embedding) else part.out_features
-        if id(part) in inputs or rows in embedded & returned:
-            by_weight.setdefault(id(part.weight), []).append(path)
-    for weight, paths in by_weight.items():
+    for weight, paths in _vocabularies(model, parts).items():
         same = {id(parts[path]) for path in paths}
         named = sum(id(part) in same for _, part in model.named_modules(remove_duplicate=False))
-        if uses[weight] == named:
+        is_used_elsewhere = uses[weight] != named
+        if not is_used_elsewhere:
             yield paths
+
+
+def _vocabularies(model: nn.Module, parts: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Return the paths of embeddings and heads over tokens, by the id of their weight.
+
+    Other embeddings, such as those of positions, are neither a model's input embeddings nor as long as its head.
+    """
+    embedded = {_rows(part) for part in parts.values() if isinstance(part, nn.Embedding)}
+    returned = {_rows(part) for part in parts.values() if isinstance(part, nn.Linear)}
+    inputs = {id(_input_embeddings(part)) for part in model.modules()}
+    found: dict[int, list[str]] = {}
+    in_both = embedded & returned
+    for path, part in parts.items():
+        has_both = _rows(part) in in_both
+        if has_both or id(part) in inputs:
+            found.setdefault(id(part.weight), []).append(path)
+    return found
+
+
+def _rows(part: Any) -> int:
+    return part.num_embeddings if isinstance(part, nn.Embedding) else part.out_features
 
 
 def _parts_outside(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> dict[str, Any]:
@@ -89,7 +104,12 @@ def _parts_outside(model: nn.Module, blocks: Mapping[int, BlockSplit]) -> dict[s
     for block in model.modules():
         if id(block) in blocks:
             inside.update(map(id, block.modules()))
-    return {path: part for path, part in model.named_modules() if id(part) not in inside and _is_wanted(part)}
+    found: dict[str, Any] = {}
+    for path, part in model.named_modules():
+        is_outside = id(part) not in inside
+        if is_outside and _is_wanted(part):
+            found[path] = part
+    return found
 
 
 def _is_wanted(module: nn.Module) -> bool:
